@@ -1,0 +1,113 @@
+# Every target sets up what it needs; Python 3.10 to 3.13 and make are enough. `make help` lists them.
+
+# Command of the Python that creates the environments; by default the first of these that fits.
+PYTHON ?=
+CANDIDATES := $(or $(PYTHON),python3.11 python3)
+SHELL := /bin/sh
+
+# TensorFlow 2.16 is the last version with wheels for macOS on Intel.
+ifeq ($(shell uname -sm),Darwin x86_64)
+CONSTRAINTS ?= constraints-oldest.txt
+else
+CONSTRAINTS ?= constraints.txt
+endif
+
+BENCHMARKS ?= overhead data
+RESULTS := build/benchmarks
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export UV_HTTP_TIMEOUT ?= 300
+
+.PHONY: help demo test test-oldest lint format benchmarks constraints clean distclean check-python
+.DEFAULT_GOAL := help
+
+help: ## List the targets.
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
+
+demo: .venv/installed ## Train on three emulated workers of different speed (about 3 minutes).
+	.venv/bin/python recipes/quickstart.py
+
+test: lint ## Lint, types and all tests.
+	.venv/bin/python -m pytest
+
+test-oldest: .venv-oldest/installed ## Multi-process and fast tests on the oldest TensorFlow.
+	.venv-oldest/bin/python -m pytest -m "multi_process or not (slow or outside)"
+
+lint: .venv/installed ## Style, format and types.
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: .venv/installed ## Format, and mend what ruff can mend.
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+benchmarks: .venv/installed ## Run every benchmark in full; results go to build/benchmarks.
+	@mkdir -p $(RESULTS)
+	@set -e; for name in $(BENCHMARKS); do \
+	  echo ".venv/bin/python benchmarks/$$name.py --json $(RESULTS)/$$name.json"; \
+	  .venv/bin/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; \
+	done
+
+COMPILE = .venv/bin/uv pip compile -q --universal --no-header --no-annotate --override overrides.txt \
+  --extra dev --group cpu-build pyproject.toml
+constraints: .venv/installed ## Bring the pinned versions up to date with pyproject.toml.
+	$(COMPILE) --python-version 3.10 -o constraints.txt
+	$(COMPILE) --python-version 3.11 -o constraints-oldest.txt
+
+clean: ## Remove caches and results.
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find keras_het tests recipes benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## Remove the environments too.
+	rm -rf .venv .venv-oldest
+
+# Shell text that sets $$python to the first candidate of version 3.$(1) to 3.$(2), or says what is
+# wrong and stops.
+define find_python
+python=; \
+for candidate in $(CANDIDATES); do \
+  if $$candidate -c 'import sys; sys.exit(not (3, $(1)) <= sys.version_info[:2] <= (3, $(2)))' \
+    >/dev/null 2>&1; then python=$$candidate; break; fi; \
+done; \
+if [ -z "$$python" ]; then \
+  echo "No usable Python to create the environment with."; \
+  for candidate in $(CANDIDATES); do \
+    echo "  received: $$candidate ($$($$candidate --version 2>&1 | head -n 1))"; \
+  done; \
+  echo "  expected: a command that starts Python 3.$(1) to 3.$(2) (TensorFlow and Keras have wheels for these)."; \
+  echo "  to fix it: install Python 3.11 and its venv module, or name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; \
+  exit 1; \
+fi >&2
+endef
+
+# $(call install,FOLDER,CONSTRAINTS,OLDEST,NEWEST): creates FOLDER, with a Python of version 3.OLDEST
+# to 3.NEWEST, and installs the package and its tools.
+define install
+@$(call find_python,$(3),$(4)); \
+set -e; \
+if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
+  echo "Creating $(1) with $$($$python --version)"; \
+  $$python -m venv --clear $(1) || { \
+    echo "$$python has no working venv module. Install it (Debian, Ubuntu: apt-get install python3.11-venv) and try again." >&2; \
+    exit 1; }; \
+fi; \
+echo "Installing the packages of $(2) into $(1)"; \
+$(1)/bin/python -m pip install --quiet --constraint $(2) uv; \
+$(1)/bin/uv pip install --quiet --python $(1)/bin/python --override overrides.txt --constraint $(2) \
+  --group cpu-build --editable '.[dev]'; \
+touch $@
+endef
+
+# A Python named by hand is checked even when the environment stands already.
+check-python:
+ifneq ($(PYTHON),)
+	@$(call find_python,10,13)
+endif
+
+.venv/installed: pyproject.toml overrides.txt $(CONSTRAINTS) | check-python
+	$(call install,.venv,$(CONSTRAINTS),10,13)
+
+# Keras 3.15 has no wheels for Python 3.10, TensorFlow 2.16 none for 3.13.
+.venv-oldest/installed: pyproject.toml overrides.txt constraints-oldest.txt | check-python
+	$(call install,.venv-oldest,constraints-oldest.txt,11,12)

@@ -1,0 +1,103 @@
+"""What every test relies on: the process's settings, logical devices, no process left behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+# Read by TensorFlow and Keras when they are imported, here and in the processes tests start.
+os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+# Inherited by every process that tests start, also by those whose parent has ended.
+RUN_TOKEN = uuid.uuid4().hex
+os.environ["PYTEST_RUN_TOKEN"] = RUN_TOKEN
+
+import psutil  # noqa: E402 - after the settings above, like all that may import TensorFlow
+import pytest  # noqa: E402
+from absl import flags  # noqa: E402
+
+# TensorFlow's own test suites read absl flags, which must have been parsed; pytest's options are
+# none of theirs.
+flags.FLAGS(["pytest"])
+
+NUM_LOGICAL_DEVICES = 4
+# Helpers of the multiprocessing module; they end with the interpreter.
+LIVES_AS_LONG_AS_PYTEST = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder, so that no test there can forget the marker."""
+    for item in items:
+        for folder in ("multi_process", "outside"):
+            if folder in item.path.relative_to(Path(__file__).parent).parts:
+                item.add_marker(folder)
+
+
+@functools.cache
+def create_logical_devices() -> tuple[str, ...]:
+    """Split the CPU into logical devices; must run before the first TensorFlow operation."""
+    import tensorflow as tf
+
+    cpus = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(
+        cpus[0], [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_LOGICAL_DEVICES)]
+    )
+    return tuple(device.name for device in tf.config.list_logical_devices("CPU"))
+
+
+@pytest.fixture(autouse=True)
+def logical_devices_where_tensorflow_is_used() -> None:
+    """Create the logical devices, unless nothing has imported TensorFlow (planning tests)."""
+    if "tensorflow" in sys.modules:
+        create_logical_devices()
+
+
+@pytest.fixture
+def cpu_devices() -> tuple[str, ...]:
+    """Names of the four logical CPU devices."""
+    return create_logical_devices()
+
+
+def processes_of_this_run() -> list[psutil.Process]:
+    """Return all live processes that tests started, orphans included."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            started_here = process.environ().get("PYTEST_RUN_TOKEN") == RUN_TOKEN
+            helper = any(name in " ".join(process.cmdline()) for name in LIVES_AS_LONG_AS_PYTEST)
+        except psutil.Error:
+            continue
+        if started_here and not helper and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def end_left_processes(patience: float = 5.0) -> list[str]:
+    """Kill what tests left running `patience` seconds after the last; return the command lines."""
+    _, left = psutil.wait_procs(processes_of_this_run(), timeout=patience)
+    descriptions = []
+    for process in left:
+        try:
+            descriptions.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(left, timeout=patience)
+    return descriptions
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_process_left() -> Iterator[None]:
+    """Fail the run if a process that a test started outlives it."""
+    yield
+    left = end_left_processes()
+    if left:
+        pytest.fail("Tests left these processes running (now killed):\n" + "\n".join(left))

@@ -1,0 +1,216 @@
+"""Rules about the repository that no other tool checks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import keras_het
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "keras_het"
+FOLDERS = ("keras_het", "tests", "recipes", "benchmarks", "docs", ".ci")
+TEXT_SUFFIXES = ("", ".py", ".md", ".toml", ".txt", ".json", ".yaml", ".yml", ".cfg", ".in", ".sh")
+# Written so that no pattern matches its own text.
+MACHINE_OR_REGISTRY = re.compile(
+    r"(^|[^A-Za-z0-9_.])/(w[o]rk|r[o]ot)/|/bash_j[o]bs|index-u[r]l|pypi[.]org|pythonhosted[.]org"
+    r"|https?://[^ ]*(/simp[l]e|/pack[a]ges/)"
+)
+PRIVATE_MODULE = re.compile(r"^(tensorflow\.python|keras\.src)(\.[\w.]+)?$")
+
+
+def repository_files() -> list[Path]:
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.suffix in TEXT_SUFFIXES]
+    for folder in FOLDERS:
+        files += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return sorted(path for path in files if path.suffix in TEXT_SUFFIXES and path.name != ".git")
+
+
+def python_files(folder: Path) -> list[Path]:
+    files = sorted(folder.rglob("*.py"))
+    assert files, f"no Python file below {folder}"
+    return files
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def asserts(source: str) -> list[str]:
+    tree = ast.parse(source)
+    return [f"line {node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+
+
+def imports_beyond_numpy(source: str) -> list[str]:
+    allowed = {*sys.stdlib_module_names, "numpy"}
+    return [
+        name
+        for name in imported_modules(ast.parse(source))
+        if name.split(".")[0] not in allowed and not name.startswith("keras_het.planning.")
+    ]
+
+
+def private_modules(source: str) -> list[str]:
+    """Imports and, for dynamic ones, strings and attributes that name a private module."""
+    tree = ast.parse(source)
+    names = list(imported_modules(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.append(node.value)
+        elif isinstance(node, ast.Attribute):
+            names.append(re.sub(r"^tf\.", "tensorflow.", ast.unparse(node)))
+    return [name for name in names if PRIVATE_MODULE.match(name)]
+
+
+CHECKS: list[tuple[Callable[[str], list[str]], str, str]] = [
+    (asserts, "assert x\n", "x = 'assert x'\n"),
+    (imports_beyond_numpy, "import tensorflow as tf\n", "import math\nimport numpy as np\n"),
+    (
+        imports_beyond_numpy,
+        "from keras_het.loader import a\n",
+        "from keras_het.planning.b import c",
+    ),
+    (imports_beyond_numpy, "from ..loader import a\n", "from collections.abc import Sequence\n"),
+    (private_modules, "from tensorflow.python.eager import context\n", "import tensorflow as tf\n"),
+    (private_modules, "from keras import src\n", "from keras import layers\n"),
+    (private_modules, "import_module('keras.src.utils')\n", "x = 'see keras.src for details'\n"),
+    (private_modules, "x = tf.python.eager\n", "x = tf.data\n"),
+]
+
+
+@pytest.mark.parametrize(("check", "bad", "good"), CHECKS)
+def test_each_check_finds_what_it_is_for(
+    check: Callable[[str], list[str]], bad: str, good: str
+) -> None:
+    assert check(bad)
+    assert not check(good)
+
+
+def violations(check: Callable[[str], list[str]], files: list[Path]) -> dict[str, list[str]]:
+    found = {str(path.relative_to(ROOT)): check(path.read_text("utf-8")) for path in files}
+    return {path: problems for path, problems in found.items() if problems}
+
+
+def test_the_package_has_no_assert_statement() -> None:
+    assert violations(asserts, python_files(PACKAGE)) == {}
+
+
+def test_planning_imports_numpy_and_the_standard_library_only() -> None:
+    assert violations(imports_beyond_numpy, python_files(PACKAGE / "planning")) == {}
+
+
+def test_private_symbols_are_imported_in_one_place() -> None:
+    files = [
+        path
+        for path in python_files(PACKAGE)
+        if path != PACKAGE / "private_api.py" and not path.name.endswith("_adapter.py")
+    ]
+    assert violations(private_modules, files) == {}
+
+
+def test_no_python_file_is_over_600_lines() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines())
+        for path in repository_files()
+        if path.suffix == ".py"
+    }
+    assert {path: length for path, length in lengths.items() if length > 600} == {}
+
+
+def machine_or_registry(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if MACHINE_OR_REGISTRY.search(line)]
+
+
+@pytest.mark.parametrize(
+    "line", ["cd /ro" + "ot/x", "https://py" + "pi.org/p", "pip --index" + "-url x"]
+)
+def test_machine_paths_and_registry_hosts_are_recognized(line: str) -> None:
+    assert machine_or_registry(line)
+
+
+def test_no_file_names_a_path_of_one_machine_or_a_registry() -> None:
+    assert violations(machine_or_registry, repository_files()) == {}
+
+
+def test_versions_agree() -> None:
+    declared = re.search(
+        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), flags=re.MULTILINE
+    )
+    assert declared is not None
+    assert declared.group(1) == keras_het.__version__
+
+
+@pytest.mark.parametrize(
+    ("name", "tensorflow"), [("constraints.txt", "2.21.0"), ("constraints-oldest.txt", "2.16.2")]
+)
+def test_constraints_pin_exact_versions(name: str, tensorflow: str) -> None:
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    assert [line for line in lines if not re.match(r"^[\w.-]+==[\w.]+( ; .+)?$", line)] == []
+    pins = [line.split(" ; ")[0] for line in lines]
+    assert f"tensorflow-cpu=={tensorflow}" in pins
+    assert f"tensorflow=={tensorflow}" in pins
+    assert "keras==3.15.1" in pins
+
+
+def test_this_run_uses_a_pinned_tensorflow() -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("tensorflow-cpu", "tensorflow"):
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            continue
+        assert installed in ("2.21.0", "2.16.2")
+        return
+    pytest.fail("neither tensorflow-cpu nor tensorflow is installed")
+
+
+def test_the_wheel_holds_every_module_the_licence_and_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--no-build-isolation"]
+    subprocess.run([*command, "--out-dir", tmp_path], cwd=ROOT, check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = f"keras_het-{keras_het.__version__}.dist-info"
+        assert "keras-het = keras_het.launch.command_line:main" in archive.read(
+            f"{info}/entry_points.txt"
+        ).decode("utf-8")
+    assert {str(path.relative_to(ROOT)) for path in python_files(PACKAGE)} <= names
+    assert {"keras_het/py.typed", f"{info}/licenses/LICENSE"} <= names
+
+
+@pytest.mark.parametrize(
+    ("python", "received"),
+    [("no-such-python", "not found"), ("{folder}/python3.9", "Python 3.9.18")],
+)
+def test_make_says_what_is_wrong_with_a_python_that_does_not_fit(
+    python: str, received: str, tmp_path: Path
+) -> None:
+    too_old = tmp_path / "python3.9"
+    too_old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.18" && exit\nexit 1\n')
+    too_old.chmod(0o755)
+    name = python.format(folder=tmp_path)
+    made = subprocess.run(
+        ["make", "demo", f"PYTHON={name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert made.returncode != 0
+    assert re.search(rf"received: {re.escape(name)} .*{received}", made.stderr)
+    assert "expected: a command that starts Python 3.10 to 3.13" in made.stderr
+    assert "to fix it: install Python 3.11" in made.stderr
