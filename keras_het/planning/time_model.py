@@ -1,0 +1,60 @@
+"""How long a device needs for a number of samples."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinearTimeModel:
+    r"""Compute time of one step as a straight line over the samples of a replica.
+
+    .. math:: t(n) = fixed\_seconds + seconds\_per\_sample \cdot n
+
+    The fixed part is what a step costs whatever its share (kernel launches, Python); the slope is
+    the inverse of the device's speed in samples per second.
+
+    Args:
+        fixed_seconds: Time of a step without samples, in seconds; at least 0.
+        seconds_per_sample: Additional time of each sample, in seconds; at least 0.
+
+    Raises:
+        TypeError: If an argument is not a real number.
+        ValueError: If an argument is negative or not finite.
+    """
+
+    fixed_seconds: float
+    seconds_per_sample: float
+
+    def __post_init__(self) -> None:
+        for name in ("fixed_seconds", "seconds_per_sample"):
+            _check_not_negative(name, getattr(self, name))
+
+    def seconds(self, samples: float) -> float:
+        """Returns the compute time of one step.
+
+        Args:
+            samples: Number of samples of the replica's share; at least 0.
+
+        Returns:
+            Time in seconds.
+
+        Raises:
+            TypeError: If `samples` is not a real number.
+            ValueError: If `samples` is negative or not finite.
+        """
+        _check_not_negative("samples", samples)
+        return self.fixed_seconds + self.seconds_per_sample * samples
+
+
+def _check_not_negative(name: str, value: object) -> None:
+    # numpy's scalars have no common base with Python's numbers, so convert rather than test types.
+    if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
+        raise TypeError(
+            f"`{name}` must be a real number. Received: {name}={value!r} ({type(value).__name__})."
+        )
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(
+            f"`{name}` must be finite and at least 0. Received: {name}={value!r}. Measure the "
+            "device again or give a number by hand."
+        )

@@ -1,0 +1,1 @@
+"""What runs inside a step: the strategy, its exact weights and the cluster."""

@@ -1,0 +1,52 @@
+"""One rule: what a worker's address looks like. Standard library only."""
+
+from typing import Any
+
+_MAXIMUM_PORT = 65535
+
+
+def check_address(address: Any, where: str) -> str:
+    """Checks that an address is `host:port`.
+
+    Args:
+        address: The value to check; an IPv6 host stands in brackets, `[::1]:12345`.
+        where: Where it was found, for the message.
+
+    Returns:
+        The same address.
+
+    Raises:
+        ValueError: If it is not a string, has a scheme, lacks host or port, or the port is not a
+            number from 1 to 65535.
+    """
+    if not isinstance(address, str):
+        raise _address_error(address, where, "it is not a string")
+    if "://" in address:
+        raise _address_error(address, where, "it has a scheme; leave out everything up to '://'")
+    if address != "".join(address.split()):
+        raise _address_error(address, where, "it contains white space")
+    host, separator, port = address.rpartition(":")
+    if not separator or not port or address.endswith("]"):
+        raise _address_error(address, where, "it has no port; add one, for example ':12345'")
+    if not host:
+        raise _address_error(address, where, "it has no host; add a name or an IP address")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise _address_error(address, where, "an IPv6 host needs brackets, '[::1]:12345'")
+    _check_port(port, address, where)
+    return address
+
+
+def _check_port(port: str, address: str, where: str) -> None:
+    if not (port.isascii() and port.isdigit()):
+        raise _address_error(address, where, f"its port {port!r} is not a number")
+    if not 1 <= int(port) <= _MAXIMUM_PORT:
+        raise _address_error(
+            address, where, f"its port {port} is out of range, expected 1 to {_MAXIMUM_PORT}"
+        )
+
+
+def _address_error(address: Any, where: str, problem: str) -> ValueError:
+    return ValueError(
+        f"{where} has a bad address: {problem}. Received: {address!r}; expected 'host:port' as in "
+        "'host-a:12345'."
+    )

@@ -1,0 +1,275 @@
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
+
+
+def read(config: Any) -> ClusterConfig | None:
+    text = config if isinstance(config, str) else json.dumps(config)
+    return read_cluster_config({"TF_CONFIG": text})
+
+
+def config_of(
+    cluster: Any, task_type: Any = "worker", index: Any = 0, **others: Any
+) -> dict[str, Any]:
+    return {"cluster": cluster, "task": {"type": task_type, "index": index}, **others}
+
+
+TWO_WORKERS = {"worker": ["a:1", "b:2"]}
+
+
+@pytest.mark.parametrize("text", ["", "  ", "{}", '{"cluster": {}}'])
+def test_no_cluster_means_one_process(text: str) -> None:
+    assert read(text) is None
+    assert read_cluster_config({}) is None
+    assert read({"cluster": {}, "task": {"type": "worker", "index": 0}}) is None
+
+
+def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config_of(TWO_WORKERS, index=1)))
+    config = read_cluster_config()
+    assert config is not None
+    assert config.worker_index == 1
+
+
+def test_workers_only() -> None:
+    config = read(config_of(TWO_WORKERS, index=1))
+    assert config == ClusterConfig(None, ("a:1", "b:2"), None, "worker", 1)
+    assert (config.num_workers, config.worker_index) == (2, 1)
+    assert not config.is_chief
+    assert not config.is_evaluator
+    assert config.task_name == "/job:worker/replica:0/task:1"
+    assert [config.address_of(index) for index in range(2)] == ["a:1", "b:2"]
+    assert read(config_of(TWO_WORKERS)).is_chief
+
+
+def test_chief_comes_first() -> None:
+    cluster = {"worker": ["a:1", "b:2"], "chief": ["c:3"]}
+    chief = read(config_of(cluster, "chief"))
+    worker = read(config_of(cluster, "worker", 1))
+    assert (chief.num_workers, chief.worker_index, chief.is_chief) == (3, 0, True)
+    assert (worker.num_workers, worker.worker_index, worker.is_chief) == (3, 2, False)
+    assert not read(config_of(cluster, "worker", 0)).is_chief
+    assert [worker.address_of(index) for index in range(3)] == ["c:3", "a:1", "b:2"]
+    assert worker.task_name_of(0) == "/job:chief/replica:0/task:0"
+    assert worker.task_name_of(2) == worker.task_name == "/job:worker/replica:0/task:1"
+
+
+def test_evaluator_is_a_cluster_of_its_own() -> None:
+    listed = read(config_of({**TWO_WORKERS, "evaluator": ["e:5"]}, "evaluator"))
+    assert listed.is_evaluator
+    assert (listed.num_workers, listed.worker_index, listed.is_chief) == (1, 0, True)
+    assert listed.address_of(0) == "e:5"
+    unlisted = read(config_of(TWO_WORKERS, "evaluator"))
+    assert unlisted.task_name == "/job:evaluator/replica:0/task:0"
+    with pytest.raises(ValueError, match=r"lists no address for /job:evaluator"):
+        unlisted.address_of(0)
+    assert read(config_of({**TWO_WORKERS, "evaluator": ["e:5"]})).num_workers == 2
+
+
+@pytest.mark.parametrize("worker_index", [-1, 2])
+def test_worker_out_of_range(worker_index: int) -> None:
+    config = read(config_of(TWO_WORKERS))
+    with pytest.raises(ValueError, match=rf"no worker {worker_index}.*expected 0 to 1"):
+        config.address_of(worker_index)
+    with pytest.raises(ValueError, match="no worker"):
+        config.task_name_of(worker_index)
+
+
+def test_forms_that_tensorflow_accepts() -> None:
+    assert read(config_of(TWO_WORKERS, index="1")).task_index == 1
+    assert read(config_of({"worker": {"1": "b:2", "0": "a:1"}})).workers == ("a:1", "b:2")
+    assert read(config_of(TWO_WORKERS, rpc_layer="grpc")).rpc_layer == "grpc"
+    assert read(config_of({"worker": ["[::1]:80"]})).address_of(0) == "[::1]:80"
+    cloud = config_of(TWO_WORKERS, environment="cloud", job="{}")
+    cloud["task"].update(trial="", cloud="x")
+    assert read(cloud).num_workers == 2
+
+
+def test_is_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read(config_of(TWO_WORKERS)).task_index = 1
+
+
+MALFORMED = {
+    "invalid JSON": (
+        "{'cluster': 1}",
+        r"not valid JSON: .* at line 1, column 2.*\{'cluster': 1\}.*double quotes",
+    ),
+    "trailing comma": ('{"cluster": {},\n}', r"at line 2, column 1"),
+    "not an object": ("[1, 2]", r"must be a JSON object. Received: '\[1, 2\]' \(list\)"),
+    "repeated key": (
+        '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}',
+        r"same key more than once.*\['worker'\]",
+    ),
+    "no cluster": ({"task": {"type": "worker", "index": 0}}, 'has a "task" but no "cluster"'),
+    "no task": ({"cluster": TWO_WORKERS}, r'has a "cluster" but no "task".*\[\'worker\'\]'),
+    "cluster is a list": (config_of(["a:1"]), r'"cluster" must be an object.*\[\'a:1\'\]'),
+    "cluster is an empty list": (config_of([]), '"cluster" must be an object'),
+    "cluster is null": (config_of(None), '"cluster" must be an object'),
+    "task is a string": (
+        {"cluster": TWO_WORKERS, "task": "worker"},
+        "\"task\" must be an object. Received: 'worker'",
+    ),
+    "typo clusters": ({"clusters": TWO_WORKERS}, r'\[\'clusters\'\].*Did you mean "cluster"'),
+    "typo id": (
+        {"cluster": TWO_WORKERS, "task": {"type": "worker", "id": 0}},
+        r'\[\'id\'\].*Did you mean "index" instead of "id"',
+    ),
+    "unknown key": (config_of(TWO_WORKERS, model_dir="x"), r"unknown keys.*\['model_dir'\]"),
+    "task without type": (
+        {"cluster": TWO_WORKERS, "task": {"index": 0}},
+        r"\"task\" lacks \['type'\]",
+    ),
+    "task without index": (
+        {"cluster": TWO_WORKERS, "task": {"type": "worker"}},
+        r"lacks \['index'\]",
+    ),
+    "type not in cluster": (
+        config_of(TWO_WORKERS, "chief"),
+        r"not a job of its cluster. Received: type='chief', cluster with the jobs \['worker'\]",
+    ),
+    "type is a number": (config_of(TWO_WORKERS, 3), "type=3"),
+    "type is a list": (config_of(TWO_WORKERS, ["worker"]), r"type=\['worker'\]"),
+    "index out of range": (
+        config_of(TWO_WORKERS, index=2),
+        r"index is out of range.*index=2; expected 0 to 1.*Indices start at 0",
+    ),
+    "chief counted": (
+        config_of({"chief": ["c:1"], **TWO_WORKERS}, index=2),
+        r"expected 0 to 1.*The chief is not counted",
+    ),
+    "index negative": (config_of(TWO_WORKERS, index=-1), "whole number.*Received: -1"),
+    "index float": (config_of(TWO_WORKERS, index=1.0), r"Received: 1.0 \(float\)"),
+    "index boolean": (config_of(TWO_WORKERS, index=True), r"Received: True \(bool\)"),
+    "index text": (config_of(TWO_WORKERS, index="one"), r"Received: 'one' \(str\)"),
+    "index null": (config_of(TWO_WORKERS, index=None), "Received: None"),
+    "second evaluator": (
+        config_of({**TWO_WORKERS, "evaluator": ["e:1"]}, "evaluator", 1),
+        "out of range.*index=1; expected 0 to 0.*one evaluator at most",
+    ),
+    "duplicate address": (
+        config_of({"worker": ["a:1", "a:1"]}),
+        r"lists an address twice. Received: 'a:1' for \"worker\" 0 and for \"worker\" 1",
+    ),
+    "duplicate between jobs": (
+        config_of({"chief": ["a:1"], "worker": ["a:1"]}),
+        r"for \"chief\" 0 and for \"worker\" 0",
+    ),
+    "no port": (
+        config_of({"worker": ["a:1", "host-b"]}),
+        r"job \"worker\", task 1 has a bad address: it has no port.*'host-b'",
+    ),
+    "empty port": (config_of({"worker": ["a:"]}), "it has no port"),
+    "no host": (config_of({"worker": [":1"]}), "it has no host"),
+    "bracketed host without port": (config_of({"worker": ["[::1]"]}), "it has no port"),
+    "bare IPv6": (config_of({"worker": ["::1:80"]}), "needs brackets"),
+    "port 0": (config_of({"worker": ["a:0"]}), "port 0 is out of range, expected 1 to 65535"),
+    "port too large": (config_of({"worker": ["a:65536"]}), "port 65536 is out of range"),
+    "port text": (config_of({"worker": ["a:http"]}), "port 'http' is not a number"),
+    "scheme": (config_of({"worker": ["grpc://a:1"]}), "has a scheme"),
+    "white space": (config_of({"worker": ["a:1 "]}), "white space"),
+    "address is a number": (config_of({"worker": [12345]}), "not a string. Received: 12345"),
+    "worker list empty": (config_of({"worker": []}), r'job "worker" has no address'),
+    "worker list empty beside a chief": (
+        config_of({"chief": ["a:1"], "worker": []}, "chief"),
+        'job "worker" has no address',
+    ),
+    "job is a string": (config_of({"worker": "a:1"}), "must be a list of addresses.*'a:1'"),
+    "job with a gap": (config_of({"worker": {"0": "a:1", "2": "b:1"}}), "without a gap"),
+    "two chiefs": (
+        config_of({"chief": ["a:1", "b:1"]}, "chief"),
+        r'"chief" may have one task only. Received: 2 addresses',
+    ),
+    "two evaluators": (
+        config_of({**TWO_WORKERS, "evaluator": ["e:1", "f:1"]}),
+        '"evaluator" may have one task only',
+    ),
+    "ps": (config_of({"ps": ["p:1"], **TWO_WORKERS}), 'job "ps" is not supported yet'),
+    "async": (config_of({"async": ["p:1"], **TWO_WORKERS}), 'job "async" is not supported yet'),
+    "unknown job": (
+        config_of({"workers": ["a:1"]}),
+        r"unknown job. Received: 'workers'.*Did you mean \"worker\"",
+    ),
+    "rpc_layer": (config_of(TWO_WORKERS, rpc_layer=3), '"rpc_layer" must be a string'),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed(name: str) -> None:
+    config, message = MALFORMED[name]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        read(config)
+
+
+_host = st.from_regex(r"[a-z][a-z0-9\-]{0,8}(\.[a-z]{1,4})?", fullmatch=True)
+_address = st.builds("{}:{}".format, _host, st.integers(1, 65535))
+
+
+@st.composite
+def valid_configs(draw: st.DrawFn) -> dict[str, Any]:
+    addresses = draw(st.lists(_address, min_size=1, max_size=7, unique=True))
+    cluster: dict[str, Any] = {}
+    for job in ("chief", "evaluator"):
+        if len(addresses) > 1 and draw(st.booleans()):
+            cluster[job] = [addresses.pop()]
+    cluster["worker"] = addresses
+    task_type = draw(st.sampled_from(sorted({*cluster, "evaluator"})))
+    index = draw(st.integers(0, len(cluster.get(task_type, [""])) - 1))
+    if draw(st.booleans()):
+        cluster["worker"] = {str(number): a for number, a in enumerate(addresses)}
+    others = draw(st.sampled_from([{}, {"rpc_layer": "grpc"}, {"environment": "cloud"}]))
+    return config_of(cluster, task_type, draw(st.sampled_from([index, str(index)])), **others)
+
+
+@settings(max_examples=150, deadline=None)
+@given(valid_configs())
+def test_agrees_with_tensorflow(config: dict[str, Any]) -> None:
+    tf = pytest.importorskip("tensorflow")
+    from tensorflow.python.distribute import multi_worker_util
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        ours = read_cluster_config()
+        spec = resolver.cluster_spec()
+        place = (spec, resolver.task_type, resolver.task_id)
+    assert ours is not None
+    assert ours.as_cluster_dict() == spec.as_dict()
+    assert (ours.task_type, ours.task_index) == place[1:]
+    assert ours.is_chief == multi_worker_util.is_chief(*place)
+    assert ours.worker_index == multi_worker_util.id_in_cluster(*place)
+    if ours.task_type in spec.jobs:
+        assert ours.num_workers == multi_worker_util.worker_count(spec, ours.task_type)
+        assert ours.address_of(ours.worker_index) == spec.task_address(*place[1:])
+    if not ours.is_evaluator:
+        assert ours.task_name_of(0) == multi_worker_util.collective_leader(*place)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda values: (
+            st.lists(values, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["cluster", "task", "worker", "chief", "type", "index", "0"]),
+                values,
+                max_size=3,
+            )
+        ),
+        max_leaves=8,
+    )
+)
+def test_never_fails_in_another_way(config: Any) -> None:
+    try:
+        result = read(config)
+    except ValueError as error:
+        assert "TF_CONFIG" in str(error)
+    else:
+        assert result is None or isinstance(result, ClusterConfig)

@@ -1,0 +1,66 @@
+import json
+from typing import Any
+
+import pytest
+
+from keras_het.planning.time_model import LinearTimeModel
+from keras_het.strategy.emulated_device_config import (
+    EmulatedDevice,
+    describe_emulated_devices,
+    read_emulated_devices,
+)
+
+ONE = {"speed": 4.0, "fixed_seconds": 0.5, "seconds_per_sample": 0.001}
+
+
+def read(value: Any) -> tuple[EmulatedDevice, ...] | None:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return read_emulated_devices({"KERAS_HET_EMULATED_DEVICES": text})
+
+
+def test_unset_means_real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KERAS_HET_EMULATED_DEVICES", raising=False)
+    assert read_emulated_devices() is None
+    assert read(" ") is None
+
+
+def test_reads_one_device_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = (
+        EmulatedDevice(4.0, LinearTimeModel(0.5, 0.001)),
+        EmulatedDevice(1.0, LinearTimeModel(0.0, 0.004)),
+    )
+    devices = [ONE, {"speed": 1, "fixed_seconds": 0, "seconds_per_sample": 0.004}]
+    assert read(devices) == expected
+    monkeypatch.setenv("KERAS_HET_EMULATED_DEVICES", json.dumps(devices))
+    assert read_emulated_devices() == expected
+
+
+def test_description_says_emulated() -> None:
+    devices = read([ONE, {**ONE, "fixed_seconds": 0.0}])
+    assert devices is not None
+    assert describe_emulated_devices(devices).splitlines() == [
+        "local replica 0: EMULATED device of speed 4: a step takes at least "
+        "500 ms + 1 ms per sample",
+        "local replica 1: EMULATED device of speed 4: a step takes at least 1 ms per sample",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[{]", "not valid JSON: .* at line 1, column 3"),
+        (ONE, "must be a JSON list"),
+        ([], "must be a JSON list"),
+        ([4.0], "device 0 is not"),
+        ([ONE, {"speed": 1.0}], r"keys \['speed', 'fixed_seconds', 'seconds_per_sample'\]; dev"),
+        ([{**ONE, "extra": 1}], "device 0 is not"),
+        ([{**ONE, "speed": "4"}], "must hold numbers; device 0 has speed='4'"),
+        ([{**ONE, "speed": True}], "must hold numbers"),
+        ([{**ONE, "speed": 0}], "device 0 wrongly: .*positive finite speed"),
+        ([ONE, {**ONE, "fixed_seconds": -1}], "device 1 wrongly: `fixed_seconds` must be finite"),
+        ([{**ONE, "seconds_per_sample": float("nan")}], "`seconds_per_sample` must be finite"),
+    ],
+)
+def test_malformed(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"KERAS_HET_EMULATED_DEVICES .*{message}.*Received"):
+        read(value)
