@@ -1,5 +1,29 @@
-"""Train Keras 3 models over workers of different speed with the numbers of one device."""
+"""keras_het: `model.fit` on machines that do not match, with the numbers of one device."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_het import callbacks, loader, planning
+    from keras_het.strategy import HeterogeneousStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["HeterogeneousStrategy", "__version__", "callbacks", "loader", "planning"]
+
+_MODULES = ("callbacks", "loader", "planning")
+
+
+def __getattr__(name: str) -> Any:
+    # TensorFlow takes seconds to import; the command line does not need it.
+    if name == "HeterogeneousStrategy":
+        return importlib.import_module("keras_het.strategy").HeterogeneousStrategy
+    if name in _MODULES:
+        return importlib.import_module(f"keras_het.{name}")
+    raise AttributeError(f"module 'keras_het' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,127 @@
+"""The one place that touches private symbols of TensorFlow and Keras.
+
+Checked on TensorFlow 2.16.2 and 2.21.0 with Keras 3.15.1; ``tests/test_private_api.py`` names every
+symbol, so that a release that moves one fails there first and says which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
+from keras.src.backend.tensorflow import trainer as keras_tf_trainer
+from keras.src.backend.tensorflow.core import Variable as KerasTensorFlowVariable
+from keras.src.losses import loss as keras_loss
+from keras.src.metrics import reduction_metrics as keras_reduction_metrics
+from keras.src.optimizers import base_optimizer as keras_base_optimizer
+from keras.src.optimizers import loss_scale_optimizer as keras_loss_scale_optimizer
+from keras.src.random import seed_generator as keras_seed_generator
+from tensorflow.python.distribute import (
+    collective_util,
+    cross_device_utils,
+    distribute_lib,
+    distribute_utils,
+)
+from tensorflow.python.distribute import values as distribute_values
+from tensorflow.python.distribute.collective_all_reduce_strategy import (
+    CollectiveAllReduceExtended,
+)
+from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.framework import random_seed
+from tensorflow.python.framework import type_spec as type_spec_lib
+
+Mirrored = distribute_values.Mirrored
+PerReplica = distribute_values.PerReplica
+StrategyExtended = distribute_lib.StrategyExtendedV2
+CollectiveKeys = cross_device_utils.CollectiveKeys
+CommunicationOptions = collective_util.Options
+regroup = distribute_utils.regroup
+type_spec_from_value = type_spec_lib.type_spec_from_value
+
+__all__ = [
+    "CollectiveAllReduce",
+    "CollectiveAllReduceExtended",
+    "CollectiveKeys",
+    "CommunicationOptions",
+    "KerasTensorFlowVariable",
+    "Mirrored",
+    "PerReplica",
+    "StrategyExtended",
+    "abort_collectives",
+    "distribute_lib",
+    "distribute_utils",
+    "distribute_values",
+    "global_seed_is_set",
+    "keras_base_optimizer",
+    "keras_loss",
+    "keras_loss_scale_optimizer",
+    "keras_nn",
+    "keras_reduction_metrics",
+    "keras_seed_generator",
+    "keras_step_kind",
+    "keras_tf_optimizer",
+    "peer_is_healthy",
+    "regroup",
+    "type_spec_from_value",
+]
+
+
+def keras_step_kind(function: Any) -> str | None:
+    """Tells which step of Keras `function` is, as `Strategy.run` receives it.
+
+    Returns:
+        "train" or "test" for a bound `train_step` or `test_step` of a `keras.Model`, "predict" for
+        the closure of `Model.make_predict_function`, None for anything else (a custom loop).
+    """
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
+    if isinstance(owner, keras.Model) and name in ("train_step", "test_step"):
+        return str(name).removesuffix("_step")
+    wrapped = getattr(function, "__wrapped__", function)
+    qualified_name = getattr(wrapped, "__qualname__", "")
+    if (
+        getattr(wrapped, "__module__", None) == keras_tf_trainer.__name__
+        and "make_predict_function" in qualified_name
+    ):
+        return "predict"
+    return None
+
+
+def global_seed_is_set() -> bool:
+    """Tells whether `tf.random.set_seed` was called in this process."""
+    return eager_context.global_seed() is not None
+
+
+def operation_seeds(seed: int) -> tuple[int, int]:
+    """Returns the pair of seeds that TensorFlow derives from an operation seed."""
+    first, second = random_seed.get_seed(seed)
+    return int(first), int(second)
+
+
+def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
+    """Asks TensorFlow's runtime whether a peer of the collective group answers.
+
+    Args:
+        task: name of the peer, such as "/job:worker/replica:0/task:1".
+        timeout_seconds: how long to wait for its answer, in seconds.
+    """
+    try:
+        eager_context.context().check_collective_ops_peer_health(
+            task, timeout_in_ms=int(timeout_seconds * 1000)
+        )
+    except (
+        tf.errors.UnavailableError,
+        tf.errors.DeadlineExceededError,
+        tf.errors.FailedPreconditionError,
+    ):
+        return False
+    return True
+
+
+def abort_collectives(message: str) -> None:
+    """Makes every pending and later collective fail with `UnavailableError(message)`."""
+    eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)

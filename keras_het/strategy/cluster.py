@@ -1,0 +1,137 @@
+"""This process's place in the cluster: who the workers are, and which devices it uses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.strategy.cluster_config import read_cluster_config
+from keras_het.strategy.peer_watch import PeerWatch
+
+_KEYS_PER_STRATEGY = 100_000
+_strategies = itertools.count()
+
+
+def next_collective_key_base() -> int:
+    """Returns the first collective key of a new strategy.
+
+    Workers create their strategies in the same order, so that they agree on it.
+    """
+    return _KEYS_PER_STRATEGY * next(_strategies)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The workers that train together, and which of them this process is.
+
+    Args:
+        resolver: the cluster resolver for TensorFlow; its cluster is empty for a single worker.
+        peers: name of every other worker's task to its address.
+        num_workers: number of workers that train together.
+    """
+
+    resolver: Any
+    peers: Mapping[str, str]
+    num_workers: int
+
+
+def find_cluster(cluster_resolver: Any = None) -> Membership:
+    """Finds the cluster, in `TF_CONFIG` unless a resolver is given.
+
+    Args:
+        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`, or None.
+
+    Raises:
+        ValueError: for a malformed TF_CONFIG.
+    """
+    if cluster_resolver is None:
+        config = read_cluster_config()
+        if config is None or config.num_workers == 1:
+            # An evaluator and a lone worker need no server and no collectives.
+            return Membership(_single_worker_resolver(), {}, 1)
+        cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    spec = cluster_resolver.cluster_spec()
+    peers = {
+        f"/job:{job}/replica:0/task:{index}": spec.task_address(job, index)
+        for job in ("chief", "worker")
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    }
+    own_task = f"/job:{cluster_resolver.task_type}/replica:0/task:{cluster_resolver.task_id}"
+    if own_task not in peers or len(peers) == 1:
+        return Membership(_single_worker_resolver(), {}, 1)
+    num_workers = len(peers)
+    del peers[own_task]
+    return Membership(cluster_resolver, peers, num_workers)
+
+
+def _single_worker_resolver() -> Any:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+
+
+def choose_devices(devices: Sequence[str] | None, num_workers: int) -> tuple[str, ...]:
+    """Returns the names of the local devices to use, such as ("GPU:0", "GPU:1").
+
+    Args:
+        devices: names given by the user, or None for all GPUs or else all CPUs (CPU:0 only in a
+            cluster, as `MultiWorkerMirroredStrategy` does).
+        num_workers: number of workers of the cluster.
+
+    Raises:
+        ValueError: if a device does not exist, is named twice or is of another type.
+    """
+    if devices is None:
+        return _default_devices(num_workers)
+    names = tuple(_short_name(device) for device in devices)
+    types = {name.split(":")[0] for name in names}
+    if len(types) != 1 or len(set(names)) != len(names):
+        raise ValueError(
+            "`devices` must name one device or more, each once and all of one type: a collective "
+            f"group has one type of device. Received: {list(devices)}. Use the GPUs or the "
+            "CPUs of a machine, not both."
+        )
+    available = _available(types.pop())
+    missing = [name for name in names if name not in available]
+    if missing:
+        raise ValueError(
+            f"`devices` names devices that this process does not have. Received: {missing}; "
+            f"available: {list(available)}. Logical CPUs are made with "
+            "tf.config.set_logical_device_configuration before TensorFlow is used."
+        )
+    return names
+
+
+def _default_devices(num_workers: int) -> tuple[str, ...]:
+    gpus = _available("GPU")
+    if gpus:
+        return gpus
+    cpus = _available("CPU")
+    return cpus[:1] if num_workers > 1 else cpus
+
+
+def _available(device_type: str) -> tuple[str, ...]:
+    """Names of the devices of one type, without initialising TensorFlow before a cluster exists."""
+    count = 0
+    for device in tf.config.list_physical_devices(device_type):
+        logical = tf.config.get_logical_device_configuration(device)
+        count += len(logical) if logical else 1
+    return tuple(f"{device_type}:{index}" for index in range(count))
+
+
+def _short_name(device: str) -> str:
+    """Turns "/gpu:0", "/device:GPU:0" or "gpu:0" into "GPU:0"."""
+    parts = device.strip("/").removeprefix("device:").split("/")[-1].removeprefix("device:")
+    device_type, _, index = parts.partition(":")
+    return f"{device_type.upper()}:{index or 0}"
+
+
+def watch_peers(membership: Membership) -> PeerWatch:
+    """Starts watching the other workers."""
+    watch = PeerWatch(membership.peers, private_api.peer_is_healthy, private_api.abort_collectives)
+    watch.start()
+    return watch

@@ -1,0 +1,120 @@
+r"""State that is no trainable weight: moving statistics, synchronised statistics, seeds.
+
+* Moving statistics and other float state that a layer assigns during the step become
+  :math:`\sum_i w_i v_i`, the mean over samples, on every replica.
+* `BatchNormalization(synchronized=True)` sums its statistics over all replicas; the gradient that
+  flows back through these sums carries the other replicas' weights.
+* Seeds: replica 0 draws what one device would draw; the others draw independent streams, so that
+  two replicas never drop the same units only because they share a seed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.strategy.exact_step import ExactStep, current_step
+
+# A large prime keeps seeds of neighbouring replicas apart; it wraps around int32 on purpose.
+_SEED_STRIDE = 1_000_003
+
+
+def record_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for `keras.Variable` assignments: notes which variables the step has changed."""
+
+    @functools.wraps(original)
+    def direct_assign(self: Any, value: Any) -> Any:
+        step = current_step()
+        if step is not None:
+            step.assigned_variables[id(self)] = self
+        return original(self, value)
+
+    return direct_assign
+
+
+def changed_state(step: ExactStep, non_trainable_variables: Sequence[Any]) -> list[Any]:
+    """Returns the float non-trainable variables that this step has assigned."""
+    return [
+        variable
+        for variable in non_trainable_variables
+        if id(variable) in step.assigned_variables and tf.as_dtype(variable.value.dtype).is_floating
+    ]
+
+
+def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for synchronised moments: one collective instead of three, and a weighted gradient."""
+
+    @functools.wraps(original)
+    def compute_moments_sync(x: Any, axes: Sequence[int], keepdims: bool) -> tuple[Any, Any]:
+        step = current_step()
+        if step is None:
+            mean, variance = original(x, axes, keepdims)
+            return mean, variance
+        total, total_of_squares, count = _sum_over_replicas(
+            step,
+            tf.reduce_sum(x, axes, keepdims=True),
+            tf.reduce_sum(tf.square(x), axes, keepdims=True),
+            tf.reduce_sum(tf.ones_like(x), axes, keepdims=True),
+        )
+        mean = tf.math.divide_no_nan(total, count)
+        mean_of_squares = tf.math.divide_no_nan(total_of_squares, count)
+        variance = tf.maximum(mean_of_squares - tf.square(mean), 0.0)
+        if keepdims:
+            return mean, variance
+        return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+    return compute_moments_sync
+
+
+def _sum_over_replicas(step: ExactStep, *values: Any) -> list[Any]:
+    @tf.custom_gradient
+    def summed(*xs: Any) -> Any:
+        def gradient(*upstream: Any) -> list[Any]:
+            if step.loss_is_weighted:
+                has_samples = tf.cast(step.samples > 0, tf.float32)
+                guarded = [
+                    tf.math.multiply_no_nan(dy, tf.cast(has_samples, dy.dtype)) for dy in upstream
+                ]
+                return list(step.all_reduce_sum(guarded))
+            # The weight w_i is applied to the gradient of this replica later on.
+            sums = step.all_reduce_sum([step.weighted(dy) for dy in upstream])
+            return [dy * tf.cast(step.inverse_weight, dy.dtype) for dy in sums]
+
+        return list(step.all_reduce_sum(list(xs))), gradient
+
+    return list(summed(*values))
+
+
+def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for `SeedGenerator.next`: an independent stream per replica."""
+
+    @functools.wraps(original)
+    def next_seed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seed = original(self, *args, **kwargs)
+        step = current_step()
+        if step is None or step.replica_id == 0:
+            return seed
+        offset = (step.replica_id * _SEED_STRIDE) % (2**31)
+        return seed + tf.cast(tf.constant([offset, 0], tf.int64), seed.dtype)
+
+    return next_seed
+
+
+def update_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for variables of which only the first replica's value counts (`iterations`).
+
+    All replicas compute the same value in the step, so that no broadcast is needed; a broadcast
+    could not run inside the `tf.cond` of a `LossScaleOptimizer`.
+    """
+
+    @functools.wraps(original)
+    def apply_aggregation(value: Any, aggregation: Any, destinations: Any) -> Any:
+        only_first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if current_step() is not None and aggregation == only_first:
+            return value
+        return original(value, aggregation, destinations)
+
+    return apply_aggregation

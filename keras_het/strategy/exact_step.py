@@ -1,0 +1,86 @@
+r"""What one replica knows while its Keras step is traced.
+
+One device would take the mean over the B samples of the global batch. Replica i holds
+:math:`b_i` of them, computes on its own share what one device would compute on it, and every
+quantity that leaves the replica is combined as
+
+.. math:: \bar q = \sum_i w_i q_i, \qquad w_i = b_i / B,
+
+which is the one device's mean, whatever the shares. What is not a mean over samples (a loss with
+reduction "sum", a mean over unmasked time steps) is first brought into that form, see
+`exact_losses`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+_local = threading.local()
+
+
+class ExactStep:
+    """The shares of one replica's step, and what the step has done so far.
+
+    Args:
+        replica_id: this replica's id among the replicas of all workers.
+        samples: int64 scalar, number of samples of this replica.
+        total: int64 scalar, number of samples of the global batch.
+    """
+
+    def __init__(self, replica_id: int, samples: Any, total: Any) -> None:
+        self.replica_id = replica_id
+        self.samples = samples
+        self.total = total
+        self.weight = tf.math.divide_no_nan(
+            tf.cast(samples, tf.float32), tf.cast(total, tf.float32)
+        )
+        self.inverse_weight = tf.math.divide_no_nan(
+            tf.cast(total, tf.float32), tf.cast(samples, tf.float32)
+        )
+        # Set for an emulated device only.
+        self.emulated_device: Any = None
+        self.start_time: Any = None
+        # Optimizers whose loss already carries the weight, by id.
+        self.weighted_optimizers: set[int] = set()
+        self.gradients_are_reduced = False
+        self.is_computing_results = False
+        self.assigned_variables: dict[int, Any] = {}
+        # By id of the tensor: the tensor itself and the metric that it is a result of.
+        self.metric_results: dict[int, Any] = {}
+        self.metric_state_before: dict[int, Any] = {}
+
+    @property
+    def loss_is_weighted(self) -> bool:
+        """Whether the gradients on the tape carry the weight."""
+        return bool(self.weighted_optimizers)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[ExactStep]:
+        """Makes this the step of the running thread (TensorFlow traces a replica a thread)."""
+        previous = current_step()
+        _local.step = self
+        try:
+            yield self
+        finally:
+            _local.step = previous
+
+    def all_reduce_sum(self, values: Any) -> Any:
+        """Sums a structure of tensors over all replicas, in one collective per element type."""
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+
+    def weighted(self, value: Any) -> Any:
+        """Returns `weight * value`, and zero on a replica without samples (even for NaN)."""
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self.weighted(value.values), value.indices, value.dense_shape)
+        return tf.math.multiply_no_nan(value, tf.cast(self.weight, value.dtype))
+
+
+def current_step() -> ExactStep | None:
+    """Returns the step that the running thread is tracing, or None outside of one."""
+    return getattr(_local, "step", None)

@@ -1,0 +1,141 @@
+"""The part of the strategy that TensorFlow calls: devices, variables, reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.planning import ReplicaLayout
+from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
+
+_KEYS_PER_RANGE = 10_000
+
+
+class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
+    """TensorFlow's collective machinery, for workers with unequal numbers of devices.
+
+    Differs from TensorFlow's class in three points: reductions are hierarchical
+    (`HierarchicalAllReduce`), replica ids are counted over workers with unequal numbers of
+    devices, and variables are updated in replica context without a merge call, so that an
+    optimizer may update them inside `tf.cond` (gradient accumulation, loss scaling).
+
+    Args:
+        container_strategy: the `HeterogeneousStrategy` it belongs to.
+        cluster_resolver: where the cluster and this task's place in it come from.
+        communication_options: `tf.distribute.experimental.CommunicationOptions`.
+        devices: names of the local devices without job and task, such as ("CPU:0", "CPU:1").
+    """
+
+    # Peers are watched by `PeerWatch`, which names the lost worker.
+    _enable_check_health = False
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        cluster_resolver: Any,
+        communication_options: Any,
+        devices: Sequence[str],
+    ) -> None:
+        self._requested_devices = tuple(devices)
+        self._num_key_ranges = 0
+        super().__init__(
+            container_strategy,
+            cluster_resolver=cluster_resolver,
+            communication_options=communication_options,
+        )
+        # Without this, TensorFlow's own data sets agree on the end of the data in every step,
+        # which costs a collective; ours have the same number of steps everywhere by construction.
+        self.experimental_enable_get_next_as_optional = True
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        del cluster_resolver
+        device_type = self._requested_devices[0].split(":")[0]
+        return (
+            tuple(f"{worker_device}/device:{name}" for name in self._requested_devices),
+            device_type,
+        )
+
+    def _initialize_local(self, cluster_resolver: Any, devices: Any = None) -> None:
+        super()._initialize_local(cluster_resolver, devices=devices)
+        self._use_hierarchical_all_reduce((len(self._devices),))
+
+    def _initialize_multi_worker(self, cluster_resolver: Any) -> None:
+        super()._initialize_multi_worker(cluster_resolver)
+        self._use_hierarchical_all_reduce((1,) * self._num_workers)
+        counts = self.gather_over_workers(np.array([len(self._devices)], np.int64))
+        self._use_hierarchical_all_reduce(tuple(int(count) for count in counts))
+
+    def gather_over_workers(self, values: np.ndarray) -> np.ndarray:
+        """Concatenates an array of every worker, in worker order; all workers must call it.
+
+        Args:
+            values: array of at least one dimension, of the same type on all workers.
+        """
+        with tf.device(self._worker_device):
+            gathered = self.gather_rows_over_workers(tf.constant(values))
+        return np.asarray(gathered)
+
+    def _use_hierarchical_all_reduce(self, replicas_per_worker: tuple[int, ...]) -> None:
+        """Replaces TensorFlow's flat all-reduce.
+
+        The keys are new ones because TensorFlow numbers groups in the order of their creation,
+        and a worker with one device creates fewer groups than a worker with two.
+        """
+        self.layout = ReplicaLayout(replicas_per_worker, self._id_in_cluster)
+        self._num_key_ranges += 1
+        first_key = 1 + self._collective_key_base + self._num_key_ranges * _KEYS_PER_RANGE
+        self._collective_keys = private_api.CollectiveKeys(group_key_start=first_key)
+        self._cross_device_ops = self._hierarchical(self._devices, self.layout.num_replicas)
+        self._host_cross_device_ops = self._hierarchical(
+            (self._worker_device,), self.layout.num_workers
+        )
+
+    def _hierarchical(self, devices: Sequence[str], num_values: int) -> HierarchicalAllReduce:
+        return HierarchicalAllReduce(
+            devices=devices,
+            num_workers=self.layout.num_workers,
+            num_replicas=num_values,
+            options=self._communication_options,
+            collective_keys=self._collective_keys,
+        )
+
+    def gather_rows_over_workers(self, value: Any) -> Any:
+        """Concatenates a tensor of every worker along its first dimension, in worker order."""
+        return self._host_cross_device_ops.gather_between_workers(value)
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if len(self._devices) > 1 or tf.executing_eagerly():
+            # The local sum needs the values of all local replicas together.
+            return private_api.StrategyExtended._replica_ctx_all_reduce(
+                self, reduce_op, value, options
+            )
+        options = options or private_api.CommunicationOptions()
+        return self._cross_device_ops._all_reduce(reduce_op, value, 0, options)
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self.layout.local_replicas[replica_id]
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return replica_id_in_sync_group - self.layout.local_replicas[0]
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self.layout.num_replicas
+
+    def _experimental_distribute_values_from_function(
+        self, value_fn: Callable[[tf.distribute.ValueContext], Any]
+    ) -> Any:
+        values = [
+            value_fn(tf.distribute.experimental.ValueContext(replica_id, self.layout.num_replicas))
+            for replica_id in self.layout.local_replicas
+        ]
+        return private_api.regroup(values, always_wrap=True)

@@ -1,0 +1,259 @@
+"""The public strategy: `model.fit` on machines that do not match."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.loader import GlobalOrderDataset
+from keras_het.planning import ReplicaLayout, apportion
+from keras_het.strategy import agreement, cluster
+from keras_het.strategy.emulated_device_config import (
+    describe_emulated_devices,
+    read_emulated_devices,
+)
+from keras_het.strategy.extended import HeterogeneousExtended
+from keras_het.strategy.keras_step import run_predict_step, run_train_or_test_step
+from keras_het.strategy.uneven_per_replica import UnevenPerReplica, wrap_shares
+
+_logger = logging.getLogger(__name__)
+
+
+class HeterogeneousStrategy(tf.distribute.Strategy):
+    r"""Synchronous training over devices of different speed, with the numbers of one device.
+
+    Use it like any `tf.distribute.Strategy`, around stock Keras code. Replica i of N gets
+    :math:`b_i` of the B samples of every global batch, in proportion to its share weight. One step
+    changes the weights as one device would on the whole batch:
+
+    .. math:: g = \sum_{i=1}^{N} \frac{b_i}{B} \nabla L_i, \qquad \sum_i b_i = B,
+
+    for any shares, zero included. Loss and metrics are those of the whole batch on every worker.
+
+    Several processes form one cluster through `TF_CONFIG` (or a cluster resolver such as
+    `tf.distribute.cluster_resolver.SlurmClusterResolver`). Workers may have different numbers of
+    devices, all of one type.
+
+    Args:
+        devices: names of this process's devices, such as ["GPU:0", "GPU:1"]; all of one type.
+            Default: all GPUs, or all (logical) CPUs if there is none; workers of a cluster without
+            GPU use CPU:0.
+        shares: one weight, zero or more, per replica of all workers, worker by worker: [4, 2, 1]
+            gives the first replica four sevenths of every global batch. Whole samples are
+            apportioned by largest remainder. Default: equal shares.
+        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
+        communication_options: `tf.distribute.experimental.CommunicationOptions`. Default: NCCL
+            between GPUs, rings over gRPC otherwise.
+
+    Raises:
+        ValueError: for a malformed TF_CONFIG, devices that do not exist or are of different types,
+            or shares that do not fit the number of replicas, and on every worker if the workers
+            were started with different shares, device types or versions.
+        RuntimeError: if a cluster is to be joined after TensorFlow has been used.
+
+    Example:
+        >>> import keras, keras_het
+        >>> strategy = keras_het.HeterogeneousStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+
+    Reference: Kim et al., "A novel framework for heterogeneous clusters", 2020; `tf.distribute`.
+    """
+
+    # TensorFlow numbers collectives from here; every strategy of a process gets a range of its own.
+    _collective_key_base = 0
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        shares: Sequence[float] | None = None,
+        cluster_resolver: Any = None,
+        communication_options: Any = None,
+    ) -> None:
+        self._collective_key_base = cluster.next_collective_key_base()
+        self._emulated_devices = read_emulated_devices()
+        membership = cluster.find_cluster(cluster_resolver)
+        names = cluster.choose_devices(devices, membership.num_workers)
+        super().__init__(
+            HeterogeneousExtended(
+                self,
+                cluster_resolver=membership.resolver,
+                communication_options=communication_options
+                or tf.distribute.experimental.CommunicationOptions(),
+                devices=names,
+            )
+        )
+        self._membership = membership
+        self._weights = _check_shares(shares, self.layout)
+        self._check_emulated_devices()
+        if self.num_workers > 1:
+            agreement.check_agreement(self.extended, self._weights)
+            agreement.share_random_seed(self.extended)
+            self._peer_watch = cluster.watch_peers(membership)
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """How many replicas every worker has, and which are this worker's."""
+        layout: ReplicaLayout = self.extended.layout
+        return layout
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers (processes)."""
+        return self.layout.num_workers
+
+    @property
+    def worker_index(self) -> int:
+        """This worker's index; 0 is the chief."""
+        return self.layout.worker_index
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker writes to shared paths."""
+        return self.worker_index == 0
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The cluster resolver, as `MultiWorkerMirroredStrategy` has it."""
+        return self.extended._cluster_resolver
+
+    @property
+    def emulated_devices(self) -> Any:
+        """The emulated devices of this worker's replicas, or None if they are real."""
+        return self._emulated_devices
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share weight of every replica."""
+        return self._weights
+
+    def set_shares(self, shares: Sequence[float]) -> None:
+        """Changes the share weights from a later step on.
+
+        Call it on every worker between the same two steps with the same weights. The data path has
+        cut the batches of the next few steps already (`lookahead` of the data set, 2 by default).
+
+        Args:
+            shares: one weight, zero or more, per replica of all workers.
+
+        Raises:
+            ValueError: if the number of weights is not the number of replicas, or all are zero.
+        """
+        self._weights = _check_shares(shares, self.layout)
+
+    def distribute(
+        self, dataset: tf.data.Dataset, global_batch_size: int | None = None, **options: Any
+    ) -> GlobalOrderDataset:
+        """Gives every replica its share of one global order of samples.
+
+        Args:
+            dataset: data set of single samples if `global_batch_size` is given, else of global
+                batches. Every worker passes the same data set.
+            global_batch_size: number of samples of a step over all replicas.
+            **options: further arguments of `keras_het.loader.GlobalOrderDataset`.
+
+        Returns:
+            An iterable that `fit`, `evaluate` and `predict` accept, and custom loops.
+        """
+        return GlobalOrderDataset(
+            dataset,
+            layout=self.layout,
+            weights=lambda: self._weights,
+            wrap=wrap_shares,
+            global_batch_size=global_batch_size,
+            **options,
+        )
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Distributes a data set of global batches; `fit(dataset)` comes through here.
+
+        Args:
+            dataset: `tf.data.Dataset` of global batches.
+            options: `tf.distribute.InputOptions`; accepted for compatibility, the data path of this
+                strategy has nothing to choose.
+        """
+        del options
+        if isinstance(dataset, GlobalOrderDataset):
+            return dataset
+        return self.distribute(dataset)
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on every replica.
+
+        Keras's own steps are run exactly for uneven shares. Any other function keeps the meaning it
+        has under `tf.distribute`: nothing is weighted, use
+        `tf.nn.compute_average_loss(..., global_batch_size=...)` in it.
+
+        Args:
+            fn: function to run in replica context.
+            args: positional arguments; `DistributedValues` are unpacked per replica.
+            kwargs: keyword arguments, likewise.
+            options: `tf.distribute.RunOptions`.
+        """
+        kind = private_api.keras_step_kind(fn) if args and not kwargs else None
+        if kind is None or not self._needs_exact_step():
+            return super().run(fn, args=args, kwargs=kwargs, options=options)
+        run = self._plain_run(options)
+        if kind == "predict":
+            return run_predict_step(self, run, fn, args[0])
+        return run_train_or_test_step(self, run, fn, args[0])
+
+    def _plain_run(self, options: Any) -> Any:
+        def run(fn: Any, args: Any) -> Any:
+            return super(HeterogeneousStrategy, self).run(fn, args=args, options=options)
+
+        return run
+
+    def _needs_exact_step(self) -> bool:
+        return self.num_replicas_in_sync > 1 or self._emulated_devices is not None
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        """Reduces `value` over all replicas, as `tf.distribute.Strategy.reduce`.
+
+        The mean over whole batches of unequal size, which Keras asks for only to learn the shapes
+        of a batch, is answered with the first local replica's part.
+
+        Args:
+            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+            value: value with one component per replica.
+            axis: dimension to reduce within each component too, or None.
+        """
+        leaves = tf.nest.flatten(value)
+        if axis is None and any(isinstance(leaf, UnevenPerReplica) for leaf in leaves):
+            is_mean = reduce_op in (tf.distribute.ReduceOp.MEAN, "MEAN")
+            if is_mean and not tf.inside_function():
+                return tf.nest.map_structure(
+                    lambda leaf: self.experimental_local_results(leaf)[0], value
+                )
+        return super().reduce(reduce_op, value, axis)
+
+    def _check_emulated_devices(self) -> None:
+        devices = self._emulated_devices
+        if devices is None:
+            return
+        num_local = len(self.layout.local_replicas)
+        if len(devices) != num_local:
+            raise ValueError(
+                "KERAS_HET_EMULATED_DEVICES must describe every local replica. Received: "
+                f"{len(devices)} device(s); expected: {num_local}."
+            )
+        _logger.warning("%s", describe_emulated_devices(devices))
+
+
+def _check_shares(shares: Sequence[float] | None, layout: ReplicaLayout) -> tuple[float, ...]:
+    if shares is None:
+        return (1.0,) * layout.num_replicas
+    weights = tuple(shares)
+    if len(weights) != layout.num_replicas:
+        raise ValueError(
+            f"`shares` needs one weight per replica. Received: {len(weights)} weights {weights}; "
+            f"expected: {layout.num_replicas}, for workers with {layout.replicas_per_worker} "
+            "device(s)."
+        )
+    apportion(1, weights)  # Raises a ValueError for negative, infinite or all-zero weights.
+    return weights

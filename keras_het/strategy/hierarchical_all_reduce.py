@@ -1,0 +1,139 @@
+"""All-reduce in two levels: local devices first, then one member per worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+
+
+class HierarchicalAllReduce(private_api.CollectiveAllReduce):
+    """Sums over the local devices, all-reduces with one member per worker, copies back.
+
+    TensorFlow's `CollectiveAllReduce` makes every device a member of the collective group and
+    requires the same number of devices in every process. Here a worker is one member, whatever
+    the number of its devices, and moves its tensors over the network once instead of once a
+    device. Dense tensors of one type travel in one packed collective.
+
+    Args:
+        devices: names of this worker's devices; the first one takes part in the collectives.
+        num_workers: number of workers in the collective group.
+        num_replicas: number of devices of all workers together (the divisor of a mean).
+        options: TensorFlow's communication options (ring or NCCL, time-out).
+        collective_keys: TensorFlow's registry of group and instance keys, shared with the strategy.
+
+    Reference: tensorflow#47203 (what stock TensorFlow does with unequal numbers of devices).
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        num_workers: int,
+        num_replicas: int,
+        options: Any,
+        collective_keys: Any,
+    ) -> None:
+        super().__init__(
+            devices=(devices[0],),
+            group_size=num_workers,
+            options=options,
+            collective_keys=collective_keys,
+        )
+        self._local_devices = tuple(devices)
+        self._num_replicas = num_replicas
+
+    def _all_reduce_per_replica_values(
+        self, reduce_op: Any, per_replica_values: Sequence[Any], options: Any
+    ) -> list[Any]:
+        with tf.device(self._local_devices[0]):
+            local_sums = [_sum(value.values) for value in per_replica_values]
+        reduced = self._all_reduce(reduce_op, local_sums, 0, options)
+        return [self._mirror(value) for value in reduced]
+
+    def _all_reduce(self, reduce_op: Any, value: Any, replica_id: Any, options: Any) -> Any:
+        flat = list(tf.nest.flatten(value))
+        if self._group_size > 1:
+            flat = self._all_reduce_by_type(flat, replica_id, options)
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            with tf.device(self._local_devices[0]):
+                flat = [_divide(item, self._num_replicas) for item in flat]
+        return tf.nest.pack_sequence_as(value, flat)
+
+    def _all_reduce_by_type(self, flat: list[Any], replica_id: Any, options: Any) -> list[Any]:
+        """Sums over the workers; one packed collective per element type."""
+        by_type: dict[Any, list[int]] = {}
+        for position, item in enumerate(flat):
+            by_type.setdefault(item.dtype, []).append(position)
+        result = list(flat)
+        for positions in by_type.values():
+            summed = super()._all_reduce(
+                tf.distribute.ReduceOp.SUM, [flat[p] for p in positions], replica_id, options
+            )
+            for position, item in zip(positions, summed, strict=True):
+                result[position] = item
+        return result
+
+    def _batch_all_gather(
+        self, per_replica_values: Sequence[Any], axis: Any, options: Any
+    ) -> list[Any]:
+        with tf.device(self._local_devices[0]):
+            local = [tf.concat(value.values, axis=axis) for value in per_replica_values]
+        return [self._mirror(self.gather_between_workers(value, axis, options)) for value in local]
+
+    def gather_between_workers(self, value: Any, axis: Any = 0, options: Any = None) -> Any:
+        """Concatenates one tensor of every worker along `axis`, in worker order.
+
+        Args:
+            value: tensor of this worker; the other dimensions are equal on all workers.
+            axis: dimension to concatenate along.
+            options: communication options that override the strategy's.
+        """
+        if self._group_size == 1:
+            return value
+        options = self._options if options is None else self._options.merge(options)
+
+        def gather() -> Any:
+            return self._launchers[0].all_gather(value, axis, options)
+
+        # TensorFlow gathers in graphs only.
+        return tf.function(gather)() if tf.executing_eagerly() else gather()
+
+    def _mirror(self, value: Any) -> Any:
+        copies = []
+        for device in self._local_devices:
+            with tf.device(device):
+                copies.append(_identity(value))
+        return private_api.regroup(tuple(copies), wrap_class=private_api.Mirrored)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HierarchicalAllReduce:
+        # Collective keys must stay shared: a copy with its own keys would hang the group.
+        return self
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    if len(values) == 1:
+        return values[0]
+    if any(isinstance(value, tf.IndexedSlices) for value in values):
+        return tf.IndexedSlices(
+            values=tf.concat([value.values for value in values], axis=0),
+            indices=tf.concat([value.indices for value in values], axis=0),
+            dense_shape=values[0].dense_shape,
+        )
+    return tf.add_n(values)
+
+
+def _divide(value: Any, divisor: int) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(value.values / divisor, value.indices, value.dense_shape)
+    return value / tf.cast(divisor, value.dtype)
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.identity(value.values), tf.identity(value.indices), value.dense_shape
+        )
+    return tf.identity(value)

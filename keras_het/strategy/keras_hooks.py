@@ -1,0 +1,90 @@
+"""Puts the exact step's hooks into Keras while a step is traced, and takes them out again.
+
+Nothing is changed at import, and nothing stays changed after `HeterogeneousStrategy.run` has
+returned. While they are in place the hooks do nothing outside of an exact step, so that a second
+model that trains in another thread is not affected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_het import private_api
+from keras_het.strategy import (
+    emulated_device,
+    exact_gradients,
+    exact_losses,
+    exact_state,
+)
+
+_Hook = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _hooks() -> list[tuple[Any, str, _Hook]]:
+    loss = private_api.keras_loss
+    metrics = private_api.keras_reduction_metrics
+    optimizer = private_api.keras_base_optimizer.BaseOptimizer
+    loss_scale_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
+    tf_optimizer = private_api.keras_tf_optimizer.TFOptimizer
+    apply = exact_gradients.make_apply_hook(emulated_device.wait_with_gradients)
+    return [
+        (loss, "scale_loss_for_distribution", exact_losses.keep_local_mean),
+        (loss, "unscale_loss_for_distribution", exact_losses.undo_vector_factor),
+        (loss, "reduce_weighted_values", exact_losses.reduce_exactly),
+        (metrics.Mean, "update_state", exact_losses.weigh_scalar_updates),
+        (metrics.Sum, "update_state", exact_losses.weigh_scalar_updates),
+        (optimizer, "scale_loss", exact_gradients.weigh_loss),
+        (loss_scale_optimizer, "scale_loss", exact_gradients.weigh_loss),
+        (optimizer, "apply", apply),
+        (loss_scale_optimizer, "apply", apply),
+        (tf_optimizer, "_all_reduce_sum_gradients", exact_gradients.skip_second_reduction),
+        (private_api.KerasTensorFlowVariable, "_direct_assign", exact_state.record_assignment),
+        (private_api.keras_nn, "_compute_moments_sync", exact_state.sum_statistics_exactly),
+        (private_api.keras_seed_generator.SeedGenerator, "next", exact_state.draw_own_stream),
+        (
+            private_api.distribute_values,
+            "apply_aggregation_replica_context",
+            exact_state.update_in_place,
+        ),
+    ]
+
+
+_lock = threading.Lock()
+_num_users = 0
+_originals: list[tuple[Any, str, Any]] = []
+
+
+@contextlib.contextmanager
+def keras_hooks() -> Iterator[None]:
+    """Keeps the hooks in place while the context is open (re-entrant, thread-safe)."""
+    global _num_users
+    with _lock:
+        _num_users += 1
+        if _num_users == 1:
+            _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_users -= 1
+            if _num_users == 0:
+                _remove()
+
+
+def _install() -> None:
+    for owner, name, hook in _hooks():
+        original = vars(owner).get(name)
+        _originals.append((owner, name, original))
+        setattr(owner, name, hook(getattr(owner, name)))
+
+
+def _remove() -> None:
+    while _originals:
+        owner, name, original = _originals.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)

@@ -1,0 +1,149 @@
+"""Runs one step of Keras exactly: as one device would on the whole global batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.strategy import emulated_device
+from keras_het.strategy.exact_metrics import (
+    cluster_logs,
+    recorded_results,
+    unchanged_without_samples,
+)
+from keras_het.strategy.exact_state import changed_state
+from keras_het.strategy.exact_step import ExactStep
+from keras_het.strategy.keras_hooks import keras_hooks
+from keras_het.strategy.uneven_per_replica import find_sizes
+
+Run = Callable[..., Any]
+
+
+def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
+    """Runs `model.train_step` or `model.test_step` on every replica.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        run: `tf.distribute.Strategy.run` of that strategy.
+        function: the bound step of a `keras.Model`.
+        data: the batch; structure of `UnevenPerReplica`, or anything `Strategy.run` accepts.
+
+    Returns:
+        The logs of the cluster as plain tensors.
+    """
+    model = function.__self__
+    metrics = list(model.metrics)
+
+    def replica_step(replica_data: Any, sizes: Any) -> Any:
+        step = _make_step(replica_data, sizes)
+        emulated_device.start_clock(step, _emulated_device(strategy, step), replica_data)
+        with step.active(), unchanged_without_samples(step, metrics):
+            logs = function(replica_data)
+        with step.active():
+            return _synchronise(step, model, logs)
+
+    with keras_hooks(), recorded_results(metrics):
+        logs = run(tf.autograph.experimental.do_not_convert(replica_step), (data, find_sizes(data)))
+    return tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], logs)
+
+
+def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
+    """Runs Keras's predict step and returns the outputs of all replicas in global order.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        run: `tf.distribute.Strategy.run` of that strategy.
+        function: the closure of `Model.make_predict_function`.
+        data: the batch; structure of `UnevenPerReplica`, or anything `Strategy.run` accepts.
+
+    Returns:
+        The outputs for the rows of the global batch, as plain tensors, equal on all workers.
+    """
+
+    def replica_step(replica_data: Any, sizes: Any) -> Any:
+        step = _make_step(replica_data, sizes)
+        emulated_device.start_clock(step, _emulated_device(strategy, step), replica_data)
+        outputs = function(replica_data)
+        flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
+        return tf.nest.pack_sequence_as(outputs, flat)
+
+    outputs = run(tf.autograph.experimental.do_not_convert(replica_step), (data, find_sizes(data)))
+    return tf.nest.map_structure(lambda leaf: gather_rows(strategy, leaf), outputs)
+
+
+def gather_rows(strategy: Any, value: Any) -> Any:
+    """Concatenates the rows of all replicas, replica by replica; dense or ragged tensors."""
+    local = strategy.experimental_local_results(value)
+    if isinstance(local[0], tf.RaggedTensor):
+        return _gather_ragged_rows(strategy, tf.concat(local, axis=0))
+    if isinstance(local[0], tf.SparseTensor):
+        dense = tf.concat([tf.sparse.to_dense(part) for part in local], axis=0)
+        return tf.sparse.from_dense(_gather_over_workers(strategy, dense))
+    if local[0].shape.rank == 0:
+        return _gather_over_workers(strategy, tf.stack(local))
+    return _gather_over_workers(strategy, tf.concat(local, axis=0))
+
+
+def _gather_ragged_rows(strategy: Any, ragged: Any) -> Any:
+    lengths = _gather_over_workers(strategy, ragged.row_lengths())
+    values = ragged.values
+    if isinstance(values, tf.RaggedTensor):
+        values = _gather_ragged_rows(strategy, values)
+    else:
+        values = _gather_over_workers(strategy, values)
+    return tf.RaggedTensor.from_row_lengths(values, lengths)
+
+
+def _gather_over_workers(strategy: Any, value: Any) -> Any:
+    if strategy.num_workers == 1:
+        return value
+    return strategy.extended.gather_rows_over_workers(value)
+
+
+def _make_step(replica_data: Any, sizes: Any) -> ExactStep:
+    context = tf.distribute.get_replica_context()
+    replica_id = context.replica_id_in_sync_group
+    if tf.is_tensor(replica_id):
+        replica_id = int(tf.get_static_value(replica_id))
+    if sizes is not None:
+        return ExactStep(replica_id, sizes[replica_id], tf.reduce_sum(sizes))
+    samples = _num_rows(replica_data)
+    total = context.all_reduce(tf.distribute.ReduceOp.SUM, samples)
+    return ExactStep(replica_id, samples, total)
+
+
+def _num_rows(data: Any) -> Any:
+    """Number of samples of a batch that did not come through the strategy's data path."""
+    for leaf in tf.nest.flatten(data):
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.cast(leaf.nrows(), tf.int64)
+        if isinstance(leaf, tf.SparseTensor):
+            return leaf.dense_shape[0]
+        if leaf is not None and len(leaf.shape) > 0:
+            return tf.cast(tf.shape(leaf)[0], tf.int64)
+    raise ValueError(
+        "Cannot tell how many samples the batch has, so that its gradient cannot be weighted. "
+        f"Received: {data}. Expected a structure with at least one tensor of shape [samples, ...]."
+    )
+
+
+def _emulated_device(strategy: Any, step: ExactStep) -> Any:
+    if strategy.emulated_devices is None:
+        return None
+    return strategy.emulated_devices[step.replica_id - strategy.layout.local_replicas[0]]
+
+
+def _synchronise(step: ExactStep, model: Any, logs: Any) -> Any:
+    """Combines logs and moving statistics of all replicas in one collective."""
+    with contextlib.ExitStack():
+        changed = changed_state(step, model.non_trainable_variables)
+        state = [tf.convert_to_tensor(variable.value) for variable in changed]
+        if step.start_time is not None and not step.weighted_optimizers:
+            state = emulated_device.wait_until_computed(step, state)
+        logs, combined = cluster_logs(step, logs, state)
+        for variable, value in zip(changed, combined, strict=True):
+            variable.assign(value)
+        return logs

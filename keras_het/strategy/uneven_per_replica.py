@@ -1,0 +1,113 @@
+"""Per-replica batches that carry every replica's share with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+
+
+class UnevenPerReplica(private_api.PerReplica):
+    """One component of a global batch, cut into the local replicas' shares.
+
+    A `tf.distribute.DistributedValues` that also holds the shares of all replicas, so that the
+    train step knows the size of the global batch without asking the other workers. Its type has an
+    unknown number of rows: a `tf.function` is not traced again when the shares change.
+
+    Args:
+        values: one tensor (dense, ragged or sparse) per local replica; the rows are samples.
+        sizes: int64 tensor of shape [num_replicas], every replica's share of this global batch.
+    """
+
+    def __init__(self, values: Sequence[Any], sizes: Any) -> None:
+        super().__init__(values)
+        self._sizes = sizes
+
+    @property
+    def sizes(self) -> Any:
+        """The shares of all replicas, int64 of shape [num_replicas]."""
+        return self._sizes
+
+    @property
+    def _type_spec(self) -> UnevenPerReplicaSpec:
+        return UnevenPerReplicaSpec(
+            tuple(_any_number_of_rows(value) for value in self._values),
+            int(self._sizes.shape[0]),
+        )
+
+
+class UnevenPerReplicaSpec(tf.TypeSpec):
+    """The type of an `UnevenPerReplica`.
+
+    Args:
+        value_specs: one type per local replica.
+        num_replicas: number of replicas of all workers.
+    """
+
+    __slots__ = ["_num_replicas", "_value_specs"]
+
+    value_type = property(lambda self: UnevenPerReplica)
+
+    def __init__(self, value_specs: Sequence[Any], num_replicas: int) -> None:
+        self._value_specs = tuple(value_specs)
+        self._num_replicas = num_replicas
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return (self._value_specs, self._num_replicas)
+
+    @property
+    def _component_specs(self) -> Any:
+        return (self._value_specs, tf.TensorSpec([self._num_replicas], tf.int64))
+
+    def _to_components(self, value: UnevenPerReplica) -> Any:
+        return (tuple(value.values), value.sizes)
+
+    def _from_components(self, components: Any) -> UnevenPerReplica:
+        values, sizes = components
+        return UnevenPerReplica(values, sizes)
+
+
+def wrap_shares(local_batches: Sequence[Any], sizes: Any) -> Any:
+    """Builds the structure of `UnevenPerReplica` that a train step receives.
+
+    Args:
+        local_batches: one batch (any nested structure) per local replica.
+        sizes: int64 of shape [num_replicas], the shares of all replicas.
+
+    Returns:
+        The structure of one batch, its leaves `UnevenPerReplica`.
+    """
+    sizes = tf.convert_to_tensor(sizes, tf.int64)
+    return tf.nest.map_structure(
+        lambda *values: _wrap_leaf(values, sizes), *local_batches, expand_composites=False
+    )
+
+
+def _wrap_leaf(values: Sequence[Any], sizes: Any) -> Any:
+    # None stands for an absent target or sample weight in Keras's data structures.
+    return None if values[0] is None else UnevenPerReplica(values, sizes)
+
+
+def find_sizes(structure: Any) -> Any:
+    """Returns the shares carried by a batch, or None if it does not carry any."""
+    for leaf in tf.nest.flatten(structure):
+        if isinstance(leaf, UnevenPerReplica):
+            return leaf.sizes
+    return None
+
+
+def _any_number_of_rows(value: Any) -> Any:
+    spec = private_api.type_spec_from_value(value)
+    if spec.shape.rank is None or spec.shape.rank == 0:
+        return spec
+    shape = [None, *spec.shape.as_list()[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(
+            shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype, spec.flat_values_spec
+        )
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    return tf.TensorSpec(shape, spec.dtype)
