@@ -1,0 +1,121 @@
+"""What all distributed inputs share: they start epochs, resume, and pass for TF's in `fit`."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import numpy as np
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.run import Run
+from keras_het.loader.step_iterator import StepIterator, Wrap
+
+
+class DistributedSteps(adapter.DistributedDataset):
+    """Base of the data sets that yield one element for each training step of all workers.
+
+    Keras's `fit` takes an instance as it takes TensorFlow's own distributed data sets. Iterators
+    are light until their first step. Keras draws one element of a throw-away iterator to build a
+    model before it trains: an epoch of which only one element was drawn, and whose iterator is
+    gone, is handed to the next iterator from its start, so that the look costs neither an epoch's
+    order nor a second start of the pipeline.
+
+    Args:
+        element_spec: specs of the batch of one replica.
+        cardinality: steps in an epoch, or one of tf.data's two negative constants.
+        wrap: makes what the training step gets from the local batches and all sizes.
+        can_rewind: whether an epoch may be handed over after a look.
+    """
+
+    # The parent's constructor builds TensorFlow's own input pipeline, which ours replaces.
+    def __init__(self, element_spec: Any, cardinality: int, wrap: Wrap, can_rewind: bool) -> None:
+        self._spec = element_spec
+        self._steps = np.int64(cardinality)
+        self._wrap = wrap
+        self._can_rewind = can_rewind
+        self._next_epoch = 0
+        self._first_step = 0
+        self._looked_at: Run | None = None
+        self._last: Run | None = None
+        self._first_epoch = True
+
+    @property
+    def element_spec(self) -> Any:
+        """Specs of the batch of one replica; the number of rows is None."""
+        return self._spec
+
+    @property
+    def cardinality(self) -> np.int64:
+        """Steps in an epoch, or tf.data's UNKNOWN_CARDINALITY or INFINITE_CARDINALITY."""
+        return self._steps
+
+    @property
+    def fingerprint(self) -> int | None:
+        """Hash of the first global batch's rows in the latest epoch, the same on all workers.
+
+        None before its first step, and where the pipeline draws random values that make rows
+        differ between workers. If it differs between workers their orders differ: a shuffle
+        without a seed.
+        """
+        return self._last.fingerprint if self._last else None
+
+    def __len__(self) -> int:
+        if self._steps < 0:
+            raise TypeError("This data set has an unknown or infinite number of steps.")
+        return int(self._steps)
+
+    def __iter__(self) -> StepIterator:
+        return StepIterator(self._open, self._drop, self._wrap)
+
+    def start_at(self, epoch: int, step: int) -> None:
+        """Makes the next epochs continue where an earlier process stopped.
+
+        Shuffles continue as after `epoch` whole passes, and the first `step` global batches of the
+        next one are left out, before any map that only the user of a row runs.
+
+        Args:
+            epoch: passes over the data that are behind.
+            step: steps of the next pass that are behind; later passes start at 0.
+
+        Raises:
+            ValueError: if a number is negative, or the pipeline cannot go back to that order.
+        """
+        if epoch < 0 or step < 0:
+            raise ValueError(
+                f"epoch and step must be zero or more. Received: epoch={epoch}, step={step}."
+            )
+        if self._looked_at is not None:
+            self._looked_at.close()
+        self._looked_at = None
+        self._seek(epoch)
+        self._next_epoch = epoch
+        self._first_step = step
+
+    @abc.abstractmethod
+    def _seek(self, epoch: int) -> None:
+        """Makes the next pass the one after `epoch` passes."""
+
+    @abc.abstractmethod
+    def _new_run(self, epoch: int, first_step: int) -> Run:
+        """Starts a pass."""
+
+    def _open(self) -> Run:
+        run, self._looked_at = self._looked_at, None
+        if run is None:
+            self._first_epoch = self._last is None
+            run = self._new_run(self._next_epoch, self._first_step)
+            self._next_epoch += 1
+            self._first_step = 0
+        self._last = run
+        return run
+
+    def _drop(self, run: Run) -> None:
+        # With a single step a look and a whole epoch are the same; only the first is a look.
+        single = self._steps == 1 and not self._first_epoch
+        if run.ended and run.first_step == 0 and run.delivered == 1:
+            self._steps = np.int64(1)
+        if self._can_rewind and run is self._last and not single and run.rewind():
+            self._looked_at = run
+        else:
+            run.close()

@@ -1,0 +1,194 @@
+"""One global order of samples, cut into unequal shares for the replicas of all workers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import rows
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.distributed_steps import DistributedSteps
+from keras_het.loader.local_pipeline import build_local_pipeline, global_batches
+from keras_het.loader.pipeline_form import PipelineForm, recognise
+from keras_het.loader.pipeline_run import PipelineRun, Weights
+from keras_het.loader.replay import advance, fresh_copy
+from keras_het.loader.step_iterator import Wrap
+from keras_het.loader.work_orders import WorkOrders
+from keras_het.planning.replica_layout import ReplicaLayout
+
+logger = logging.getLogger("keras_het")
+
+# A second `fit` on the same data set object goes on with its shuffle orders, as stock Keras does.
+_forms: weakref.WeakKeyDictionary[Any, PipelineForm] = weakref.WeakKeyDictionary()
+
+
+class GlobalOrderDataset(DistributedSteps):
+    """Gives each local replica its rows of every global batch.
+
+    Global batch t has rows x_0 ... x_{n-1} in one order that is the same on all workers. With
+    shares s = apportion(n, weights), replica r gets rows sum(s[:r]) ... sum(s[:r+1]) - 1: every
+    sample exactly once, whatever the weights and however they change. Weights are read once a step
+    and are in effect `lookahead` steps later, without a new pipeline and without a new trace. All
+    workers have the same number of steps.
+
+    In "element" mode each worker reads every sample but runs the maps of single samples before
+    `batch()` only on its own rows; in "slice" mode each worker runs the whole pipeline and keeps
+    its rows. `mode` and `reason` say which it is. Sharding options of the data set are ignored.
+
+    A replica with no row gets a batch of 0 rows. A map that draws random numbers runs for own rows
+    only, so its draws differ from those of one process.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches, or of single samples with
+            `global_batch_size`. Shuffles need a seed, or the same global seed on all workers.
+        layout: which replicas there are, and which are local.
+        weights: gives the current share weights, one for each replica; must give all workers the
+            same at the same step.
+        wrap: makes an element from a list with the batch of each local replica, and sizes, int64 of
+            shape [num_replicas].
+        global_batch_size: samples in a global batch, if `dataset` has single samples; the last
+            batch may be smaller.
+        batch_map: row-wise function of a batch (row i of the result depends on row i only), run on
+            local rows only; must accept 0 rows.
+        lookahead: steps the pipeline works ahead, and by which a change of weights is late.
+
+    Raises:
+        TypeError: if `dataset` is not a `tf.data.Dataset`.
+        ValueError: if elements are not batches, or `lookahead` or `global_batch_size` is too small.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        layout: ReplicaLayout,
+        weights: Weights,
+        wrap: Wrap,
+        *,
+        global_batch_size: int | None = None,
+        batch_map: Callable[..., Any] | None = None,
+        lookahead: int = 2,
+    ) -> None:
+        _check_arguments(dataset, global_batch_size, lookahead)
+        if global_batch_size is None:
+            rows.check_batched(dataset.element_spec)
+        self._form = _form_of(dataset, global_batch_size)
+        self._layout = layout
+        self._weights = weights
+        self._lookahead = lookahead
+        self._row_functions = () if batch_map is None else (batch_map,)
+        self._idle: list[tuple[Any, WorkOrders]] = []
+        self.pipelines_built = 0
+        first = self._build(0)
+        self._idle.append(first)
+        upstream = list(adapter.upstream_of(self._form.stream))
+        self._has_fingerprint = not any(
+            adapter.operations_in_functions(node) & adapter.RANDOM_VALUE_OPERATIONS
+            for node in upstream
+        )
+        super().__init__(
+            rows.relax_rows(first[0].element_spec[0][0]),
+            int(global_batches(self._form).cardinality()),
+            wrap,
+            # a generator may have been told meanwhile that its epoch is over
+            can_rewind=not any(adapter.draws_from_generator(node) for node in upstream),
+        )
+        self._warn_of_changing_order(upstream)
+        logger.info("Input in %s mode: %s.", self.mode, self.reason)
+
+    @property
+    def mode(self) -> str:
+        """Either "element" (maps run only for own samples) or "slice" (whole batches are made)."""
+        return self._form.mode
+
+    @property
+    def reason(self) -> str:
+        """Why the data set is in this mode."""
+        return self._form.reason
+
+    def _new_run(self, epoch: int, first_step: int) -> PipelineRun:
+        fits = bool(self._idle) and first_step == 0
+        pipeline, orders = self._idle.pop() if fits else self._build(first_step)
+        idle = None if first_step else weakref.ref(self)
+        return PipelineRun(
+            pipeline,
+            orders,
+            self._weights,
+            self._lookahead,
+            self._form.batch_size or 0,
+            epoch=epoch,
+            first_step=first_step,
+            wants_fingerprint=self._has_fingerprint,
+            give_back=functools.partial(_keep_idle, idle, self._form, pipeline, orders),
+        )
+
+    def _build(self, skip: int) -> tuple[Any, WorkOrders]:
+        self.pipelines_built += 1
+        orders = WorkOrders(self._layout.num_replicas, self._lookahead)
+        pipeline = build_local_pipeline(
+            self._form,
+            self._layout,
+            orders,
+            self._lookahead,
+            skip,
+            self._row_functions,
+        )
+        return pipeline, orders
+
+    def _seek(self, epoch: int) -> None:
+        try:
+            stream = fresh_copy(self._form.stream)
+        except ValueError:
+            if self._last is not None:
+                raise
+            stream = self._form.stream
+        if stream is not self._form.stream:
+            self._form = self._form.reading_from(stream)
+            self._idle.clear()
+        advance(global_batches(self._form), epoch)
+
+    def _warn_of_changing_order(self, upstream: list[Any]) -> None:
+        if self._layout.num_workers > 1 and any(map(adapter.is_nondeterministic, upstream)):
+            logger.warning(
+                "A part of the data set that every worker runs has deterministic=False: workers "
+                "may see different orders, and samples may be lost or used twice. Remove it."
+            )
+
+
+def _check_arguments(dataset: Any, global_batch_size: int | None, lookahead: int) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"dataset must be a tf.data.Dataset. Received: {dataset!r} of type {type(dataset)}. "
+            "Arrays can be given to fit directly, or made one by Dataset.from_tensor_slices."
+        )
+    if global_batch_size is not None and global_batch_size < 1:
+        raise ValueError(f"global_batch_size must be 1 or more. Received: {global_batch_size}.")
+    if lookahead < 0:
+        raise ValueError(f"lookahead must be zero or more steps. Received: {lookahead}.")
+
+
+def _form_of(dataset: tf.data.Dataset, global_batch_size: int | None) -> PipelineForm:
+    if global_batch_size is not None:
+        return recognise(dataset.batch(global_batch_size))
+    form = _forms.get(dataset)
+    if form is None:
+        form = recognise(dataset)
+        if form.mode == "element":  # the stream of a slice form may be the data set itself
+            _forms[dataset] = form
+    return form
+
+
+def _keep_idle(
+    owner: weakref.ref[GlobalOrderDataset] | None,
+    form: PipelineForm,
+    pipeline: Any,
+    orders: WorkOrders,
+) -> None:
+    """Keeps a pipeline whose iterator is gone for a later epoch."""
+    dataset = owner() if owner else None
+    if dataset is not None and dataset._form is form and len(dataset._idle) < 2:
+        dataset._idle.append((pipeline, orders))

@@ -1,0 +1,73 @@
+"""Brings reshuffling data sets to the order of a later epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_het.loader import tf_data_adapter as adapter
+
+Dataset = adapter.Dataset
+
+
+def fresh_copy(dataset: Dataset) -> Dataset:
+    """The same pipeline with every reshuffling `shuffle` back at its first iteration.
+
+    Args:
+        dataset: any pipeline.
+
+    Returns:
+        `dataset` itself if nothing in it reshuffles, else a copy of what reads from a shuffle.
+
+    Raises:
+        ValueError: if a reshuffling `shuffle` is read by an operation that cannot be rebuilt.
+    """
+    if not any(adapter.is_reshuffled(node) for node in adapter.upstream_of(dataset)):
+        return dataset
+    if not (
+        adapter.is_map(dataset) or adapter.is_batch(dataset) or adapter.commutes_with_map(dataset)
+    ):
+        raise ValueError(
+            "Cannot go back to an earlier order of this pipeline: a shuffle with "
+            f"reshuffle_each_iteration is below {type(dataset).__name__}. Resume in a new process "
+            "before the first iteration, or shuffle after that operation."
+        )
+    return adapter.rebuild_on(dataset, fresh_copy(adapter.inputs_of(dataset)[0]))
+
+
+def advance(dataset: Dataset, epochs: int) -> None:
+    """Lets `epochs` passes over the data go by, as cheaply as the pipeline allows.
+
+    A shuffle's order depends on how often it was started before. Where a pass starts each shuffle
+    once, starting is enough; a shuffle that reads from another starts that with its first element;
+    under anything else (`repeat` starts its source several times) the passes are run in full.
+
+    Args:
+        dataset: pipeline whose shuffles are to move on.
+        epochs: number of passes.
+    """
+    shuffles = [node for node in adapter.upstream_of(dataset) if adapter.is_reshuffled(node)]
+    if not shuffles:
+        return
+    for _ in range(epochs):
+        iterator = iter(dataset)
+        if not _starts_once(dataset):
+            for _ in iterator:
+                pass
+        elif _nested(dataset):
+            next(iterator, None)
+
+
+def _starts_once(node: Dataset) -> bool:
+    """Whether one pass over `node` starts every reshuffling shuffle exactly once."""
+    while any(adapter.is_reshuffled(above) for above in adapter.upstream_of(node)):
+        if adapter.is_repeat(node) or not (
+            adapter.is_map(node) or adapter.is_batch(node) or adapter.commutes_with_map(node)
+        ):
+            return False
+        node = adapter.inputs_of(node)[0]
+    return True
+
+
+def _nested(node: Dataset) -> bool:
+    shuffles: list[Any] = [each for each in adapter.upstream_of(node) if adapter.is_shuffle(each)]
+    return len(shuffles) > 1

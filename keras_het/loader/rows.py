@@ -1,0 +1,142 @@
+"""Rows of a batch structure inside a pipeline: count, cut, split and hash them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def is_sliceable(leaf: Any) -> bool:
+    """Whether a leaf of a batch has rows (None and `Optional` leaves have none)."""
+    return isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
+
+
+def count_rows(batch: Any) -> tf.Tensor:
+    """Number of rows of a batch, int64 scalar; fails if the leaves disagree.
+
+    Args:
+        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
+
+    Returns:
+        The rows as an int64 scalar.
+    """
+    counts = [_rows_of(leaf) for leaf in tf.nest.flatten(batch) if is_sliceable(leaf)]
+    checks = [
+        tf.debugging.assert_equal(
+            other, counts[0], "The parts of a global batch have different numbers of rows."
+        )
+        for other in counts[1:]
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(counts[0])
+
+
+def slice_rows(batch: Any, start: Any, count: Any) -> Any:
+    """Rows `start` to `start + count` of every leaf.
+
+    Args:
+        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
+        start: first row, int64 scalar.
+        count: number of rows, int64 scalar, zero or more.
+
+    Returns:
+        The same structure; leaves without rows are passed on.
+    """
+    return tf.nest.map_structure(
+        lambda leaf: _slice_leaf(leaf, start, count) if is_sliceable(leaf) else leaf, batch
+    )
+
+
+def split_rows(batch: Any, sizes: Any, parts: int) -> tuple[Any, ...]:
+    """Cuts a batch into consecutive parts.
+
+    Args:
+        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
+        sizes: rows of each part, int64 tensor of shape [parts].
+        parts: number of parts.
+
+    Returns:
+        One structure for each part.
+    """
+    if parts == 1:
+        return (batch,)
+    starts = tf.cumsum(sizes, exclusive=True)
+    return tuple(slice_rows(batch, starts[part], sizes[part]) for part in range(parts))
+
+
+def hash_rows(batch: Any) -> tf.Tensor:
+    """A hash of all values of a batch, the same in every process, int64 scalar."""
+    hashes = [
+        tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(component), 2**62)
+        for leaf in tf.nest.flatten(batch)
+        if is_sliceable(leaf)
+        for component in tf.nest.flatten(leaf, expand_composites=True)
+    ]
+    joined = tf.strings.reduce_join(tf.strings.as_string(tf.stack(hashes)), separator=",")
+    return tf.strings.to_hash_bucket_fast(joined, 2**62)
+
+
+def check_batched(element_spec: Any) -> None:
+    """Refuses elements that have no rows to share out.
+
+    Args:
+        element_spec: structure of type specs of a global batch.
+
+    Raises:
+        ValueError: if a tensor is a scalar, or there is no tensor at all.
+    """
+    specs = [
+        spec
+        for spec in tf.nest.flatten(element_spec)
+        if isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec))
+    ]
+    if not specs or any(spec.shape.rank == 0 for spec in specs):
+        raise ValueError(
+            "Elements of the data set must be global batches: every tensor needs a leading batch "
+            f"dimension. Received elements of {element_spec}. Batch the data set, or give "
+            "global_batch_size for a data set of single samples."
+        )
+
+
+def relax_rows(element_spec: Any) -> Any:
+    """The same specs with an unknown number of rows.
+
+    Args:
+        element_spec: structure of type specs of a batch.
+
+    Returns:
+        The structure with a leading dimension of None everywhere.
+    """
+    return tf.nest.map_structure(_relax, element_spec)
+
+
+def _relax(spec: Any) -> Any:
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.SparseTensorSpec) and spec.shape.rank is not None:
+        return tf.SparseTensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec) and spec.shape.rank is not None:
+        shape = [None, *spec.shape[1:]]
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return spec
+
+
+def _rows_of(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def _slice_leaf(leaf: Any, start: Any, count: Any) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start : start + count]
+    # static dimensions stay visible to the model that is fed
+    static = leaf.shape[1:].as_list()
+    rest = [leaf.dense_shape[i + 1] if n is None else n for i, n in enumerate(static)]
+    size = tf.stack([tf.cast(n, tf.int64) for n in (count, *rest)])
+    begin = tf.stack([tf.cast(n, tf.int64) for n in (start, *(0 for _ in rest))])
+    cut = tf.sparse.slice(leaf, begin, size)
+    return tf.SparseTensor(cut.indices, cut.values, size)

@@ -1,0 +1,92 @@
+"""One pass over the data, which can be rewound after a look at its first element."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from typing import Any
+
+import numpy as np
+
+Element = tuple[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"]
+"""Batches of the local replicas, and int64 sizes of shape [num_replicas]."""
+
+
+class Run(abc.ABC):
+    """One pass over the data.
+
+    Args:
+        epoch: number of passes over the data before this one.
+        first_step: steps of this pass that are left out.
+
+    Attributes:
+        delivered: elements delivered so far.
+        ended: whether the end of the data was reached.
+        fingerprint: hash of the first global batch, None if it is not known.
+    """
+
+    def __init__(self, epoch: int, first_step: int) -> None:
+        self.epoch = epoch
+        self.first_step = first_step
+        self.delivered = 0
+        self.ended = False
+        self.fingerprint: int | None = None
+        self._first: Element | None = None
+        self._rewound = False
+        self._closed = False
+
+    def next_element(self) -> Element:
+        """The next batches of the local replicas and all sizes.
+
+        Returns:
+            A list with one element structure for each local replica, and int64 sizes of shape
+            [num_replicas].
+
+        Raises:
+            StopIteration: at the end of the data.
+        """
+        first, self._first = self._first, None
+        if first is not None and self._rewound:
+            return first
+        if self.ended or self._closed:
+            raise StopIteration
+        try:
+            element = self._produce()
+        except StopIteration:
+            self.ended = True
+            self.close()
+            raise
+        self.delivered += 1
+        if self.delivered == 1:
+            self._first = element
+        return element
+
+    def rewind(self) -> bool:
+        """Goes back to the first element, once, if nothing but that was delivered.
+
+        Returns:
+            Whether the run starts again at its first element.
+        """
+        if self._rewound or self._closed or self._first is None:
+            return False
+        self._rewound = True
+        return True
+
+    def close(self) -> None:
+        """Ends the pass; what was prepared is dropped."""
+        if not self._closed:
+            self._closed = True
+            self._first = None
+            self._free()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    @abc.abstractmethod
+    def _produce(self) -> Element:
+        """Makes the next element, or raises StopIteration."""
+
+    @abc.abstractmethod
+    def _free(self) -> None:
+        """Gives back what the pass holds; called once."""

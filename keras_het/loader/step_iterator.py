@@ -1,0 +1,103 @@
+"""The iterator Keras steps through: counts, times, and ends the way Keras needs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader.run import Run
+
+Wrap = Callable[[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"], Any]
+"""Makes what the training step gets from the local batches and all sizes."""
+
+
+class StepIterator:
+    """Iterates over one epoch in Python, one element for each step.
+
+    Keras runs `for step, data in zip(range(steps_per_execution), iterator)` for an iterator that is
+    not one of TensorFlow's: it calls `iter()` on it at the start of each execution. An execution
+    that got nothing must end with `OutOfRangeError` (after StopIteration Keras would go on to use a
+    result it does not have), one that got something must end with StopIteration so that Keras
+    reports what it has. Outside of executions the end is StopIteration, as in any iterator.
+
+    Args:
+        open_run: starts the pass, called at the first step.
+        drop_run: takes back a pass that nobody iterates any more.
+        wrap: makes an element from the local batches and the sizes of all replicas.
+
+    Attributes:
+        step: steps of this epoch that are behind, those skipped by a resume included.
+        samples: rows of global batches that this iterator delivered, over all replicas.
+        input_wait_seconds: time that the last step waited for its element.
+    """
+
+    def __init__(
+        self, open_run: Callable[[], Run], drop_run: Callable[[Run], None], wrap: Wrap
+    ) -> None:
+        self._open_run = open_run
+        self._drop_run = drop_run
+        self._wrap = wrap
+        self._run: Run | None = None
+        self._first_of_execution = False
+        self._delivered = 0
+        self.samples = 0
+        self.input_wait_seconds = 0.0
+
+    @property
+    def step(self) -> int:
+        """Steps of this epoch that are behind."""
+        return self._delivered + (self._run.first_step if self._run else 0)
+
+    @property
+    def epoch(self) -> int | None:
+        """Passes over the data before this one, None before the first step."""
+        return self._run.epoch if self._run else None
+
+    @property
+    def fingerprint(self) -> int | None:
+        """Hash of the rows of the first global batch in order, the same on all workers.
+
+        None before the first step, and where rows cannot be compared because the common part of the
+        pipeline draws random values.
+        """
+        return self._run.fingerprint if self._run else None
+
+    def __iter__(self) -> StepIterator:
+        self._first_of_execution = True
+        return self
+
+    def __next__(self) -> Any:
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "Distributed input can be iterated in Python only. Received: a step inside a "
+                "tf.function. Iterate outside and pass each element to the function."
+            )
+        start = time.perf_counter()
+        if self._run is None:
+            self._run = self._open_run()
+        try:
+            batches, sizes = self._run.next_element()
+        except StopIteration:
+            if self._first_of_execution:
+                raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
+            raise
+        self.input_wait_seconds = time.perf_counter() - start
+        self._first_of_execution = False
+        self._delivered += 1
+        self.samples += int(sizes.sum())
+        return self._wrap(batches, sizes)
+
+    def close(self) -> None:
+        """Ends this epoch early and frees its pipeline."""
+        if self._run is not None:
+            self._run.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._run is not None:
+                self._drop_run(self._run)

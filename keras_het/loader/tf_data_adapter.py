@@ -1,0 +1,307 @@
+"""The private symbols of tf.data that the loader needs, all in one place.
+
+Checked on TensorFlow 2.16.2 and 2.21.0 and on Keras 3.15.1 by
+`tests/loader/test_tf_data_adapter.py`, which names each symbol. Everything else in this package uses the public
+interface.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import tensorflow as tf
+from tensorflow.python.data.experimental.ops import cardinality as cardinality_ops
+from tensorflow.python.data.ops import (
+    batch_op,
+    dataset_ops,
+    flat_map_op,
+    from_tensors_op,
+    map_op,
+    prefetch_op,
+    repeat_op,
+    shard_op,
+    shuffle_op,
+    skip_op,
+    take_op,
+    zip_op,
+)
+from tensorflow.python.distribute import input_lib
+from tensorflow.python.framework import tensor_util
+from tensorflow.python.ops import gen_dataset_ops
+
+Dataset = Any
+"""A `tf.data.Dataset`: an operation node with its inputs."""
+
+DistributedDataset = input_lib.DistributedDataset
+"""Base class by which Keras's `fit` recognises distributed input."""
+
+GENERATOR_OPERATIONS = frozenset({"GeneratorDataset", "GeneratorDatasetV2"})
+"""Kinds of operation by which a pipeline draws from a Python generator."""
+
+RANDOM_VALUE_OPERATIONS = frozenset(
+    {
+        "Multinomial",
+        "ParameterizedTruncatedNormal",
+        "RandomCrop",
+        "RandomGamma",
+        "RandomPoissonV2",
+        "RandomStandardNormal",
+        "RandomUniform",
+        "RandomUniformInt",
+        "RngReadAndSkip",
+        "RngSkip",
+        "SampleDistortedBoundingBox",
+        "SampleDistortedBoundingBoxV2",
+        "StatefulRandomBinomial",
+        "StatefulStandardNormalV2",
+        "StatefulTruncatedNormal",
+        "StatefulUniform",
+        "StatefulUniformFullInt",
+        "StatefulUniformInt",
+        "TruncatedNormal",
+    }
+)
+"""Kinds of operation that draw random values (a `RandomShuffle` only reorders)."""
+
+_MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
+_BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
+# A row leaves these as it came in, and which rows leave does not depend on what they hold.
+_REBUILT_BY: dict[type, Callable[[Any, Dataset], Dataset]] = {
+    repeat_op._RepeatDataset: lambda node, source: source.repeat(node._count),
+    take_op._TakeDataset: lambda node, source: source.take(node._count),
+    skip_op._SkipDataset: lambda node, source: source.skip(node._count),
+    shard_op._ShardDataset: lambda node, source: source.shard(node._num_shards, node._index),
+    prefetch_op._PrefetchDataset: lambda node, source: source.prefetch(constant(node._buffer_size)),
+    cardinality_ops._AssertCardinalityDataset: lambda node, source: source.apply(
+        tf.data.experimental.assert_cardinality(node._expected_cardinality)
+    ),
+    dataset_ops._OptionsDataset: lambda node, source: source.with_options(_own_options(node)),
+    shuffle_op._ShuffleDataset: lambda node, source: _same_shuffle(node, source),
+}
+
+
+def constant(tensor: Any) -> Any:
+    """The Python value of a tensor that a data set node holds, or None if it has none yet."""
+    value = tensor_util.constant_value(tensor)
+    return None if value is None else value.item()
+
+
+def inputs_of(node: Dataset) -> list[Dataset]:
+    """The data sets that `node` reads from."""
+    return list(node._inputs())
+
+
+def upstream_of(node: Dataset) -> Iterator[Dataset]:
+    """`node` and everything it reads from, directly or not."""
+    yield node
+    for source in inputs_of(node):
+        yield from upstream_of(source)
+
+
+def is_none(spec: Any) -> bool:
+    """Whether `spec` is the spec of a None in an element."""
+    return type(spec).__name__ == "NoneTensorSpec"
+
+
+def is_map(node: Dataset) -> bool:
+    """Whether `node` is a `map`, sequential or parallel."""
+    return isinstance(node, (*_MAPS, AppliedMap))
+
+
+def is_batch(node: Dataset) -> bool:
+    """Whether `node` is a `batch`, sequential or parallel, of dense elements."""
+    return isinstance(node, _BATCHES)
+
+
+def is_prefetch_or_options(node: Dataset) -> bool:
+    """Whether `node` changes neither the elements nor which of them come."""
+    return isinstance(node, (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset))
+
+
+def commutes_with_map(node: Dataset) -> bool:
+    """Whether a one-to-one `map` may change places with `node` without changing the result."""
+    return type(node) in _REBUILT_BY
+
+
+def is_reshuffled(node: Dataset) -> bool:
+    """Whether `node` is a `shuffle` whose order differs between iterations."""
+    return isinstance(node, shuffle_op._ShuffleDataset) and bool(node._reshuffle_each_iteration)
+
+
+def is_shuffle(node: Dataset) -> bool:
+    """Whether `node` is a `shuffle`."""
+    return isinstance(node, shuffle_op._ShuffleDataset)
+
+
+def is_repeat(node: Dataset) -> bool:
+    """Whether `node` is a `repeat`."""
+    return isinstance(node, repeat_op._RepeatDataset)
+
+
+def is_nondeterministic(node: Dataset) -> bool:
+    """Whether `node` was given `deterministic=False` by name."""
+    return getattr(node, "_deterministic", None) == "false"
+
+
+def batch_arguments(node: Dataset) -> tuple[int | None, bool]:
+    """Batch size and `drop_remainder` of a `batch` node."""
+    return constant(node._batch_size), bool(constant(node._drop_remainder))
+
+
+def map_function(node: Dataset) -> Callable[..., Any]:
+    """The Python function that was given to a `map`."""
+    return cast("Callable[..., Any]", node._map_func._func)
+
+
+def operations_in_functions(node: Dataset) -> set[str]:
+    """Kinds of operation in the functions of `node`, called functions included."""
+    kinds: set[str] = set()
+    for function in node._functions():
+        graph = function.function.graph.as_graph_def()
+        kinds.update(operation.op for operation in graph.node)
+        for called in graph.library.function:
+            kinds.update(operation.op for operation in called.node_def)
+    return kinds
+
+
+def rebuild_on(node: Dataset, source: Dataset) -> Dataset:
+    """Repeats one operation on another source.
+
+    Args:
+        node: a `map`, `batch` or any node that `commutes_with_map`.
+        source: what the new node reads from.
+
+    Returns:
+        The new node. A new `shuffle` starts again at its first iteration's order.
+
+    Raises:
+        TypeError: if this kind of node cannot be rebuilt.
+    """
+    if is_map(node):
+        return AppliedMap(node, source)
+    if is_batch(node):
+        size, drop_remainder = batch_arguments(node)
+        return source.batch(size, drop_remainder=drop_remainder)
+    if not commutes_with_map(node):
+        raise TypeError(f"Cannot rebuild a data set node of type {type(node).__name__}.")
+    return _REBUILT_BY[type(node)](node, source)
+
+
+class AppliedMap(dataset_ops.UnaryDataset):
+    """The traced function of an existing `map`, applied to another source without a new trace.
+
+    Output keeps the order of the input also where the original map was allowed not to.
+
+    Args:
+        node: a `map` node.
+        source: data set with the element structure of the original map's input.
+    """
+
+    def __init__(self, node: Dataset, source: Dataset) -> None:
+        self._input_dataset = source
+        self._map_func = node._map_func
+        self._name = None
+        # what is_map() nodes are asked for, so that an applied map can be applied again
+        self._parallel_calls = parallel_calls(node)
+        arguments = {
+            "f": self._map_func.function,
+            "use_inter_op_parallelism": True,
+            "preserve_cardinality": True,
+            **self._common_args,
+        }
+        captured = self._map_func.function.captured_inputs
+        if self._parallel_calls is None:
+            variant = gen_dataset_ops.map_dataset(source._variant_tensor, captured, **arguments)
+        else:
+            variant = gen_dataset_ops.parallel_map_dataset_v2(
+                source._variant_tensor,
+                captured,
+                num_parallel_calls=tf.constant(self._parallel_calls, tf.int64),
+                deterministic="true",
+                **arguments,
+            )
+        super().__init__(source, variant)
+
+    def _functions(self) -> list[Any]:
+        return [self._map_func]
+
+    @property
+    def element_spec(self) -> Any:
+        """Structure of the elements, that of the original map."""
+        return self._map_func.output_structure
+
+
+def parallel_calls(node: Dataset) -> int | None:
+    """Number of parallel calls of a `map`, None if it is sequential.
+
+    AUTOTUNE becomes the number of cores this process may use: nothing tunes a pipeline that runs
+    inside a function.
+    """
+    if isinstance(node, AppliedMap):
+        return node._parallel_calls
+    if not isinstance(node, map_op._ParallelMapDataset):
+        return None
+    calls = constant(node._num_parallel_calls)
+    if calls is None or calls == tf.data.AUTOTUNE:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return int(calls)
+
+
+def keras_array_indices(node: Dataset) -> bool:
+    """Whether `node` is the `map` by which Keras gathers rows of arrays at batches of indices."""
+    if not is_map(node) or not _is_keras_function(
+        node, "trainers.data_adapters.array_data_adapter", "grab_batch"
+    ):
+        return False
+    sources = inputs_of(inputs_of(node)[0])
+    return (
+        isinstance(inputs_of(node)[0], zip_op._ZipDataset)
+        and len(sources) == 2
+        and isinstance(sources[1], repeat_op._RepeatDataset)
+        and isinstance(inputs_of(sources[1])[0], from_tensors_op._TensorDataset)
+    )
+
+
+def keras_class_weight(node: Dataset) -> bool:
+    """Whether `node` is the row-wise `map` by which Keras turns classes into sample weights."""
+    return is_map(node) and _is_keras_function(
+        node, "trainers.data_adapters.tf_dataset_adapter", "class_weights_map_fn"
+    )
+
+
+def draws_from_generator(node: Dataset) -> bool:
+    """Whether `node` is `Dataset.from_generator`."""
+    return isinstance(node, flat_map_op._FlatMapDataset) and bool(
+        operations_in_functions(node) & GENERATOR_OPERATIONS
+    )
+
+
+def _is_keras_function(node: Dataset, module: str, name: str) -> bool:
+    function = map_function(node)
+    return getattr(function, "__module__", None) == f"keras.src.{module}" and str(
+        getattr(function, "__qualname__", "")
+    ).endswith(f"<locals>.{name}")
+
+
+def _own_options(node: Dataset) -> tf.data.Options:
+    return tf.data.Options().merge(node.options())
+
+
+def _same_shuffle(node: Dataset, source: Dataset) -> Dataset:
+    """A `shuffle` with exactly the two seeds of `node`, whatever the global seed is by now."""
+    shuffled = copy.copy(node)
+    shuffled._input_dataset = source
+    variant = gen_dataset_ops.shuffle_dataset_v3(
+        source._variant_tensor,
+        buffer_size=node._buffer_size,
+        seed=node._seed,
+        seed2=node._seed2,
+        seed_generator=gen_dataset_ops.dummy_seed_generator(),
+        reshuffle_each_iteration=node._reshuffle_each_iteration,
+        **shuffled._common_args,
+    )
+    dataset_ops.UnaryUnchangedStructureDataset.__init__(shuffled, source, variant)
+    return shuffled

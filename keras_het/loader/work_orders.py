@@ -1,0 +1,89 @@
+"""Work orders: how the consumer tells its pipeline the shares of each step to come."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.planning.shares import apportion
+
+
+class WorkOrders:
+    """A queue of orders, one for each global batch, from the consumer to its pipeline.
+
+    The consumer puts the order of step t + lookahead when it asks for step t. The pipeline takes
+    one order before it cuts a batch and waits for it if there is none: it is never more than
+    `lookahead` steps ahead, whatever buffers tf.data adds. As every worker reads the same weights
+    at the same step, all cut step t with the same shares.
+
+    Args:
+        num_replicas: replicas over all workers.
+        lookahead: largest number of steps the pipeline may work ahead.
+    """
+
+    def __init__(self, num_replicas: int, lookahead: int) -> None:
+        self._num_replicas = num_replicas
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._queue = tf.queue.FIFOQueue(
+                lookahead + 2,
+                dtypes=[tf.float64, tf.int64, tf.int64],
+                shapes=[[num_replicas], [num_replicas], [2]],
+            )
+
+    def put(self, weights: Sequence[float], expected_rows: int, fingerprint: bool) -> None:
+        """Orders the next global batch.
+
+        Args:
+            weights: one share weight for each replica.
+            expected_rows: rows the batch probably has; its shares are computed here.
+            fingerprint: whether the batch is to be hashed.
+
+        Raises:
+            ValueError: if the number of weights is wrong or a weight is not valid.
+        """
+        values = np.asarray(weights, np.float64)
+        if values.shape != (self._num_replicas,):
+            raise ValueError(
+                f"Expected one weight for each of the {self._num_replicas} replicas. "
+                f"Received: {list(weights)}."
+            )
+        shares = np.asarray(apportion(expected_rows, values.tolist()), np.int64)
+        with tf.device("CPU:0"):
+            self._queue.enqueue([values, shares, np.array([expected_rows, fingerprint], np.int64)])
+
+    def take(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Inside a pipeline: waits for the next order and applies it to a batch.
+
+        Args:
+            rows: rows of the global batch, int64 scalar.
+
+        Returns:
+            Sizes, int64 of shape [num_replicas], equal to `apportion(rows, weights)`; and whether
+            the batch is to be hashed, a boolean scalar.
+        """
+        weights, shares, header = self._queue.dequeue()
+        sizes = tf.cond(
+            tf.equal(rows, header[0]),
+            lambda: shares,
+            lambda: tf.numpy_function(_sizes, [rows, weights], tf.int64),
+        )
+        return tf.ensure_shape(sizes, [self._num_replicas]), tf.equal(header[1], 1)
+
+    def clear(self) -> None:
+        """Drops the orders that nobody took. No pipeline may be waiting for one."""
+        left = int(self._queue.size())
+        if left:
+            self._queue.dequeue_many(left)
+
+    def close(self) -> None:
+        """Ends the queue for good and wakes up a pipeline that waits for an order."""
+        with contextlib.suppress(tf.errors.OpError):
+            self._queue.close(cancel_pending_enqueues=True)
+
+
+def _sizes(rows: Any, weights: Any) -> Any:
+    return np.asarray(apportion(int(rows), weights.tolist()), np.int64)
