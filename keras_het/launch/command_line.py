@@ -1,0 +1,122 @@
+"""The command `keras-het`."""
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from keras_het.launch.arguments import parse_arguments, worker_command
+from keras_het.launch.display import Display
+from keras_het.launch.emulation import Emulation
+from keras_het.launch.failure_report import describe_failures
+from keras_het.launch.line_splitter import OutputLine
+from keras_het.launch.local_cluster import LocalCluster
+from keras_het.launch.worker_logs import WorkerLogs
+from keras_het.launch.worker_process import Stream, signal_name
+
+_KEEP_LINES = 200
+_WRONG_USAGE = 2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command `keras-het`.
+
+    Args:
+        arguments: Arguments after the program's name. Defaults to those of this process.
+
+    Returns:
+        0 if all workers succeed; the exit code of the first failing one (128 + the signal if it was
+        killed); 128 + the signal if a signal ended the run (130 for Ctrl-C); 2 for wrong usage.
+    """
+    options = parse_arguments(arguments)
+    display = Display(sys.stdout, sys.stderr, only_chief=options.only_chief)
+    try:
+        return _run(options, display)
+    except (ValueError, OSError) as error:
+        display.say(f"error: {error}")
+        return _WRONG_USAGE
+
+
+def _run(options: argparse.Namespace, display: Display) -> int:
+    emulation = _emulation(options)
+    label = emulation.describe() if emulation else None
+    with contextlib.ExitStack() as stack:
+        logs: WorkerLogs | None = None
+        if options.log_dir is not None:
+            workers = options.workers or len(options.speeds)
+            logs = stack.enter_context(WorkerLogs(options.log_dir, workers, label))
+        cluster = _make_cluster(options, emulation, display, logs)
+        stack.enter_context(_signals_forwarded(cluster))
+        if label:
+            display.say(label, stream="stdout")
+        with cluster:
+            cluster.wait()
+        return _report(cluster, display)
+
+
+def _make_cluster(
+    options: argparse.Namespace,
+    emulation: Emulation | None,
+    display: Display,
+    logs: WorkerLogs | None,
+) -> LocalCluster:
+    def on_line(worker_index: int, stream: Stream, line: OutputLine) -> None:
+        if logs is not None:
+            logs.write(worker_index, stream, line)
+        display.show(worker_index, stream, line)
+
+    def on_stop(number: int) -> None:
+        display.say(f"forwarding {signal_name(number)} to all workers; send it again to hurry.")
+
+    return LocalCluster(
+        worker_command(options),
+        options.workers,
+        emulation=emulation,
+        cpus_per_worker=options.cpus_per_worker,
+        pin=options.pin,
+        on_line=on_line,
+        on_stop=on_stop,
+        keep_lines=_KEEP_LINES,
+        grace_seconds=options.grace_seconds,
+    )
+
+
+def _emulation(options: argparse.Namespace) -> Emulation | None:
+    if options.speeds is None:
+        return None
+    times: dict[str, float] = {}
+    if options.sample_milliseconds is not None:
+        times["seconds_per_sample"] = options.sample_milliseconds / 1000
+    if options.fixed_milliseconds is not None:
+        times["fixed_seconds"] = options.fixed_milliseconds / 1000
+    return Emulation(options.speeds, **times)
+
+
+@contextlib.contextmanager
+def _signals_forwarded(cluster: LocalCluster) -> Iterator[None]:
+    def forward(number: int, frame: FrameType | None) -> None:
+        cluster.request_stop(number)
+
+    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _report(cluster: LocalCluster, display: Display) -> int:
+    if cluster.stopped_by is not None:
+        display.say(f"stopped by {signal_name(cluster.stopped_by)}; all workers have ended.")
+        return 128 + cluster.stopped_by
+    if cluster.failures:
+        display.say(describe_failures(cluster.failures, cluster.num_workers))
+        return cluster.failures[0].shell_exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Which CPUs each local worker runs on, and how many threads it should use."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CpuAssignment:
+    """CPUs of each worker.
+
+    Args:
+        cpu_sets: For each worker the ids of its CPUs, or `None` if the workers are not pinned.
+        threads_per_worker: Threads that compute in each worker, one number a worker.
+    """
+
+    cpu_sets: tuple[tuple[int, ...], ...] | None
+    threads_per_worker: tuple[int, ...]
+
+
+def available_cpus() -> tuple[int, ...]:
+    """Returns the ids of the CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def assign_cpus(
+    num_workers: int,
+    cpus: Sequence[int],
+    cpus_per_worker: int | None = None,
+    pin: bool | None = None,
+) -> CpuAssignment:
+    """Deals the CPUs to the workers round robin.
+
+    Without `cpus_per_worker` every CPU is dealt to exactly one worker, or, if there are more
+    workers than CPUs, worker `i` gets CPU `i` modulo their number. With it, each worker gets that
+    many, and CPUs are shared once they are all dealt.
+
+    Args:
+        num_workers: Number of workers.
+        cpus: Ids of the CPUs to deal.
+        cpus_per_worker: CPUs of each worker. Defaults to an even division.
+        pin: Whether to bind workers to their CPUs. Defaults to yes if the operating system can and
+            no CPU has to be shared: sharing is better left to its scheduler.
+
+    Returns:
+        CPUs and thread counts, one entry a worker.
+
+    Raises:
+        ValueError: If `cpus_per_worker` is not between 1 and the number of CPUs, or `pin` is asked
+            for where the operating system has no such call.
+    """
+    if cpus_per_worker is not None and not 1 <= cpus_per_worker <= len(cpus):
+        raise ValueError(
+            "Each worker needs at least one CPU and at most all of them. Received: "
+            f"cpus_per_worker={cpus_per_worker}; expected 1 to {len(cpus)}."
+        )
+    can_pin = hasattr(os, "sched_setaffinity")
+    if pin and not can_pin:
+        raise ValueError(
+            "This operating system cannot bind processes to CPUs. Received: pin=True. Leave it out."
+        )
+    sets = tuple(
+        _cpus_of(worker, num_workers, cpus, cpus_per_worker) for worker in range(num_workers)
+    )
+    if pin is None:
+        pin = can_pin and sum(len(own) for own in sets) <= len(cpus)
+    return CpuAssignment(sets if pin else None, tuple(len(own) for own in sets))
+
+
+def _cpus_of(
+    worker: int, num_workers: int, cpus: Sequence[int], cpus_per_worker: int | None
+) -> tuple[int, ...]:
+    if cpus_per_worker is None:
+        return tuple(cpus[worker::num_workers]) or (cpus[worker % len(cpus)],)
+    first = worker * cpus_per_worker
+    return tuple(cpus[(first + offset) % len(cpus)] for offset in range(cpus_per_worker))

@@ -1,0 +1,112 @@
+"""What the user sees of the workers: each line behind `[worker N]`."""
+
+import os
+import threading
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from keras_het.launch.line_splitter import OutputLine, strip_ansi
+from keras_het.launch.worker_process import Stream
+
+_STYLES = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
+_ERASE_LINE = "\r\x1b[2K"
+
+
+class Display:
+    """Prints the workers' lines, in colour on a terminal and plain otherwise.
+
+    Standard output and standard error stay apart. A state of a progress bar is redrawn in place on
+    a terminal and left out otherwise. When a stream is closed (`| head`), its lines are dropped and
+    the workers go on.
+
+    Args:
+        stdout: Where the workers' standard output goes.
+        stderr: Where their standard error and the launcher's own messages go.
+        only_chief: Whether to show worker 0 only. Defaults to `False`.
+    """
+
+    def __init__(self, stdout: TextIO, stderr: TextIO, only_chief: bool = False) -> None:
+        self._consoles: dict[Stream, Console] = {
+            "stdout": Console(file=stdout, highlight=False, soft_wrap=True),
+            "stderr": Console(file=stderr, highlight=False, soft_wrap=True),
+        }
+        self._only_chief = only_chief
+        self._lock = threading.Lock()
+        # The progress-bar state on the screen: its worker, its stream and the text.
+        self._redrawn: tuple[int, Stream, Text] | None = None
+
+    def show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
+        """Shows one line of a worker.
+
+        Args:
+            worker_index: The worker.
+            stream: Which of its streams.
+            line: The line.
+        """
+        if self._only_chief and worker_index != 0:
+            return
+        is_terminal = self._consoles[stream].is_terminal
+        if not line.is_final and not is_terminal:
+            return
+        prefix = f"[worker {worker_index}] "
+        text = Text(prefix, style=_STYLES[worker_index % len(_STYLES)])
+        content = Text.from_ansi(line.text) if is_terminal else Text(strip_ansi(line.text))
+        text = Text.assemble(text, content)
+        with self._lock:
+            if line.is_final:
+                self._print(stream, text, worker_index)
+            else:
+                self._redraw(worker_index, stream, text)
+
+    def say(self, message: str, stream: Stream = "stderr") -> None:
+        """Shows the launcher's own message, each line behind `[keras-het]`.
+
+        Args:
+            message: One or more lines.
+            stream: Where to. Defaults to standard error.
+        """
+        with self._lock:
+            for line in message.splitlines():
+                prefix = Text("[keras-het] ", style="bold")
+                self._print(stream, Text.assemble(prefix, line), None)
+
+    def _print(self, stream: Stream, text: Text, worker_index: int | None) -> None:
+        redrawn = self._redrawn
+        if redrawn:
+            self._write(redrawn[1], Text(""), before=_ERASE_LINE)
+        self._write(stream, text, after="\n")
+        # The last state of a worker's own progress bar has just become this line.
+        self._redrawn = None
+        if redrawn and redrawn[0] != worker_index:
+            self._redraw(*redrawn)
+
+    def _redraw(self, worker_index: int, stream: Stream, text: Text) -> None:
+        shown = text.copy()
+        shown.truncate(self._consoles[stream].width - 1, overflow="ellipsis")
+        other = self._redrawn[1] if self._redrawn else stream
+        self._write(other, Text(""), before=_ERASE_LINE)
+        self._write(stream, shown)
+        self._redrawn = (worker_index, stream, text)
+
+    def _write(self, stream: Stream, text: Text, before: str = "", after: str = "") -> None:
+        console = self._consoles[stream]
+        try:
+            console.file.write(before)
+            if text:
+                console.print(text, end="")
+            console.file.write(after)
+            console.file.flush()
+        except OSError:
+            _discard(console.file)
+
+
+def _discard(stream: object) -> None:
+    """Sends what is still written to a closed pipe nowhere, as Python's documentation advises."""
+    fileno = getattr(stream, "fileno", None)
+    if fileno is None:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fileno())
+    os.close(nowhere)

@@ -1,0 +1,104 @@
+"""Ports of this machine that nobody else uses, reserved until the workers take them."""
+
+import contextlib
+import secrets
+import socket
+from pathlib import Path
+from types import TracebackType
+
+HOST = "127.0.0.1"
+
+_LOWEST_PORT = 10_000
+_ATTEMPTS_PER_PORT = 200
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class ReservedPorts:
+    """Distinct free TCP ports on 127.0.0.1.
+
+    Each port is held on TCP until `release`, when the worker may bind it, and on UDP until `close`.
+    Workers do not use UDP, so the second one is only a lock: two clusters started at the same time
+    never get the same port, however long a worker takes before it binds its own. Ports that the
+    system deals to outgoing connections are avoided for the same reason.
+
+    Args:
+        count: Number of ports.
+
+    Raises:
+        ValueError: If `count` is less than 1.
+        OSError: If there are not enough free ports.
+    """
+
+    def __init__(self, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"`count` must be at least 1. Received: count={count}.")
+        self._tcp: list[socket.socket] = []
+        self._udp: list[socket.socket] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            for _ in range(count):
+                self._reserve_one()
+            self.ports = tuple(held.getsockname()[1] for held in self._tcp)
+            undo.pop_all()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The ports as `127.0.0.1:port`."""
+        return tuple(f"{HOST}:{port}" for port in self.ports)
+
+    def release(self) -> None:
+        """Frees the TCP ports for the workers; call it just before they start."""
+        _close_all(self._tcp)
+
+    def close(self) -> None:
+        """Gives everything back; call it when the workers are gone."""
+        _close_all(self._tcp)
+        _close_all(self._udp)
+
+    def __enter__(self) -> "ReservedPorts":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _reserve_one(self) -> None:
+        error: OSError | None = None
+        for _ in range(_ATTEMPTS_PER_PORT):
+            tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            try:
+                tcp.bind((HOST, _candidate()))
+                udp.bind(tcp.getsockname())
+            except OSError as conflict:
+                error = conflict
+                tcp.close()
+                udp.close()
+            else:
+                self._tcp.append(tcp)
+                self._udp.append(udp)
+                return
+        raise OSError(
+            f"No free port found on {HOST} in {_ATTEMPTS_PER_PORT} attempts. End other clusters on "
+            "this machine."
+        ) from error
+
+
+def _candidate() -> int:
+    """Returns a random port below the ephemeral range, or 0 (any) where that is not known."""
+    try:
+        end = int(_EPHEMERAL_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+    if end <= 2 * _LOWEST_PORT:
+        return 0
+    return _LOWEST_PORT + secrets.randbelow(end - _LOWEST_PORT)
+
+
+def _close_all(sockets: list[socket.socket]) -> None:
+    while sockets:
+        sockets.pop().close()

@@ -1,0 +1,57 @@
+"""One log file a worker."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from keras_het.launch.line_splitter import OutputLine, strip_ansi
+from keras_het.launch.worker_process import Stream
+
+
+class WorkerLogs:
+    """Writes `worker-N.log` for each worker: both streams, in the order in which lines arrive.
+
+    Args:
+        directory: Where to; created if need be. Older logs of the same name are overwritten.
+        num_workers: Number of files.
+        label: First line of each file, such as the label of an emulation. Defaults to none.
+    """
+
+    def __init__(self, directory: Path, num_workers: int, label: str | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._files: list[TextIO] = [
+            (directory / f"worker-{index}.log").open("w", encoding="utf-8", buffering=1)
+            for index in range(num_workers)
+        ]
+        for file in self._files:
+            file.write(f"{label}\n" if label else "")
+
+    def write(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
+        """Writes one line, without colours; overwritten states of progress bars are left out.
+
+        Args:
+            worker_index: The worker.
+            stream: Which of its streams; both go to the same file.
+            line: The line.
+        """
+        del stream
+        if not line.is_final:
+            return
+        with self._lock:
+            if not self._files[worker_index].closed:
+                self._files[worker_index].write(strip_ansi(line.text) + "\n")
+
+    def __enter__(self) -> "WorkerLogs":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            for file in self._files:
+                file.close()
