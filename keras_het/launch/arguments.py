@@ -58,6 +58,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         )
     if options.workers is None and options.speeds is None:
         parser.error("give --workers N, or --speeds A,B,... to emulate devices")
+    if options.module == []:
+        parser.error("-m needs a MODULE")
     if options.module is None and not Path(_script(parser, options)).is_file():
         parser.error(f"there is no file {options.script!r}; give a script, or -m MODULE")
     return options
@@ -94,8 +96,8 @@ def _add_target(run: argparse.ArgumentParser) -> None:
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
-        metavar="MODULE",
-        help="run a module, as python -m does, instead of a script; must be the last option",
+        help="MODULE [ARGUMENTS]: run a module, as python -m does, instead of a script; all that "
+        "follows belongs to it",
     )
     run.add_argument(
         "--python",

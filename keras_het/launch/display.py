@@ -92,11 +92,11 @@ class Display:
 
     def _write(self, stream: Stream, text: Text, before: str = "", after: str = "") -> None:
         console = self._consoles[stream]
+        # Rendered apart because rich's own print exits the program when a pipe is closed.
+        with console.capture() as rendered:
+            console.print(text, end="")
         try:
-            console.file.write(before)
-            if text:
-                console.print(text, end="")
-            console.file.write(after)
+            console.file.write(before + rendered.get() + after)
             console.file.flush()
         except OSError:
             _discard(console.file)

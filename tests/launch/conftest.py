@@ -1,0 +1,127 @@
+"""Fixtures that start the command line or clusters of tiny scripts, and see that nothing stays."""
+
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from keras_het.launch.line_splitter import OutputLine
+from keras_het.launch.local_cluster import LocalCluster
+from keras_het.launch.worker_process import Stream, WorkerProcess, WorkerResult
+
+TIMEOUT = 60.0
+
+# Every script knows its index and can wait for ever without using the processor.
+_PREAMBLE = """
+import json, os, signal, subprocess, sys
+config = json.loads(os.environ["TF_CONFIG"])
+index = config["task"]["index"]
+"""
+
+
+class Launcher:
+    """The command line, running in a process of its own."""
+
+    def __init__(self, arguments: list[str], env: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "keras_het.launch", *arguments]
+        environment = {**os.environ, **env, "PYTHONUNBUFFERED": "1"}
+        self._process = WorkerProcess(0, command, environment, _ignore, lambda index: None)
+        self.process_id = self._process.process_id
+
+    def wait_for_output(self, *texts: str) -> None:
+        for text in texts:
+            if not self._process.wait_for_output(text, TIMEOUT):
+                stdout, stderr = self._process.text("stdout"), self._process.text("stderr")
+                pytest.fail(f"no {text!r} in:\n{stdout}\n{stderr}")
+
+    def printed_process_ids(self) -> list[int]:
+        """Process ids that the workers printed behind `ready`."""
+        lines = re.findall(r"ready((?: \d+)+)", self._process.text("stdout"))
+        return [int(number) for line in lines for number in line.split()]
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def finish(self) -> WorkerResult:
+        if not self._process.join(TIMEOUT):
+            stdout, stderr = self._process.text("stdout"), self._process.text("stderr")
+            pytest.fail(f"the launcher did not end:\n{stdout}\n{stderr}")
+        return self._process.result()
+
+    def end(self) -> None:
+        self._process.send_signal(9)
+        self._process.join(TIMEOUT)
+
+
+def _ignore(index: int, stream: Stream, line: OutputLine) -> None:
+    pass
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a worker's script and returns its path."""
+
+    def write(source: str) -> str:
+        path = tmp_path / "worker_script.py"
+        path.write_text(_PREAMBLE + textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Launcher]]:
+    """Starts the command line; ends it, whatever happens, at the end of the test."""
+    started: list[Launcher] = []
+
+    def start(*arguments: str, **env: str) -> Launcher:
+        started.append(Launcher(list(arguments), env))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.end()
+
+
+@pytest.fixture
+def cluster_of(script: Callable[[str], str]) -> Iterator[Callable[..., LocalCluster]]:
+    """Makes a started LocalCluster from a script's source; closes it at the end of the test."""
+    clusters: list[LocalCluster] = []
+
+    def start(source: str, num_workers: int | None = None, **options: Any) -> LocalCluster:
+        cluster = LocalCluster([sys.executable, script(source)], num_workers, **options)
+        clusters.append(cluster)
+        cluster.start()
+        return cluster
+
+    yield start
+    for cluster in clusters:
+        cluster.close()
+
+
+@pytest.fixture
+def assert_gone() -> Callable[[list[int]], None]:
+    """Checks that no process of a list survives."""
+
+    def check(process_ids: list[int]) -> None:
+        alive = []
+        for process_id in process_ids:
+            try:
+                process = psutil.Process(process_id)
+            except psutil.NoSuchProcess:
+                continue
+            # An orphan that nobody reaped yet (no init process in some containers) is gone too.
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+        # wait_procs polls until they are gone or zombies' parents reap them.
+        _, alive = psutil.wait_procs(alive, timeout=10)
+        names = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert not names, f"survivors: {names}"
+
+    return check

@@ -1,0 +1,209 @@
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from keras_het.launch.command_line import main
+
+Launch = Callable[..., Any]
+Script = Callable[[str], str]
+AssertGone = Callable[[list[int]], None]
+
+# Each worker has a child, prints both process ids, and waits for ever.
+WAIT_WITH_CHILD = """
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print("ready", os.getpid(), child.pid, flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_prefixes_and_keeps_the_streams_apart(launch: Launch, script: Script) -> None:
+    path = script('print("out", *sys.argv[1:]); print("err", index, file=sys.stderr)')
+    result = launch("run", "--workers", "3", path, "--workers", "9", "-m").finish()
+    assert result.exit_code == 0
+    assert sorted(result.stdout.splitlines()) == [
+        f"[worker {index}] out --workers 9 -m" for index in range(3)
+    ]
+    assert sorted(result.stderr.splitlines()) == [
+        f"[worker {index}] err {index}" for index in range(3)
+    ]
+
+
+def test_progress_bars_are_one_line_in_a_file(launch: Launch, script: Script) -> None:
+    path = script(r'sys.stdout.write("\r10%\r50%\r100%\nend\n")')
+    result = launch("run", "-w", "1", path).finish()
+    assert result.stdout.splitlines() == ["[worker 0] 100%", "[worker 0] end"]
+
+
+def test_module_form(launch: Launch, script: Script) -> None:
+    folder = str(Path(script("print(__name__, sys.argv[1:])")).parent)
+    path = launch("run", "-w", "1", "-m", "worker_script", "--x", PYTHONPATH=folder)
+    assert path.finish().stdout == "[worker 0] __main__ ['--x']"
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_emulation_is_labelled_everywhere(
+    launch: Launch, script: Script, tmp_path: Path, separator: list[str]
+) -> None:
+    path = script('print(os.environ["KERAS_HET_EMULATED_DEVICES"])')
+    logs = tmp_path / "logs"
+    options = ["--sample-milliseconds", "8", "--fixed-milliseconds", "5", "--log-dir", str(logs)]
+    result = launch("run", "--speeds", "4,1", *options, *separator, path).finish()
+    assert result.exit_code == 0
+    label, *lines = result.stdout.splitlines()
+    expected = (
+        "EMULATION: device speeds 4:1 are emulated by waiting (2, 8 ms per sample plus 5 ms a step)"
+    )
+    assert label.startswith(f"[keras-het] {expected}")
+    devices = [
+        '[{"speed": 4.0, "fixed_seconds": 0.005, "seconds_per_sample": 0.002}]',
+        '[{"speed": 1.0, "fixed_seconds": 0.005, "seconds_per_sample": 0.008}]',
+    ]
+    assert sorted(lines) == [f"[worker {index}] {device}" for index, device in enumerate(devices)]
+    for index, device in enumerate(devices):
+        first, second = (logs / f"worker-{index}.log").read_text().splitlines()
+        assert first.startswith(expected)
+        assert second == device
+
+
+def test_names_the_failed_worker_and_why(launch: Launch, script: Script) -> None:
+    path = script(
+        """
+        if index == 1:
+            print("the reason", file=sys.stderr)
+            sys.exit(3)
+        while True:
+            signal.pause()
+        """
+    )
+    result = launch("run", "--workers", "3", "--only-chief", path).finish()
+    assert result.exit_code == 3
+    assert result.stderr.splitlines() == [
+        "[keras-het] worker 1 failed: exit code 3. The other workers were ended.",
+        "[keras-het] last lines of worker 1's standard error:",
+        "[keras-het]   the reason",
+    ]
+
+
+def test_only_chief_hides_the_others(launch: Launch, script: Script) -> None:
+    result = launch("run", "-w", "2", "--quiet-workers", script("print(index)")).finish()
+    assert result.stdout == "[worker 0] 0"
+
+
+def test_killed_worker_is_named_and_the_others_end(
+    launch: Launch, script: Script, assert_gone: AssertGone
+) -> None:
+    launcher = launch("run", "--workers", "3", script(WAIT_WITH_CHILD))
+    launcher.wait_for_output(*(f"[worker {index}] ready" for index in range(3)))
+    process_ids = launcher.printed_process_ids()
+    workers = [c for c in psutil.Process(launcher.process_id).children() if c.pid in process_ids]
+    victim = next(w for w in workers if '"index": 2' in w.environ()["TF_CONFIG"])
+    victim.kill()
+    result = launcher.finish()
+    assert result.exit_code == 128 + signal.SIGKILL
+    assert "worker 2 failed: killed by SIGKILL. The other workers were ended." in result.stderr
+    assert "memory that has run out" in result.stderr
+    assert len(process_ids) == 6
+    assert_gone(process_ids)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_signals_end_everything(
+    launch: Launch,
+    script: Script,
+    assert_gone: AssertGone,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    launcher = launch("run", "--workers", "2", script(WAIT_WITH_CHILD))
+    launcher.wait_for_output("[worker 0] ready", "[worker 1] ready")
+    launcher.send_signal(number)
+    result = launcher.finish()
+    assert result.exit_code == code
+    assert f"[keras-het] forwarding {number.name} to all workers" in result.stderr
+    assert f"[keras-het] stopped by {number.name}; all workers have ended." in result.stderr
+    if number == signal.SIGINT:
+        assert "[worker 1] KeyboardInterrupt" in result.stderr
+    assert len(launcher.printed_process_ids()) == 4
+    assert_gone(launcher.printed_process_ids())
+
+
+def test_workers_die_with_a_killed_launcher(
+    launch: Launch, script: Script, assert_gone: AssertGone
+) -> None:
+    launcher = launch("run", "--workers", "2", script(WAIT_WITH_CHILD))
+    launcher.wait_for_output("[worker 0] ready", "[worker 1] ready")
+    process_ids = launcher.printed_process_ids()
+    children = [child.pid for child in psutil.Process(launcher.process_id).children(recursive=True)]
+    assert set(process_ids) < set(children)
+    os.kill(launcher.process_id, signal.SIGKILL)
+    assert launcher.finish().exit_code == -signal.SIGKILL
+    assert_gone(children)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["run", "--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    options = ["--workers", "--speeds", "--sample-milliseconds", "--fixed-milliseconds", "--pin"]
+    options += ["--no-pin", "--cpus-per-worker", "--python", "-m ...", "--only-chief"]
+    for option in [*options, "--quiet-workers", "--log-dir", "--grace-seconds", "examples:"]:
+        assert option in text
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "start a script as several workers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["walk"], "invalid choice: 'walk'"),
+        (["run", "--workers", "2"], "give the script"),
+        (["run", "--workers", "2", "--"], "give the script"),
+        (["run", __file__], "give --workers N, or --speeds"),
+        (["run", "--workers", "0", __file__], "at least 1, received '0'"),
+        (["run", "--workers", "two", __file__], "at least 1, received 'two'"),
+        (["run", "--workers", "2", "missing.py"], "there is no file 'missing.py'"),
+        (["run", "--speeds", "4,2", "--workers", "3", __file__], "2 speeds, but --workers is 3"),
+        (["run", "--speeds", "4,,1", __file__], "such as 4,2,1; received '4,,1'"),
+        (["run", "--speeds", "4,0", __file__], "positive numbers"),
+        (["run", "--speeds", "inf", __file__], "positive numbers"),
+        (["run", "-w", "2", "--sample-milliseconds", "4", __file__], "need --speeds"),
+        (["run", "--speeds", "1", "--sample-milliseconds", "-4", __file__], "at least 0"),
+        (["run", "-w", "1", "--grace-seconds", "nan", __file__], "at least 0, received 'nan'"),
+        (["run", "--worker", "2", __file__], "unrecognized arguments|give --workers"),
+        (["run", "-w", "1", "-m"], "-m needs a MODULE"),
+    ],
+)
+def test_wrong_arguments(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cpus-per-worker", "100000"], "error: Each worker needs at least one CPU"),
+        (["--python", "/no/such/python"], "error: The worker's command cannot be started"),
+        (["--log-dir", __file__], "error: .*File exists"),
+    ],
+)
+def test_what_only_shows_at_the_start(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["run", "-w", "1", *arguments, __file__]) == 2
+    assert re.search(message, capsys.readouterr().err)

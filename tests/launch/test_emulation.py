@@ -1,0 +1,67 @@
+import json
+import math
+
+import pytest
+
+from keras_het.launch.emulation import Emulation
+from keras_het.launch.worker_environment import worker_environment
+from keras_het.strategy.emulated_device_config import read_emulated_devices
+
+
+def test_what_is_written_is_what_a_worker_reads() -> None:
+    emulation = Emulation((4.0, 2.0, 1.0), seconds_per_sample=0.008, fixed_seconds=0.5)
+    for index, seconds in enumerate([0.002, 0.004, 0.008]):
+        devices = read_emulated_devices(emulation.environment_of(index))
+        assert devices is not None
+        (device,) = devices
+        assert device.speed == emulation.speeds[index]
+        assert device.time_model == emulation.time_models()[index]
+        assert math.isclose(device.time_model.seconds(10), 0.5 + 10 * seconds)
+
+
+def test_label_says_emulation_with_the_numbers() -> None:
+    assert Emulation((4.0, 2.0, 0.5)).describe() == (
+        "EMULATION: device speeds 4:2:0.5 are emulated by waiting (1, 2, 8 ms per sample). "
+        "Times of this run are not those of real devices."
+    )
+    assert "plus 5 ms a step" in Emulation((1.0,), fixed_seconds=0.005).describe()
+
+
+@pytest.mark.parametrize("speeds", [(), (0.0,), (1.0, -1.0), (float("nan"),), (float("inf"),)])
+def test_refuses_bad_speeds(speeds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"positive finite speeds.*Received: speeds="):
+        Emulation(speeds)
+
+
+@pytest.mark.parametrize("name", ["seconds_per_sample", "fixed_seconds"])
+def test_refuses_bad_times(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"`{name}` must be finite and at least 0"):
+        Emulation((1.0,), **{name: -1.0})
+
+
+def test_environment_keeps_what_the_user_set() -> None:
+    inherited = {
+        "TF_NUM_INTRAOP_THREADS": "7",
+        "PYTHONUNBUFFERED": "",
+        "TF_CONFIG": "old",
+        "KERAS_HET_EMULATED_DEVICES": "by hand",
+        "OTHER": "kept",
+    }
+    own = worker_environment(1, ["127.0.0.1:1", "127.0.0.1:2"], 3, inherited)
+    assert own["TF_NUM_INTRAOP_THREADS"] == "7"
+    assert own["PYTHONUNBUFFERED"] == ""
+    assert own["OTHER"] == "kept"
+    assert own["KERAS_HET_EMULATED_DEVICES"] == "by hand"
+    assert (own["TF_NUM_INTEROP_THREADS"], own["OMP_NUM_THREADS"]) == ("3", "3")
+    assert json.loads(own["TF_CONFIG"]) == {
+        "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},
+        "task": {"type": "worker", "index": 1},
+    }
+
+
+def test_environment_defaults() -> None:
+    own = worker_environment(0, ["127.0.0.1:1"], 1, {}, Emulation((2.0,)))
+    assert own["TF_NUM_INTRAOP_THREADS"] == "1"
+    assert own["TF_NUM_INTEROP_THREADS"] == "2"
+    assert own["PYTHONUNBUFFERED"] == "1"
+    assert read_emulated_devices(own) is not None

@@ -1,0 +1,263 @@
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from keras_het.launch import LocalCluster
+from keras_het.launch.emulation import Emulation
+
+MakeCluster = Callable[..., LocalCluster]
+AssertGone = Callable[[list[int]], None]
+
+TIMEOUT = 60.0
+WAIT_FOR_EVER = """
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_results_have_exit_codes_and_output(cluster_of: MakeCluster) -> None:
+    cluster = cluster_of(
+        r"""
+        sys.stdout.write(f"10%\r20%\r\x1b[1mout {index}\x1b[0m\n")
+        print("err", index, file=sys.stderr)
+        print("last without end", end="")
+        """,
+        3,
+    )
+    results = cluster.wait(TIMEOUT)
+    assert [result.index for result in results] == [0, 1, 2]
+    assert [result.exit_code for result in results] == [0, 0, 0]
+    assert [result.stdout for result in results] == [
+        f"out {index}\nlast without end" for index in range(3)
+    ]
+    assert [result.stderr for result in results] == [f"err {index}" for index in range(3)]
+    assert not cluster.failures
+
+
+def test_workers_can_listen_on_their_own_address_and_reach_each_other(
+    cluster_of: MakeCluster,
+) -> None:
+    cluster = cluster_of(
+        """
+        import socket
+        addresses = [address.split(":") for address in config["cluster"]["worker"]]
+        own, other = addresses[index], addresses[1 - index]
+        if index == 0:
+            with socket.create_server((own[0], int(own[1]))) as server:
+                print("listening", flush=True)
+                server.settimeout(50)
+                print(server.accept()[0].recv(10).decode())
+        else:
+            connected = False
+            while not connected:
+                try:
+                    with socket.create_connection((other[0], int(other[1])), 50) as client:
+                        client.sendall(b"hello")
+                    connected = True
+                except ConnectionRefusedError:
+                    pass
+        """,
+        2,
+    )
+    assert all(address.startswith("127.0.0.1:") for address in cluster.addresses)
+    assert len(set(cluster.addresses)) == 2
+    assert cluster.wait(TIMEOUT)[0].stdout == "listening\nhello"
+
+
+def test_environment_of_each_worker(cluster_of: MakeCluster, tmp_path: Path) -> None:
+    cluster = cluster_of(
+        """
+        names = ["TF_CONFIG", "ALL", "OWN", "KERAS_HET_EMULATED_DEVICES"]
+        print(json.dumps([os.environ.get(name) for name in names] + [os.getcwd()]))
+        """,
+        env={"ALL": "all"},
+        worker_env=[{"OWN": "first"}, {"OWN": "second"}],
+        emulation=Emulation((2.0, 1.0)),
+        cwd=tmp_path,
+    )
+    printed = [json.loads(result.stdout) for result in cluster.wait(TIMEOUT)]
+    assert [row[1:3] for row in printed] == [["all", "first"], ["all", "second"]]
+    assert [json.loads(row[3])[0]["speed"] for row in printed] == [2.0, 1.0]
+    assert {row[4] for row in printed} == {str(tmp_path)}
+    tasks = [json.loads(row[0]) for row in printed]
+    assert [task["task"]["index"] for task in tasks] == [0, 1]
+    assert tasks[0]["cluster"] == tasks[1]["cluster"] == {"worker": list(cluster.addresses)}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
+def test_pinned_workers_run_on_their_cpus_and_we_on_ours(cluster_of: MakeCluster) -> None:
+    before = os.sched_getaffinity(0)
+    cpus = sorted(before)
+    cluster = cluster_of("print(sorted(os.sched_getaffinity(0)))", 3, pin=True, cpus_per_worker=1)
+    assert [json.loads(result.stdout) for result in cluster.wait(TIMEOUT)] == [
+        [cpus[index % len(cpus)]] for index in range(3)
+    ]
+    assert os.sched_getaffinity(0) == before
+
+
+def test_first_failure_ends_the_others(cluster_of: MakeCluster) -> None:
+    cluster = cluster_of(
+        "if index == 1:\n    sys.exit(7)\n" + WAIT_FOR_EVER,
+        3,
+    )
+    results = cluster.wait(TIMEOUT)
+    assert [result.exit_code for result in results] == [-signal.SIGTERM, 7, -signal.SIGTERM]
+    assert [result.was_ended for result in results] == [True, False, True]
+    assert cluster.failures == (results[1],)
+    assert results[0].describe_exit() == "killed by SIGTERM"
+    assert results[0].shell_exit_code == 143
+
+
+def test_a_worker_that_ignores_sigterm_is_killed(cluster_of: MakeCluster) -> None:
+    cluster = cluster_of(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WAIT_FOR_EVER,
+        2,
+        grace_seconds=0.1,
+    )
+    for index in range(2):
+        cluster.wait_for_output(index, "ready", TIMEOUT)
+    cluster.kill(0)
+    results = cluster.wait(TIMEOUT)
+    assert [result.exit_code for result in results] == [-signal.SIGKILL, -signal.SIGKILL]
+    assert cluster.failures == (results[0],)
+
+
+def test_survivors_can_be_watched(cluster_of: MakeCluster) -> None:
+    cluster = cluster_of(
+        """
+        # Blocked, so that it waits for sigwait if it comes first.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        print("ready", flush=True)
+        signal.sigwait({signal.SIGUSR1})
+        print("noticed")
+        sys.exit(4)
+        """,
+        2,
+        end_on_failure=False,
+    )
+    for index in range(2):
+        cluster.wait_for_output(index, "ready", TIMEOUT)
+    cluster.kill(1)
+    with pytest.raises(TimeoutError, match=r"Workers \[0\] still run after 0\.3 s(.|\n)*ready"):
+        cluster.wait(0.3)
+    cluster.kill(0, signal.SIGUSR1)
+    results = cluster.wait(TIMEOUT)
+    assert [result.exit_code for result in results] == [4, -signal.SIGKILL]
+    assert [failure.index for failure in cluster.failures] == [1, 0]
+    assert results[0].stdout == "ready\nnoticed"
+
+
+def test_stop_request_forwards_the_signal_and_then_stronger_ones(cluster_of: MakeCluster) -> None:
+    seen: list[int] = []
+    cluster = cluster_of(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if index == 0:
+            signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+        """,
+        2,
+        grace_seconds=0.1,
+        on_stop=seen.append,
+    )
+    for index in range(2):
+        cluster.wait_for_output(index, "ready", TIMEOUT)
+    cluster.request_stop()
+    results = cluster.wait(TIMEOUT)
+    assert results[0].stdout == "ready\ninterrupted"
+    assert [result.exit_code for result in results] == [-signal.SIGKILL, -signal.SIGINT]
+    assert (cluster.stopped_by, seen, cluster.failures) == (signal.SIGINT, [signal.SIGINT], ())
+
+
+def test_second_stop_request_does_not_wait(cluster_of: MakeCluster) -> None:
+    cluster = cluster_of(
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+        """,
+        1,
+        grace_seconds=10_000.0,
+    )
+    cluster.wait_for_output(0, "ready", TIMEOUT)
+    for _ in range(3):
+        cluster.request_stop()
+    assert cluster.wait(TIMEOUT)[0].exit_code == -signal.SIGKILL
+
+
+def test_close_leaves_no_process_behind(cluster_of: MakeCluster, assert_gone: AssertGone) -> None:
+    cluster = cluster_of(
+        """
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        print("ready", child.pid, flush=True)
+        signal.pause()
+        """,
+        2,
+    )
+    process_ids = list(cluster.process_ids)
+    for index in range(2):
+        cluster.wait_for_output(index, "ready", TIMEOUT)
+        children = psutil.Process(process_ids[index]).children(recursive=True)
+        process_ids += [child.pid for child in children]
+    assert len(process_ids) == 4
+    cluster.close()
+    assert_gone(process_ids)
+    assert not [t for t in threading.enumerate() if t.name.startswith("worker-")]
+    cluster.close()
+
+
+def test_a_finished_workers_children_end_with_it(
+    cluster_of: MakeCluster, assert_gone: AssertGone
+) -> None:
+    cluster = cluster_of(
+        """
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        print(child.pid)
+        """,
+        1,
+    )
+    (result,) = cluster.wait(TIMEOUT)
+    assert result.exit_code == 0
+    assert_gone([int(result.stdout)])
+
+
+def test_wait_for_output_says_what_came_instead(cluster_of: MakeCluster) -> None:
+    cluster = cluster_of('print("something else")', 1)
+    with pytest.raises(TimeoutError, match=r"Worker 0 ended without printing 'x'(.|\n)*thing else"):
+        cluster.wait_for_output(0, "x", TIMEOUT)
+
+
+def test_keeps_only_the_last_lines(cluster_of: MakeCluster) -> None:
+    cluster = cluster_of('print(*range(100), sep="\\n")', 1, keep_lines=2)
+    assert cluster.wait(TIMEOUT)[0].stdout == "98\n99"
+
+
+def test_wrong_use() -> None:
+    with pytest.raises(ValueError, match=r"at least 1 worker\. Received: num_workers=0"):
+        LocalCluster(["x"], 0)
+    with pytest.raises(ValueError, match=r"one speed for each worker.*2 speeds .* and 3 workers"):
+        LocalCluster(["x"], 3, emulation=Emulation((2.0, 1.0)))
+    with pytest.raises(ValueError, match=r"one mapping for each worker.*1 mappings and 2 workers"):
+        LocalCluster(["x"], 2, worker_env=[{}])
+    with (
+        pytest.raises(ValueError, match=r"cannot be started: .*/no/such/program"),
+        LocalCluster(["/no/such/program"], 2),
+    ):
+        pass
+
+
+def test_starts_once(cluster_of: MakeCluster) -> None:
+    cluster = cluster_of("", 1)
+    with pytest.raises(ValueError, match="starts once"):
+        cluster.start()
