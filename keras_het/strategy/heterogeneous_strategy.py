@@ -18,6 +18,7 @@ from keras_het.strategy.emulated_device_config import (
 )
 from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.keras_step import run_predict_step, run_train_or_test_step
+from keras_het.strategy.peer_watch import name_lost_workers
 from keras_het.strategy.uneven_per_replica import UnevenPerReplica, wrap_shares
 
 _logger = logging.getLogger(__name__)
@@ -201,7 +202,18 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         run = self._plain_run(options)
         if kind == "predict":
             return run_predict_step(self, run, fn, args[0])
+        if self.num_workers > 1:
+            self._name_lost_workers(fn.__self__, f"{kind}_function")
         return run_train_or_test_step(self, run, fn, args[0])
+
+    def _name_lost_workers(self, model: Any, attribute: str) -> None:
+        """Makes `fit` say which worker was lost, from its second step on.
+
+        Keras looks `model.train_function` up in every step; this runs while the first is traced.
+        """
+        function = getattr(model, attribute, None)
+        if callable(function) and not hasattr(function, "names_lost_workers"):
+            setattr(model, attribute, name_lost_workers(self._peer_watch, function))
 
     def _plain_run(self, options: Any) -> Any:
         def run(fn: Any, args: Any) -> Any:
