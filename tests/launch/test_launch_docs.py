@@ -1,0 +1,40 @@
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from keras_het.launch.arguments import make_parser
+from keras_het.launch.emulation import Emulation
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def options_of_run() -> set[str]:
+    commands = next(
+        action
+        for action in make_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    run = commands.choices["run"]
+    return {name for action in run._actions for name in action.option_strings}
+
+
+def test_the_documented_options_are_the_options() -> None:
+    documented = set(re.findall(r"--[a-z][a-z-]+", (DOCS / "launch.md").read_text()))
+    known = options_of_run()
+    # `--epochs` is the documented script's own.
+    assert documented - known == {"--epochs"}
+    assert {name for name in known if name.startswith("--")} - documented == {"--help", "--python"}
+
+
+def test_the_documented_label_is_the_label() -> None:
+    assert f"[keras-het] {Emulation((4, 2, 1)).describe()}\n" in (DOCS / "launch.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["TF_CONFIG", "KERAS_HET_EMULATED_DEVICES", "TF_NUM_INTRAOP_THREADS", "PYTHONUNBUFFERED"],
+)
+def test_variables_are_documented(name: str) -> None:
+    assert f"`{name}`" in (DOCS / "environment.md").read_text()
