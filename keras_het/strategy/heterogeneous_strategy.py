@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.loader import GlobalOrderDataset
 from keras_het.planning import ReplicaLayout, apportion
 from keras_het.strategy import agreement, cluster
+from keras_het.strategy.chief_only import install_chief_only
+from keras_het.strategy.data_path import DataPath
+from keras_het.strategy.departure import leave_together
 from keras_het.strategy.emulated_device_config import (
     describe_emulated_devices,
     read_emulated_devices,
@@ -19,7 +25,7 @@ from keras_het.strategy.emulated_device_config import (
 from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.keras_step import run_predict_step, run_train_or_test_step
 from keras_het.strategy.peer_watch import name_lost_workers
-from keras_het.strategy.uneven_per_replica import UnevenPerReplica, wrap_shares
+from keras_het.strategy.uneven_per_replica import UnevenPerReplica
 
 _logger = logging.getLogger(__name__)
 
@@ -89,13 +95,15 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 devices=names,
             )
         )
-        self._membership = membership
+        self._data_path = DataPath(self)
         self._weights = _check_shares(shares, self.layout)
         self._check_emulated_devices()
         if self.num_workers > 1:
             agreement.check_agreement(self.extended, self._weights)
             agreement.share_random_seed(self.extended)
             self._peer_watch = cluster.watch_peers(membership)
+            install_chief_only()
+            atexit.register(leave_together, weakref.ref(self))
 
     @property
     def layout(self) -> ReplicaLayout:
@@ -161,14 +169,26 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         Returns:
             An iterable that `fit`, `evaluate` and `predict` accept, and custom loops.
         """
-        return GlobalOrderDataset(
-            dataset,
-            layout=self.layout,
-            weights=lambda: self._weights,
-            wrap=wrap_shares,
-            global_batch_size=global_batch_size,
-            **options,
-        )
+        return self._data_path.distribute(dataset, global_batch_size, **options)
+
+    def resume_data(self, epoch: int, step: int) -> None:
+        """Makes the data set that `fit` iterates continue in the middle of an epoch.
+
+        `keras_het.callbacks.BackupAndRestore` calls it at the start of training.
+
+        Args:
+            epoch: whole epochs that are behind.
+            step: steps of the next epoch that are behind.
+
+        Raises:
+            ValueError: if no data set is being iterated, or it cannot go on at that place.
+        """
+        self._data_path.resume(epoch, step)
+
+    def barrier(self) -> None:
+        """Waits until every worker has called it, for example until the chief has saved."""
+        if self.num_workers > 1:
+            self.extended.gather_over_workers(np.zeros([1], np.int64))
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Distributes a data set of global batches; `fit(dataset)` comes through here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,12 +95,17 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         if self._group_size == 1:
             return value
         options = self._options if options is None else self._options.merge(options)
-
-        def gather() -> Any:
+        if not tf.executing_eagerly():
             return self._launchers[0].all_gather(value, axis, options)
-
         # TensorFlow gathers in graphs only.
-        return tf.function(gather)() if tf.executing_eagerly() else gather()
+        return self._gather_function(axis, options)(value)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - the strategy lives as long as its process.
+    def _gather_function(self, axis: Any, options: Any) -> Any:
+        return tf.function(
+            lambda value: self._launchers[0].all_gather(value, axis, options),
+            reduce_retracing=True,
+        )
 
     def _mirror(self, value: Any) -> Any:
         copies = []

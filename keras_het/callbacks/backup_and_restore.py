@@ -1,0 +1,95 @@
+"""Backups from which all workers go on at the right sample."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+
+
+class BackupAndRestore(keras.callbacks.BackupAndRestore):
+    """`keras.callbacks.BackupAndRestore` that continues in the middle of an epoch.
+
+    Keras saves after `save_freq` batches but starts the interrupted epoch from its first batch, so
+    that the samples before the backup are used twice. This one also tells the data path where the
+    backup was made: shuffles continue in the same order, and the epoch goes on with the next global
+    batch. Only the chief writes; every worker reads, so `backup_dir` is a path that all share.
+
+    The metrics of the interrupted epoch are those of its second part.
+
+    Args:
+        backup_dir: directory of the backup, the same for all workers.
+        save_freq: "epoch", or the number of batches between two backups.
+        **kwargs: further arguments of `keras.callbacks.BackupAndRestore`.
+
+    Raises:
+        ValueError: if the model does not train under a `HeterogeneousStrategy`.
+
+    Reference: `keras.callbacks.BackupAndRestore`.
+    """
+
+    def __init__(self, backup_dir: str, save_freq: str | int = "epoch", **kwargs: Any) -> None:
+        super().__init__(str(backup_dir), save_freq=save_freq, **kwargs)
+        self._position_path = Path(backup_dir) / "data_position.json"
+        self._epoch = 0
+        self._first_step = 0
+        self._step = 0
+        self._quiet_epoch: contextlib.ExitStack | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restores weights, optimizer, epoch and place in the data."""
+        super().on_train_begin(logs)
+        if not self._position_path.exists():
+            return
+        position = json.loads(self._position_path.read_text())
+        self._epoch, self._first_step = position["epoch"], position["step"]
+        self.model._initial_epoch = self._epoch
+        self._strategy().resume_data(self._epoch, self._first_step)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes where the epoch starts."""
+        super().on_epoch_begin(epoch, logs)
+        if epoch != self._epoch:
+            self._epoch, self._first_step = epoch, 0
+        self._step = self._first_step
+        if self._first_step:
+            # The rest of an epoch is shorter than Keras expects; that is no lack of data.
+            self._quiet_epoch = contextlib.ExitStack()
+            self._quiet_epoch.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Saves every `save_freq` batches."""
+        self._step = self._first_step + batch + 1
+        super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Saves after the epoch, if `save_freq` is "epoch"."""
+        if self._quiet_epoch is not None:
+            self._quiet_epoch.close()
+            self._quiet_epoch = None
+        self._epoch, self._first_step, self._step = epoch + 1, 0, 0
+        super().on_epoch_end(epoch, logs)
+
+    def _save_model(self) -> None:
+        super()._save_model()
+        if not self._strategy().is_chief:
+            return
+        temporary = self._position_path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"epoch": self._epoch, "step": self._step}))
+        # A process killed in between leaves the old position or the new one, never half of it.
+        temporary.replace(self._position_path)
+
+    def _strategy(self) -> Any:
+        strategy = self.model.distribute_strategy
+        if not hasattr(strategy, "resume_data"):
+            raise ValueError(
+                "keras_het.callbacks.BackupAndRestore needs a model that was built under a "
+                f"keras_het.HeterogeneousStrategy. Received: a model under {strategy}. Build it "
+                "within `with strategy.scope():`, or use keras.callbacks.BackupAndRestore."
+            )
+        return strategy

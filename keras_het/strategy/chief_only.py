@@ -1,0 +1,80 @@
+"""Only the chief writes to paths that all workers share.
+
+Every worker runs the same script, so every worker calls `model.save("model.keras")` and has the
+same callbacks. On the other workers those calls do nothing for a model of a
+`HeterogeneousStrategy`; models without one are not affected. Installed when a strategy over several
+workers is created.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+_SAVING = ("save", "save_weights", "export")
+_WRITING_CALLBACKS: dict[str, tuple[str, ...]] = {
+    # Reading the backup at the start of training stays with every worker.
+    "BackupAndRestore": ("_save_model", "on_train_end"),
+    "CSVLogger": ("on_train_begin", "on_epoch_end", "on_train_end"),
+    "TensorBoard": (
+        "on_train_begin",
+        "on_train_end",
+        "on_epoch_begin",
+        "on_epoch_end",
+        "on_train_batch_begin",
+        "on_train_batch_end",
+        "on_test_batch_begin",
+        "on_test_batch_end",
+        "on_test_begin",
+        "on_test_end",
+    ),
+}
+
+
+def install_chief_only() -> None:
+    """Makes models and callbacks of other workers than the chief write nothing; idempotent."""
+    for name in _SAVING:
+        _replace(keras.Model, name, lambda model: model)
+    for class_name, method_names in _WRITING_CALLBACKS.items():
+        for name in method_names:
+            _replace(getattr(keras.callbacks, class_name), name, lambda callback: callback.model)
+    _replace_set_model()
+
+
+def writes(model: Any) -> bool:
+    """Tells whether this process writes `model`'s files."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return bool(getattr(strategy, "is_chief", True))
+
+
+def _replace(owner: Any, name: str, model_of: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, "chief_only"):
+        return
+
+    @functools.wraps(original)
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs) if writes(model_of(self)) else None
+
+    write.chief_only = True  # type: ignore[attr-defined]
+    setattr(owner, name, write)
+
+
+def _replace_set_model() -> None:
+    """TensorBoard opens its files as soon as it knows the model."""
+    original = keras.callbacks.TensorBoard.set_model
+    if hasattr(original, "chief_only"):
+        return
+
+    @functools.wraps(original)
+    def set_model(self: Any, model: Any) -> None:
+        if writes(model):
+            original(self, model)
+        else:
+            keras.callbacks.Callback.set_model(self, model)
+
+    set_model.chief_only = True  # type: ignore[attr-defined]
+    keras.callbacks.TensorBoard.set_model = set_model

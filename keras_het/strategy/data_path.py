@@ -1,0 +1,85 @@
+"""The strategy's side of the data path: who wraps the batches and compares their order."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader import GlobalOrderDataset
+from keras_het.strategy import agreement
+from keras_het.strategy.uneven_per_replica import wrap_shares
+
+
+class DataPath:
+    """Builds the strategy's data sets, and remembers the one that is being iterated.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)
+        self._latest: weakref.ref[Any] | None = None
+
+    def distribute(
+        self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: Any
+    ) -> GlobalOrderDataset:
+        """Gives every replica its share of one global order; see `Strategy.distribute`."""
+        strategy = self._get_strategy()
+        wrapper = _Wrapper(self)
+        distributed = GlobalOrderDataset(
+            dataset,
+            layout=strategy.layout,
+            weights=lambda: self._get_strategy().shares,
+            wrap=wrapper,
+            global_batch_size=global_batch_size,
+            **options,
+        )
+        wrapper.dataset = weakref.ref(distributed)
+        return distributed
+
+    def resume(self, epoch: int, step: int) -> None:
+        """Makes the data set that is being iterated continue at `step` of `epoch`."""
+        dataset = self._latest() if self._latest is not None else None
+        if dataset is None:
+            raise ValueError(
+                "No data set of this strategy has been iterated yet, so there is none to resume. "
+                "Call fit with the data; it looks at the first batch before its callbacks start."
+            )
+        dataset.start_at(epoch, step)
+
+    def on_step(self, dataset: Any, is_new_pass: bool) -> None:
+        """Called with every step; compares the workers' orders in the first one of a pass."""
+        self._latest = weakref.ref(dataset)
+        strategy = self._get_strategy()
+        if is_new_pass and strategy.num_workers > 1:
+            agreement.check_same_order(strategy.extended, dataset.fingerprint or 0)
+
+    def _get_strategy(self) -> Any:
+        strategy = self._strategy()
+        if strategy is None:
+            raise RuntimeError(
+                "The HeterogeneousStrategy of this data set no longer exists. Keep a reference to "
+                "the strategy as long as its data sets are in use."
+            )
+        return strategy
+
+
+class _Wrapper:
+    """Wraps one data set's batches for the train step."""
+
+    def __init__(self, data_path: DataPath) -> None:
+        self._data_path = data_path
+        self._checked_passes = 0
+        self.dataset: weakref.ref[GlobalOrderDataset] | None = None
+
+    def __call__(self, local_batches: list[Any], sizes: np.ndarray) -> Any:
+        dataset = self.dataset() if self.dataset is not None else None
+        if dataset is not None:
+            passes = dataset.passes_started
+            self._data_path.on_step(dataset, is_new_pass=passes != self._checked_passes)
+            self._checked_passes = passes
+        return wrap_shares(local_batches, sizes)

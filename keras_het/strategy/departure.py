@@ -1,0 +1,39 @@
+"""The end of a worker's script."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from typing import Any
+
+_LONGEST_WAIT_SECONDS = 10.0
+
+
+def leave_together(strategy: weakref.ref[Any]) -> None:
+    """Waits, at the end of the script, until the other workers have finished their last step.
+
+    A collective is over for one worker while another still fetches the result from it; a worker
+    that left then would break the last step of the others. After an error there is nothing to wait
+    for.
+
+    Args:
+        strategy: the strategy whose cluster is left.
+    """
+    live = strategy()
+    if live is None or _failed():
+        return
+
+    def wait() -> None:
+        with contextlib.suppress(Exception):
+            live.barrier()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(_LONGEST_WAIT_SECONDS)
+
+
+def _failed() -> bool:
+    """Whether the interpreter is ending because of an exception."""
+    return getattr(sys, "last_value", None) is not None
