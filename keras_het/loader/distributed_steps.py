@@ -38,7 +38,8 @@ class DistributedSteps(adapter.DistributedDataset):
         self._first_step = 0
         self._looked_at: Run | None = None
         self._last: Run | None = None
-        self._first_epoch = True
+        self._last_fingerprint: int | None = None
+        self._runs_started = 0
 
     @property
     def element_spec(self) -> Any:
@@ -58,7 +59,12 @@ class DistributedSteps(adapter.DistributedDataset):
         differ between workers. If it differs between workers their orders differ: a shuffle
         without a seed.
         """
-        return self._last.fingerprint if self._last else None
+        return self._last.fingerprint if self._last else self._last_fingerprint
+
+    @property
+    def passes_started(self) -> int:
+        """Passes over the data that were started; a look at the first element starts one."""
+        return self._runs_started
 
     def __len__(self) -> int:
         if self._steps < 0:
@@ -103,7 +109,7 @@ class DistributedSteps(adapter.DistributedDataset):
     def _open(self) -> Run:
         run, self._looked_at = self._looked_at, None
         if run is None:
-            self._first_epoch = self._last is None
+            self._runs_started += 1
             run = self._new_run(self._next_epoch, self._first_step)
             self._next_epoch += 1
             self._first_step = 0
@@ -112,10 +118,14 @@ class DistributedSteps(adapter.DistributedDataset):
 
     def _drop(self, run: Run) -> None:
         # With a single step a look and a whole epoch are the same; only the first is a look.
-        single = self._steps == 1 and not self._first_epoch
+        single = self._steps == 1 and self._runs_started > 1
         if run.ended and run.first_step == 0 and run.delivered == 1:
             self._steps = np.int64(1)
         if self._can_rewind and run is self._last and not single and run.rewind():
             self._looked_at = run
-        else:
-            run.close()
+            return
+        if run is self._last:
+            self._last_fingerprint, self._last = run.fingerprint, None
+            if not self._can_rewind and not single and run.delivered == 1 and not run.was_asked_on:
+                # a look at a source that cannot be rewound: the next pass is this one again
+                self._next_epoch, self._first_step = run.epoch, run.first_step

@@ -122,7 +122,9 @@ class GlobalOrderDataset(DistributedSteps):
             self._form.batch_size or 0,
             epoch=epoch,
             first_step=first_step,
+            num_steps=int(self._steps),
             wants_fingerprint=self._has_fingerprint,
+            keep_alive=self._form,
             give_back=functools.partial(_keep_idle, idle, self._form, pipeline, orders),
         )
 
@@ -143,7 +145,7 @@ class GlobalOrderDataset(DistributedSteps):
         try:
             stream = fresh_copy(self._form.stream)
         except ValueError:
-            if self._last is not None:
+            if self._runs_started:
                 raise
             stream = self._form.stream
         if stream is not self._form.stream:
@@ -152,11 +154,15 @@ class GlobalOrderDataset(DistributedSteps):
         advance(global_batches(self._form), epoch)
 
     def _warn_of_changing_order(self, upstream: list[Any]) -> None:
-        if self._layout.num_workers > 1 and any(map(adapter.is_nondeterministic, upstream)):
+        if self._layout.num_workers == 1:
+            return
+        if any(map(adapter.is_nondeterministic, upstream)):
             logger.warning(
                 "A part of the data set that every worker runs has deterministic=False: workers "
                 "may see different orders, and samples may be lost or used twice. Remove it."
             )
+        elif self._form.options.deterministic is False:
+            logger.info("The option deterministic=False is not used: workers need one order.")
 
 
 def _check_arguments(dataset: Any, global_batch_size: int | None, lookahead: int) -> None:

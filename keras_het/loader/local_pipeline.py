@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,6 @@ from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.pipeline_form import PipelineForm
 from keras_het.loader.work_orders import WorkOrders
 from keras_het.planning.replica_layout import ReplicaLayout
-
-logger = logging.getLogger("keras_het")
 
 Dataset = adapter.Dataset
 
@@ -158,6 +155,5 @@ def _in_order(options: tf.data.Options) -> tf.data.Options:
     """The user's options, but in an order that is the same on every worker."""
     merged = tf.data.Options().merge(options)
     if merged.deterministic is False:
-        logger.warning("deterministic=False is ignored: all workers must see the same order.")
         merged.deterministic = True
     return merged

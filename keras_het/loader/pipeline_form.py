@@ -124,7 +124,9 @@ def _pulled_maps(top: Dataset) -> tuple[list[Dataset], tuple[Dataset, list[Datas
     walked = walked[:lowest]
     maps = [node for node in walked if adapter.is_map(node)]
     source = adapter.inputs_of(walked[-1])[0] if walked else top
-    return maps, (source, [node for node in walked if not adapter.is_map(node)])
+    # options are set again at the end of the pipeline
+    left_out = (adapter.is_map, adapter.is_options)
+    return maps, (source, [node for node in walked if not any(is_(node) for is_ in left_out)])
 
 
 def _rebuilt(source: Dataset, nodes: list[Dataset]) -> Dataset:

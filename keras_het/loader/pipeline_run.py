@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +27,9 @@ class PipelineRun(Run):
         batch_rows: rows of a full global batch, 0 if not known.
         epoch: number of passes over the data before this one.
         first_step: steps of this pass that are left out.
+        num_steps: steps of a whole pass, negative if not known.
         wants_fingerprint: whether to hash the first batch.
+        keep_alive: what holds the functions that `pipeline` calls.
         give_back: called when the iterator is gone and the pipeline can run again.
     """
 
@@ -40,10 +43,12 @@ class PipelineRun(Run):
         *,
         epoch: int,
         first_step: int,
+        num_steps: int,
         wants_fingerprint: bool,
         give_back: Callable[[], None],
+        keep_alive: Any,
     ) -> None:
-        super().__init__(epoch, first_step)
+        super().__init__(epoch, first_step, num_steps)
         self._orders = orders
         self._weights = weights
         self._rows = batch_rows
@@ -53,6 +58,7 @@ class PipelineRun(Run):
         for _ in range(lookahead):
             self._order_step()
         self._iterator = iter(pipeline)
+        _hold_functions_of(self._iterator, (pipeline, keep_alive))
         _alive.add(self)
 
     def _produce(self) -> Element:
@@ -67,6 +73,8 @@ class PipelineRun(Run):
     def _free(self) -> None:
         _alive.discard(self)
         # Destroying an iterator may block until tf.data's autotuner wakes up (seconds): not here.
+        # A run that is garbage never comes here: handing its parts to another thread while the
+        # collector works on them crashes, so that they go where they are, and the pipeline too.
         held = [self.__dict__.pop("_iterator", None)]
         try:
             threading.Thread(
@@ -92,6 +100,23 @@ def _release(held: list[Any], orders: WorkOrders, give_back: Callable[[], None])
         give_back()
 
 
+def _hold_functions_of(iterator: Any, holder: Any) -> None:
+    """Keeps the functions of a pipeline until after its iterator is gone.
+
+    TensorFlow crashes if the garbage collector takes the functions of a pipeline before the
+    iterator whose threads are calling them, which it may do where both are in one cycle (an
+    exception's traceback is enough).
+    """
+    while _condemned:
+        _held.pop(_condemned.pop(), None)
+    key = next(_keys)
+    _held[key] = holder
+    weakref.finalize(iterator, _condemned.append, key).atexit = False
+
+
+_held: dict[int, Any] = {}
+_condemned: list[int] = []
+_keys = itertools.count()
 _alive: weakref.WeakSet[PipelineRun] = weakref.WeakSet()
 
 

@@ -140,3 +140,24 @@ def _slice_leaf(leaf: Any, start: Any, count: Any) -> Any:
     begin = tf.stack([tf.cast(n, tf.int64) for n in (start, *(0 for _ in rest))])
     cut = tf.sparse.slice(leaf, begin, size)
     return tf.SparseTensor(cut.indices, cut.values, size)
+
+
+def concat_rows(batches: list[Any]) -> Any:
+    """Joins batches one after the other.
+
+    Args:
+        batches: one or more batches of one structure; those without rows are left out.
+
+    Returns:
+        One batch of the same structure.
+    """
+    filled = [batch for batch in batches if int(count_rows(batch))] or batches[:1]
+    if len(filled) == 1:
+        return filled[0]
+    return tf.nest.map_structure(lambda *leaves: _concat_leaves(leaves), *filled)
+
+
+def _concat_leaves(leaves: tuple[Any, ...]) -> Any:
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(leaves), expand_nonconcat_dims=True)
+    return tf.concat(list(leaves), 0) if is_sliceable(leaves[0]) else leaves[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ class Run(abc.ABC):
     Args:
         epoch: number of passes over the data before this one.
         first_step: steps of this pass that are left out.
+        num_steps: steps of a whole pass, negative if not known.
 
     Attributes:
         delivered: elements delivered so far.
@@ -25,9 +25,10 @@ class Run(abc.ABC):
         fingerprint: hash of the first global batch, None if it is not known.
     """
 
-    def __init__(self, epoch: int, first_step: int) -> None:
+    def __init__(self, epoch: int, first_step: int, num_steps: int) -> None:
         self.epoch = epoch
         self.first_step = first_step
+        self._num_steps = num_steps
         self.delivered = 0
         self.ended = False
         self.fingerprint: int | None = None
@@ -59,6 +60,10 @@ class Run(abc.ABC):
         self.delivered += 1
         if self.delivered == 1:
             self._first = element
+        if self.first_step + self.delivered == self._num_steps:
+            # Keras does not ask for the end of data whose size it knows
+            self.ended = True
+            self.close()
         return element
 
     def rewind(self) -> bool:
@@ -67,21 +72,21 @@ class Run(abc.ABC):
         Returns:
             Whether the run starts again at its first element.
         """
-        if self._rewound or self._closed or self._first is None:
+        if self._rewound or self._first is None:
             return False
         self._rewound = True
         return True
+
+    @property
+    def was_asked_on(self) -> bool:
+        """Whether more than the first element was asked for."""
+        return self._first is None
 
     def close(self) -> None:
         """Ends the pass; what was prepared is dropped."""
         if not self._closed:
             self._closed = True
-            self._first = None
             self._free()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
 
     @abc.abstractmethod
     def _produce(self) -> Element:

@@ -1,8 +1,8 @@
 """The private symbols of tf.data that the loader needs, all in one place.
 
 Checked on TensorFlow 2.16.2 and 2.21.0 and on Keras 3.15.1 by
-`tests/loader/test_tf_data_adapter.py`, which names each symbol. Everything else in this package uses the public
-interface.
+`tests/loader/test_tf_data_adapter.py`, which names each symbol. Everything else in this package
+uses the public interface.
 """
 
 from __future__ import annotations
@@ -119,6 +119,11 @@ def is_batch(node: Dataset) -> bool:
 def is_prefetch_or_options(node: Dataset) -> bool:
     """Whether `node` changes neither the elements nor which of them come."""
     return isinstance(node, (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset))
+
+
+def is_options(node: Dataset) -> bool:
+    """Whether `node` only sets options."""
+    return isinstance(node, dataset_ops._OptionsDataset)
 
 
 def commutes_with_map(node: Dataset) -> bool:

@@ -1,0 +1,96 @@
+"""Which files each worker reads, and how a step is shared when workers have their own files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from keras_het.planning.shares import apportion, exact_weights
+
+
+def assign_files(sizes: Sequence[int], weights: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+    """Gives whole files to workers so that samples are about in proportion to weights.
+
+    Worker w's ideal is `sum(sizes) * weights[w] / sum(weights)` samples. Files go, largest first,
+    to the worker that is farthest below its ideal (ties to the lowest index).
+
+    Bound: with L the samples of the largest file, a worker's samples differ from its ideal by at
+    most L. Above: a worker that gets a file was not above its ideal before, as the differences of
+    all sum to at least zero. Below: were a worker short by more than L at the end, each file would
+    have gone to a worker that was short by more than L too and still is short; then all are short
+    of their ideals, which sum to the number of samples.
+
+    Args:
+        sizes: samples in each file.
+        weights: one weight for each worker, zero or more, at least one of them positive.
+
+    Returns:
+        For each worker the indices of its files, ascending.
+
+    Raises:
+        ValueError: if a size is negative or a weight is not valid.
+    """
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"Sizes of files must be zero or more samples. Received: {list(sizes)}.")
+    exact = exact_weights(weights)
+    total, weight_sum = sum(sizes), sum(exact)
+    missing = [total * weight / weight_sum for weight in exact]
+    eligible = [worker for worker, weight in enumerate(exact) if weight]
+    assigned: list[list[int]] = [[] for _ in exact]
+    for file in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        worker = max(eligible, key=lambda index: (missing[index], -index))
+        assigned[worker].append(file)
+        missing[worker] -= sizes[file]
+    return tuple(tuple(sorted(files)) for files in assigned)
+
+
+def shares_of_own_samples(
+    total: int,
+    weights: Sequence[float],
+    replicas_per_worker: Sequence[int],
+    remaining: Sequence[int],
+) -> tuple[int, ...]:
+    """Shares of a step when each worker can only use samples of its own files.
+
+    Shares follow the weights until a worker has fewer samples left than its share: it then gives
+    what it has, and the others take the rest of the step in proportion to their weights. A worker
+    whose replicas all have weight zero helps only when all others have run out.
+
+    Args:
+        total: samples of a full step.
+        weights: one weight for each replica.
+        replicas_per_worker: replicas of each worker.
+        remaining: samples that each worker has left.
+
+    Returns:
+        One share for each replica; they sum to min(total, sum(remaining)).
+    """
+    total = min(total, sum(remaining))
+    exact_weights(weights)
+    parts = _by_worker(weights, replicas_per_worker)
+    given = [0] * len(parts)
+    left = total
+    while left:
+        open_workers = [worker for worker in range(len(parts)) if given[worker] < remaining[worker]]
+        pulls = [sum(map(Fraction, parts[worker]), Fraction()) for worker in open_workers]
+        if not any(pulls):
+            pulls = [Fraction(1)] * len(open_workers)
+        wanted = apportion(left, pulls)
+        for worker, more in zip(open_workers, wanted, strict=True):
+            given[worker] += min(more, remaining[worker] - given[worker])
+        left = total - sum(given)
+    shares: list[int] = []
+    for part, samples in zip(parts, given, strict=True):
+        shares += apportion(samples, part if any(part) else [1] * len(part))
+    return tuple(shares)
+
+
+def _by_worker(
+    weights: Sequence[float], replicas_per_worker: Sequence[int]
+) -> list[Sequence[float]]:
+    parts: list[Sequence[float]] = []
+    start = 0
+    for count in replicas_per_worker:
+        parts.append([float(weight) for weight in weights[start : start + count]])
+        start += count
+    return parts

@@ -1,0 +1,88 @@
+"""Arrays and PyDatasets reach the loader through Keras's own adapters."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.trainers import data_adapters
+from workers import collect, make_workers, reference
+
+
+def adapted(*arguments, **options):
+    return data_adapters.get_data_adapter(*arguments, **options).get_tf_dataset()
+
+
+X = np.arange(46, dtype="float32").reshape(23, 2)
+Y = np.arange(23) % 4
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+@pytest.mark.parametrize("samples", [20, 23])
+def test_arrays(shuffle, samples):
+    def build():
+        tf.keras.utils.set_random_seed(5)
+        return adapted(X[:samples], Y[:samples], batch_size=5, shuffle=shuffle)
+
+    counts = (1, 2)
+    workers = make_workers(build, counts, [[4, 2, 1], [0, 1, 3], [1, 0, 0], [1, 1, 1]])
+    batches, sizes = collect([iter(worker) for worker in workers], counts)
+    assert batches == reference(build())
+    assert "own rows by their indices" in workers[0].reason
+    assert len(set(sizes)) > 1
+    assert workers[0].fingerprint == workers[1].fingerprint is not None
+
+
+def test_arrays_with_weights_dictionaries_and_class_weight():
+    for options in (
+        {"x": {"a": X, "b": X[:, :1]}, "y": Y, "sample_weight": np.ones(23)},
+        {"x": X, "y": Y, "class_weight": {0: 1.0, 1: 2.0, 2: 3.0, 3: 0.5}},
+        {"x": X},
+    ):
+
+        def build(options=options):
+            return adapted(**options, batch_size=6)
+
+        workers = make_workers(build, (1, 1), [[1, 3], [0, 1]])
+        assert collect([iter(worker) for worker in workers], (1, 1))[0] == reference(build())
+
+
+def test_unseeded_arrays_are_told_apart():
+    tf.random.set_seed(None)
+    workers = make_workers(lambda: adapted(X, Y, batch_size=5, shuffle=True), (1, 1), [[1, 1]])
+    for worker in workers:
+        next(iter(worker))
+    assert workers[0].fingerprint != workers[1].fingerprint
+
+
+def test_class_weight_of_a_data_set_keeps_element_mode():
+    def build():
+        dataset = tf.data.Dataset.range(23).map(lambda i: (tf.stack([i, i]), i % 3)).batch(5)
+        return adapted(dataset, class_weight={0: 1.0, 1: 2.0, 2: 7.0})
+
+    workers = make_workers(build, (1, 1), [[1, 3], [1, 0]])
+    assert workers[0].mode == "element"
+    assert collect([iter(worker) for worker in workers], (1, 1))[0] == reference(build())
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        rows = slice(5 * index, 5 * index + 5)
+        return X[rows], Y[rows]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_py_dataset(parallel):
+    sources = [Batches(**({"workers": 2} if parallel else {})) for _ in range(2)]
+    adapters = [data_adapters.get_data_adapter(source) for source in sources]
+    datasets = iter([adapter.get_tf_dataset() for adapter in adapters])
+    workers = make_workers(lambda: next(datasets), (1, 1), [[1, 3], [1, 0]])
+    for _ in range(2):
+        for adapter in adapters:
+            adapter.on_epoch_begin()
+        batches, _ = collect([iter(worker) for worker in workers], (1, 1), steps=5)
+        for adapter in adapters:
+            adapter.on_epoch_end()
+        assert batches == reference(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5))

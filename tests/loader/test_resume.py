@@ -1,0 +1,115 @@
+"""A resumed epoch continues at the right sample, in the right order, without mapping the rest."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pipelines import ALL, indices
+from workers import collect, make_workers
+
+PIPELINES = [
+    "map",
+    "shuffle_map",
+    "map_shuffle",
+    "map_shuffle_once",
+    "two_maps",
+    "repeat_take_skip",
+    "shuffle_shuffle",
+    "unknown_size",
+    "map_above_cache",
+    "no_map",
+    "map_after_batch",
+    "ragged_batch",
+    "generator",
+    "interleave",
+]
+
+
+def one_epoch(worker):
+    return collect([iter(worker)], (1,))[0]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(epoch=st.integers(0, 2), step=st.integers(0, 3))
+def test_continues_as_if_never_stopped(name, epoch, step):
+    whole = make_workers(ALL[name], (1,), [[1]])[0]
+    expected = [one_epoch(whole) for _ in range(epoch + 2)]
+    resumed = make_workers(ALL[name], (1,), [[1]])[0]
+    resumed.start_at(epoch, step)
+    iterator = iter(resumed)
+    next(iter(resumed), None)  # Keras's look
+    assert collect([iterator], (1,))[0] == expected[epoch][step:]
+    assert iterator.step == max(len(expected[epoch]), step)
+    assert iterator.epoch == epoch
+    assert one_epoch(resumed) == expected[epoch + 1]
+
+
+def test_goes_back_after_epochs_were_run():
+    worker = make_workers(ALL["map_shuffle"], (1,), [[1]])[0]
+    epochs = [one_epoch(worker) for _ in range(3)]
+    next(iter(worker))
+    worker.start_at(1, 2)
+    assert one_epoch(worker) == epochs[1][2:]
+    assert one_epoch(worker) == epochs[2]
+
+
+def test_a_slice_pipeline_goes_back_too():
+    worker = make_workers(ALL["no_map"], (1,), [[1]])[0]
+    epochs = [one_epoch(worker) for _ in range(3)]
+    for epoch in (1, 0, 2):
+        worker.start_at(epoch, 1)
+        assert one_epoch(worker) == epochs[epoch][1:]
+
+
+def test_skipped_samples_are_not_mapped():
+    mapped = []
+
+    def note(index):
+        def count(value):
+            mapped.append(int(value))
+            return value
+
+        return tf.ensure_shape(tf.numpy_function(count, [index], tf.int64), [])
+
+    worker = make_workers(lambda: indices().map(note).shuffle(5, seed=1).batch(5), (1,), [[1]])[0]
+    worker.start_at(2, 3)
+    rows = one_epoch(worker)
+    assert sorted(f"({value},)" for value in mapped) == sorted(
+        row for batch in rows for row in batch
+    )
+    assert len(mapped) == 23 - 15
+
+
+def test_what_cannot_go_back_says_so():
+    def build():
+        return indices().shuffle(5, seed=1).map(lambda i: (i, i)).batch(5).unbatch().batch(4)
+
+    worker = make_workers(build, (1,), [[1]])[0]
+    worker.start_at(1, 1)  # nothing was run yet
+    one_epoch(worker)
+    with pytest.raises(ValueError, match="Cannot go back to an earlier order"):
+        worker.start_at(0, 0)
+
+
+def test_negative_positions_are_refused():
+    worker = make_workers(ALL["map"], (1,), [[1]])[0]
+    with pytest.raises(ValueError, match="zero or more"):
+        worker.start_at(-1, 0)
+    with pytest.raises(ValueError, match="zero or more"):
+        worker.start_at(0, -1)
+
+
+def test_all_workers_resume_at_the_same_step():
+    counts = (1, 2)
+    whole = make_workers(ALL["shuffle_map"], counts, [[3, 1, 1]])
+    for _ in range(2):
+        expected, _ = collect([iter(worker) for worker in whole], counts)
+    resumed = make_workers(ALL["shuffle_map"], counts, [[0, 1, 1]])
+    for worker in resumed:
+        worker.start_at(1, 2)
+    batches, _ = collect([iter(worker) for worker in resumed], counts)
+    assert batches == expected[2:]
+    assert len({worker.fingerprint for worker in resumed}) == 1
+    assert np.all([worker.fingerprint is not None for worker in resumed])
