@@ -91,6 +91,16 @@ def keras_step_kind(function: Any) -> str | None:
     return None
 
 
+def is_stock_train_step(function: Any) -> bool:
+    """Tells whether a bound `train_step`, and the metrics it computes, are Keras's own."""
+    trainer = keras_tf_trainer.TensorFlowTrainer
+    model = getattr(function, "__self__", None)
+    return (
+        getattr(function, "__func__", None) is trainer.train_step
+        and getattr(type(model), "compute_metrics", None) is trainer.compute_metrics
+    )
+
+
 def global_seed_is_set() -> bool:
     """Tells whether `tf.random.set_seed` was called in this process."""
     return eager_context.global_seed() is not None

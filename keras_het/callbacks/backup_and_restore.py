@@ -47,6 +47,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return
         position = json.loads(self._position_path.read_text())
         self._epoch, self._first_step = position["epoch"], position["step"]
+        num_steps = self.params.get("steps")
+        if num_steps and self._first_step >= num_steps:
+            self._epoch, self._first_step = self._epoch + 1, 0
         self.model._initial_epoch = self._epoch
         self._strategy().resume_data(self._epoch, self._first_step)
 

@@ -74,6 +74,7 @@ class _Wrapper:
     def __init__(self, data_path: DataPath) -> None:
         self._data_path = data_path
         self._checked_passes = 0
+        self._sizes: tuple[bytes, Any] | None = None
         self.dataset: weakref.ref[GlobalOrderDataset] | None = None
 
     def __call__(self, local_batches: list[Any], sizes: np.ndarray) -> Any:
@@ -82,4 +83,11 @@ class _Wrapper:
             passes = dataset.passes_started
             self._data_path.on_step(dataset, is_new_pass=passes != self._checked_passes)
             self._checked_passes = passes
-        return wrap_shares(local_batches, sizes)
+        return wrap_shares(local_batches, self._sizes_tensor(sizes))
+
+    def _sizes_tensor(self, sizes: np.ndarray) -> Any:
+        """Converts the shares once for all steps that have the same."""
+        key = sizes.tobytes()
+        if self._sizes is None or self._sizes[0] != key:
+            self._sizes = (key, tf.constant(sizes, tf.int64))
+        return self._sizes[1]

@@ -10,6 +10,7 @@ Every replica then holds the same gradient, and all optimizer state stays identi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,12 +51,17 @@ def make_apply_hook(
             step = current_step()
             if step is None or step.gradients_are_reduced:
                 return original(self, grads, trainable_variables)
-            reduced = _reduce(step, list(grads), id(self), before_reduction)
-            step.gradients_are_reduced = True
-            try:
-                return original(self, reduced, trainable_variables)
-            finally:
-                step.gradients_are_reduced = False
+            update = PendingUpdate(
+                apply=functools.partial(original, self, trainable_variables=trainable_variables),
+                gradients=list(grads),
+                is_weighted=id(self) in step.weighted_optimizers,
+            )
+            update.delay(functools.partial(before_reduction, step))
+            if step.may_defer_update and update.is_weighted:
+                step.pending_update = update
+                return None
+            reduced, _ = sum_with_gradients(step, update, [])
+            return update.finish(step, reduced)
 
         return apply
 
@@ -75,37 +81,102 @@ def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_reduce_sum_gradients
 
 
-def _reduce(
-    step: ExactStep,
-    grads: list[Any],
-    optimizer_id: int,
-    before_reduction: Callable[[ExactStep, list[Any]], list[Any]],
-) -> list[Any]:
-    present = [grad for grad in grads if grad is not None]
-    if not present:
-        return grads
-    if optimizer_id in step.weighted_optimizers:
-        present = _zero_without_samples(step, present)
-    else:
-        present = [step.weighted(grad) for grad in present]
-    reduced = iter(step.all_reduce_sum(before_reduction(step, present)))
-    return [None if grad is None else next(reduced) for grad in grads]
+@dataclasses.dataclass
+class PendingUpdate:
+    """An optimizer's update whose gradients are not reduced yet.
+
+    Args:
+        apply: applies the reduced gradients.
+        gradients: this replica's gradients, None where a variable has none.
+        is_weighted: whether they carry the replica's weight.
+    """
+
+    apply: Callable[[list[Any]], Any]
+    gradients: list[Any]
+    is_weighted: bool
+
+    @property
+    def present(self) -> list[Any]:
+        """The gradients that exist."""
+        return [gradient for gradient in self.gradients if gradient is not None]
+
+    def delay(self, wait: Callable[[list[Any]], list[Any]]) -> None:
+        """Puts `wait` between the computation of the gradients and the collective."""
+        self.gradients = self._with_none(wait(self.present))
+
+    def finish(self, step: ExactStep, reduced: Sequence[Any]) -> Any:
+        """Applies the reduced gradients, without a second reduction."""
+        step.gradients_are_reduced = True
+        try:
+            return self.apply(self._with_none(reduced))
+        finally:
+            step.gradients_are_reduced = False
+
+    def _with_none(self, present: Sequence[Any]) -> list[Any]:
+        values = iter(present)
+        return [None if gradient is None else next(values) for gradient in self.gradients]
 
 
-def _zero_without_samples(step: ExactStep, grads: list[Any]) -> list[Any]:
+def sum_with_gradients(
+    step: ExactStep, update: PendingUpdate | None, others: Any
+) -> tuple[list[Any], Any]:
+    """Sums gradients and other values over all replicas, in one collective per element type.
+
+    Args:
+        step: the running step.
+        update: the update whose gradients are reduced, or None.
+        others: nested structure of dense tensors that are summed as they are.
+
+    Returns:
+        The reduced gradients and the summed `others`.
+    """
+    if update is None or not update.present:
+        return [], step.all_reduce_sum(others)
+    prepare = _zero_without_samples if update.is_weighted else _weigh
+    gradients = [
+        _map_values(functools.partial(prepare, step, num_leading=None), gradient)
+        if isinstance(gradient, tf.IndexedSlices)
+        else gradient
+        for gradient in update.present
+    ]
+    num_leading = _num_elements_by_type(gradients)
+
+    def prepare_buffer(buffer: Any) -> Any:
+        leading = num_leading.get(buffer.dtype, 0)
+        return prepare(step, buffer, num_leading=leading) if leading else buffer
+
+    reduced, summed = step.all_reduce_sum((gradients, others), prepare_buffer)
+    return list(reduced), summed
+
+
+def _num_elements_by_type(gradients: Sequence[Any]) -> dict[Any, int]:
+    counts: dict[Any, int] = {}
+    for gradient in gradients:
+        if not isinstance(gradient, tf.IndexedSlices):
+            counts[gradient.dtype] = counts.get(gradient.dtype, 0) + gradient.shape.num_elements()
+    return counts
+
+
+def _weigh(step: ExactStep, buffer: Any, num_leading: int | None) -> Any:
+    """Weighs gradients of a `train_step` that did not call `optimizer.scale_loss`."""
+    del num_leading  # Such gradients travel alone.
+    return step.weighted(buffer)
+
+
+def _map_values(function: Callable[[Any], Any], slices: Any) -> Any:
+    return tf.IndexedSlices(function(slices.values), slices.indices, slices.dense_shape)
+
+
+def _zero_without_samples(step: ExactStep, buffer: Any, num_leading: int | None) -> Any:
     """Replaces the gradients of an empty share, which may be NaN (0 / 0), by zeros.
 
     A condition instead of a multiplication: it costs nothing on replicas with samples.
     """
-    dense = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
-    guarded = tf.cond(
-        step.samples > 0,
-        lambda: [tf.identity(value) for value in dense],
-        lambda: [tf.zeros_like(value) for value in dense],
-    )
-    return [
-        tf.IndexedSlices(value, grad.indices, grad.dense_shape)
-        if isinstance(grad, tf.IndexedSlices)
-        else value
-        for grad, value in zip(grads, guarded, strict=True)
-    ]
+
+    def zeros() -> Any:
+        if num_leading is None:
+            return tf.zeros_like(buffer)
+        leading = tf.zeros_like(buffer[:num_leading])
+        return tf.reshape(tf.concat([leading, buffer[num_leading:]], axis=0), tf.shape(buffer))
+
+    return tf.cond(step.samples > 0, lambda: tf.identity(buffer), zeros)

@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het.strategy.exact_gradients import sum_with_gradients
 from keras_het.strategy.exact_step import ExactStep, current_step
 
 
@@ -90,8 +91,10 @@ def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterat
         tf.cond(step.samples > 0, lambda: tf.constant(0), restore)
 
 
-def cluster_logs(step: ExactStep, logs: Any, extra: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Combines the logs of all replicas.
+def cluster_logs(
+    step: ExactStep, logs: Any, extra: Sequence[Any]
+) -> tuple[Any, list[Any], list[Any]]:
+    """Combines the logs of all replicas, and the gradients of a pending update.
 
     Args:
         step: the running step.
@@ -100,7 +103,8 @@ def cluster_logs(step: ExactStep, logs: Any, extra: Sequence[Any]) -> tuple[Any,
             collective.
 
     Returns:
-        The logs of the cluster, equal on all replicas, and the combined `extra`.
+        The logs of the cluster, equal on all replicas; the combined `extra`; the reduced gradients
+        of `step.pending_update`.
     """
     records = step.metric_results
     leaves = tf.nest.flatten(logs)
@@ -111,12 +115,14 @@ def cluster_logs(step: ExactStep, logs: Any, extra: Sequence[Any]) -> tuple[Any,
         for leaf, record in zip(leaves, recorded, strict=True)
         if record is None and _is_float_scalar(leaf)
     ]
-    reduced_states, reduced_plain, reduced_extra = step.all_reduce_sum(
+    gradients, (reduced_states, reduced_plain, reduced_extra) = sum_with_gradients(
+        step,
+        step.pending_update,
         (
             [_contributions(step, record) for record in states.values()],
             [step.weighted(leaf) for leaf in plain],
             [step.weighted(value) for value in extra],
-        )
+        ),
     )
     results = _results(step, list(states.values()), reduced_states)
     next_plain = iter(reduced_plain)
@@ -126,7 +132,7 @@ def cluster_logs(step: ExactStep, logs: Any, extra: Sequence[Any]) -> tuple[Any,
             combined.append(results[id(record.metric)][record.path])
         else:
             combined.append(next(next_plain) if _is_float_scalar(leaf) else leaf)
-    return tf.nest.pack_sequence_as(logs, combined), list(reduced_extra)
+    return tf.nest.pack_sequence_as(logs, combined), list(reduced_extra), gradients
 
 
 def _contributions(step: ExactStep, record: _Recorded) -> list[Any]:

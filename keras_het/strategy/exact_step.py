@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from keras_het.strategy.packed_tensors import PackedTensors
 
 _local = threading.local()
 
@@ -49,6 +51,10 @@ class ExactStep:
         self.weighted_optimizers: set[int] = set()
         self.gradients_are_reduced = False
         self.is_computing_results = False
+        # Keras's own train step looks at no weight after its update, which may then wait until the
+        # metrics are known, so that both travel in one collective.
+        self.may_defer_update = False
+        self.pending_update: Any = None
         self.assigned_variables: dict[int, Any] = {}
         # By id of the tensor: the tensor itself and the metric that it is a result of.
         self.metric_results: dict[int, Any] = {}
@@ -69,10 +75,25 @@ class ExactStep:
         finally:
             _local.step = previous
 
-    def all_reduce_sum(self, values: Any) -> Any:
-        """Sums a structure of tensors over all replicas, in one collective per element type."""
+    def all_reduce_sum(self, values: Any, prepare: Callable[[Any], Any] | None = None) -> Any:
+        """Sums a structure of tensors over all replicas, in one collective per element type.
+
+        Args:
+            values: nested structure of dense tensors and `tf.IndexedSlices`.
+            prepare: applied to each packed buffer of dense values before the sum.
+        """
+        flat = tf.nest.flatten(values)
+        packed = PackedTensors(flat)
+        buffers = packed.buffers if prepare is None else [prepare(b) for b in packed.buffers]
+        sparse = [item for item in flat if isinstance(item, tf.IndexedSlices)]
         context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [*buffers, *sparse])
+        dense = iter(packed.unpack(reduced[: len(buffers)]))
+        slices = iter(reduced[len(buffers) :])
+        result = [
+            next(slices) if isinstance(item, tf.IndexedSlices) else next(dense) for item in flat
+        ]
+        return tf.nest.pack_sequence_as(values, result)
 
     def weighted(self, value: Any) -> Any:
         """Returns `weight * value`, and zero on a replica without samples (even for NaN)."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from keras_het import private_api
 from keras_het.strategy import emulated_device
 from keras_het.strategy.exact_metrics import (
     cluster_logs,
@@ -39,6 +39,7 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(replica_data, sizes)
+        step.may_defer_update = private_api.is_stock_train_step(function)
         emulated_device.start_clock(step, _emulated_device(strategy, step), replica_data)
         with step.active(), unchanged_without_samples(step, metrics):
             logs = function(replica_data)
@@ -137,13 +138,19 @@ def _emulated_device(strategy: Any, step: ExactStep) -> Any:
 
 
 def _synchronise(step: ExactStep, model: Any, logs: Any) -> Any:
-    """Combines logs and moving statistics of all replicas in one collective."""
-    with contextlib.ExitStack():
-        changed = changed_state(step, model.non_trainable_variables)
-        state = [tf.convert_to_tensor(variable.value) for variable in changed]
-        if step.start_time is not None and not step.weighted_optimizers:
-            state = emulated_device.wait_until_computed(step, state)
-        logs, combined = cluster_logs(step, logs, state)
-        for variable, value in zip(changed, combined, strict=True):
-            variable.assign(value)
-        return logs
+    """Combines logs, moving statistics and pending gradients of all replicas in one collective."""
+    changed = changed_state(step, model.non_trainable_variables)
+    state = [tf.convert_to_tensor(variable.value) for variable in changed]
+    # A test step has no gradients that could wait for the emulated device.
+    computed = emulated_device.wait_until_computed(step, _tensors(logs))
+    with tf.control_dependencies(computed):
+        logs, combined, gradients = cluster_logs(step, logs, state)
+    if step.pending_update is not None:
+        step.pending_update.finish(step, gradients)
+    for variable, value in zip(changed, combined, strict=True):
+        variable.assign(value)
+    return logs
+
+
+def _tensors(structure: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(structure) if tf.is_tensor(leaf)]

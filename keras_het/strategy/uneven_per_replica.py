@@ -25,6 +25,7 @@ class UnevenPerReplica(private_api.PerReplica):
     def __init__(self, values: Sequence[Any], sizes: Any) -> None:
         super().__init__(values)
         self._sizes = sizes
+        self._spec: UnevenPerReplicaSpec | None = None
 
     @property
     def sizes(self) -> Any:
@@ -33,10 +34,11 @@ class UnevenPerReplica(private_api.PerReplica):
 
     @property
     def _type_spec(self) -> UnevenPerReplicaSpec:
-        return UnevenPerReplicaSpec(
-            tuple(_any_number_of_rows(value) for value in self._values),
-            int(self._sizes.shape[0]),
-        )
+        # TensorFlow asks several times for each call of a function.
+        if self._spec is None:
+            specs = tuple(_any_number_of_rows(value) for value in self._values)
+            self._spec = UnevenPerReplicaSpec(specs, int(self._sizes.shape[0]))
+        return self._spec
 
 
 class UnevenPerReplicaSpec(tf.TypeSpec):
@@ -47,13 +49,25 @@ class UnevenPerReplicaSpec(tf.TypeSpec):
         num_replicas: number of replicas of all workers.
     """
 
-    __slots__ = ["_num_replicas", "_value_specs"]
+    __slots__ = ["_hash", "_num_replicas", "_value_specs"]
 
     value_type = property(lambda self: UnevenPerReplica)
 
     def __init__(self, value_specs: Sequence[Any], num_replicas: int) -> None:
         self._value_specs = tuple(value_specs)
         self._num_replicas = num_replicas
+        self._hash = hash((UnevenPerReplicaSpec, self._value_specs, num_replicas))
+
+    # The inherited ones walk through the whole type each time, in every step.
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, UnevenPerReplicaSpec)
+            and self._hash == other._hash
+            and self._serialize() == other._serialize()
+        )
 
     def _serialize(self) -> tuple[Any, ...]:
         return (self._value_specs, self._num_replicas)

@@ -1,0 +1,283 @@
+"""Step time of HeterogeneousStrategy against TensorFlow's own strategies on an even cluster.
+
+    python benchmarks/overhead.py [--json FILE] [--quick]
+
+Two processes: stock Keras 3 `fit` does not run under MultiWorkerMirroredStrategy, so that strategy
+is driven by a custom training loop of its guide (mode "fit": our `fit` against that loop; mode
+"custom_loop": the same loop under both). One process with two devices: `fit` under both.
+
+All clusters are alive for the whole run and take turns in short blocks, so that a drift of the
+machine hits both; a row is the median of the ratios of neighbouring blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _report import environment, print_table, write_report
+
+from keras_het.launch.free_ports import ReservedPorts
+
+GLOBAL_BATCH = 64
+MODELS = ("dense", "convnet")
+# topology -> mode -> (our driver, stock driver)
+CASES = {
+    "two_processes": {
+        "fit": ("ours:fit", "multi_worker_mirrored:loop"),
+        "custom_loop": ("ours:loop", "multi_worker_mirrored:loop"),
+    },
+    "two_devices": {"fit": ("ours:fit", "mirrored:fit")},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="few short blocks: form, not numbers")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        run_worker(*json.loads(arguments.worker))
+        return
+    blocks, steps = (2, 5) if arguments.quick else (11, 60)
+    models = MODELS[:1] if arguments.quick else MODELS
+    rows = [
+        measure(topology, mode, model, drivers, blocks, steps)
+        for topology, modes in CASES.items()
+        for model in models
+        for mode, drivers in modes.items()
+    ]
+    print_table(rows)
+    write_report("overhead", rows, arguments.json, environment())
+
+
+def measure(
+    topology: str, mode: str, model: str, drivers: tuple[str, str], blocks: int, steps: int
+) -> dict[str, Any]:
+    """Runs both drivers in turn and returns one row."""
+    groups = [Group(topology, driver, model) for driver in drivers]
+    try:
+        for group in groups:
+            group.run(steps)  # Traces the step and warms up.
+        times = [[group.run(steps) for group in groups] for _ in range(blocks)]
+    finally:
+        for group in groups:
+            group.close()
+    ratios = sorted(ours / stock for ours, stock in times)
+    return {
+        "case": f"{topology}_{model}",
+        "mode": mode,
+        "step_time_ratio": round(statistics.median(ratios), 4),
+        "step_milliseconds": round(1e3 * statistics.median(ours for ours, _ in times), 3),
+        "stock_step_milliseconds": round(1e3 * statistics.median(stock for _, stock in times), 3),
+        "lowest_ratio": round(ratios[0], 4),
+        "highest_ratio": round(ratios[-1], 4),
+        "num_blocks": blocks,
+        "steps_per_block": steps,
+    }
+
+
+class Group:
+    """The processes of one strategy, which run a block of steps when told to."""
+
+    def __init__(self, topology: str, driver: str, model: str) -> None:
+        num_processes = 2 if topology == "two_processes" else 1
+        ports = ReservedPorts(num_processes)
+        ports.release()
+        self._ports, addresses = ports, list(ports.addresses)
+        self._processes = [
+            _start(driver, model, topology, index, addresses) for index in range(num_processes)
+        ]
+
+    def run(self, steps: int) -> float:
+        """Returns the seconds per step of a block."""
+        for process in self._processes:
+            process.stdin.write(f"{steps}\n")
+            process.stdin.flush()
+        return max(self._read(process) for process in self._processes)
+
+    def _read(self, process: subprocess.Popen[str]) -> float:
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"A benchmark process ended with exit code {process.wait()}.")
+        return float(line)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._ports.close()
+
+
+def _start(
+    driver: str, model: str, topology: str, index: int, addresses: list[str]
+) -> subprocess.Popen[str]:
+    env = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3")
+    if len(addresses) > 1:
+        task = {"type": "worker", "index": index}
+        env["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+    worker = json.dumps([driver, model, topology, index])
+    return subprocess.Popen(
+        [sys.executable, __file__, "--worker", worker],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_worker(driver: str, model_name: str, topology: str, index: int) -> None:
+    """One process of a group: reads numbers of steps, answers with seconds per step."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What Keras prints must not mix with the answers.
+    import tensorflow as tf
+
+    if topology == "two_processes" and hasattr(os, "sched_setaffinity"):
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cpus[index % len(cpus)]})
+    threads = 1 if topology == "two_processes" else 2
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2 * threads)
+    if topology == "two_devices":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+        )
+    strategy_name, loop = driver.split(":")
+    run_block = BLOCKS[loop](make_strategy(strategy_name), model_name)
+    for line in sys.stdin:
+        answers.write(f"{run_block(int(line))}\n")
+        answers.flush()
+
+
+def make_strategy(name: str) -> Any:
+    import tensorflow as tf
+
+    import keras_het
+
+    if name == "ours":
+        return keras_het.HeterogeneousStrategy()
+    if name == "mirrored":
+        return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def make_model(name: str) -> Any:
+    import keras
+    from keras import layers
+
+    if name == "dense":
+        return keras.Sequential(
+            [
+                keras.Input((64,)),
+                layers.Dense(128, activation="relu"),
+                layers.Dense(128, activation="relu"),
+                layers.Dense(10),
+            ]
+        )
+    return keras.Sequential(
+        [
+            keras.Input((32, 32, 3)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(128, 3, activation="relu"),
+            layers.Flatten(),
+            layers.Dense(400, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def make_dataset(model: Any) -> Any:
+    """One batch again and again: reading data is the subject of benchmarks/data.py."""
+    import numpy as np
+    import tensorflow as tf
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(GLOBAL_BATCH, *model.input_shape[1:])).astype("float32")
+    y = rng.integers(0, 10, GLOBAL_BATCH)
+    return tf.data.Dataset.from_tensors((x, y)).repeat()
+
+
+def fit_block(strategy: Any, model_name: str) -> Any:
+    import keras
+
+    class Clock(keras.callbacks.Callback):
+        """Times the steps of an epoch but the first."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 0:
+                self.start = time.perf_counter()
+            self.seconds = (time.perf_counter() - self.start) / max(batch, 1)
+
+    with strategy.scope():
+        model = make_model(model_name)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+    dataset = make_dataset(model)
+
+    def run_block(steps: int) -> float:
+        clock = Clock()
+        model.fit(dataset, steps_per_epoch=steps + 1, verbose=0, callbacks=[clock], shuffle=False)
+        return clock.seconds
+
+    return run_block
+
+
+def loop_block(strategy: Any, model_name: str) -> Any:
+    import keras
+    import tensorflow as tf
+
+    with strategy.scope():
+        model = make_model(model_name)
+        loss_function = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="none"
+        )
+        optimizer = keras.optimizers.Adam(1e-3)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    def replica_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = tf.nn.compute_average_loss(
+                loss_function(y, logits), global_batch_size=GLOBAL_BATCH
+            )
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        accuracy.update_state(y, logits)
+        return loss
+
+    @tf.function
+    def train_step(x: Any, y: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(replica_step, args=(x, y)), axis=None)
+
+    batches = iter(strategy.experimental_distribute_dataset(make_dataset(model)))
+
+    def run_block(steps: int) -> float:
+        train_step(*next(batches))
+        start = time.perf_counter()
+        for _ in range(steps):
+            loss = train_step(*next(batches))
+        loss.numpy()
+        return (time.perf_counter() - start) / steps
+
+    return run_block
+
+
+BLOCKS = {"fit": fit_block, "loop": loop_block}
+
+
+if __name__ == "__main__":
+    main()
