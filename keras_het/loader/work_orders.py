@@ -27,6 +27,7 @@ class WorkOrders:
 
     def __init__(self, num_replicas: int, lookahead: int) -> None:
         self._num_replicas = num_replicas
+        self._latest: tuple[Any, list[tf.Tensor]] | None = None
         with tf.init_scope(), tf.device("CPU:0"):
             self._queue = tf.queue.FIFOQueue(
                 lookahead + 2,
@@ -45,6 +46,16 @@ class WorkOrders:
         Raises:
             ValueError: if the number of weights is wrong or a weight is not valid.
         """
+        key = (tuple(weights), expected_rows, fingerprint)
+        if self._latest is None or self._latest[0] != key:
+            # Most steps have the order of the step before; making one costs more than a small step.
+            self._latest = (key, self._order(weights, expected_rows, fingerprint))
+        with tf.device("CPU:0"):
+            self._queue.enqueue(self._latest[1])
+
+    def _order(
+        self, weights: Sequence[float], expected_rows: int, fingerprint: bool
+    ) -> list[tf.Tensor]:
         values = np.asarray(weights, np.float64)
         if values.shape != (self._num_replicas,):
             raise ValueError(
@@ -52,8 +63,9 @@ class WorkOrders:
                 f"Received: {list(weights)}."
             )
         shares = np.asarray(apportion(expected_rows, values.tolist()), np.int64)
+        header = np.array([expected_rows, fingerprint], np.int64)
         with tf.device("CPU:0"):
-            self._queue.enqueue([values, shares, np.array([expected_rows, fingerprint], np.int64)])
+            return [tf.constant(part) for part in (values, shares, header)]
 
     def take(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Inside a pipeline: waits for the next order and applies it to a batch.

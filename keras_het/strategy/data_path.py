@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_het.loader import GlobalOrderDataset
+from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.strategy import agreement
 from keras_het.strategy.uneven_per_replica import wrap_shares
 
@@ -28,14 +29,29 @@ class DataPath:
         self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: Any
     ) -> GlobalOrderDataset:
         """Gives every replica its share of one global order; see `Strategy.distribute`."""
-        strategy = self._get_strategy()
+        return self._build(
+            GlobalOrderDataset, dataset, global_batch_size=global_batch_size, **options
+        )
+
+    def distribute_files(
+        self,
+        filenames: Sequence[str],
+        reader: Callable[[Any], tf.data.Dataset],
+        global_batch_size: int,
+        **options: Any,
+    ) -> FileShardedDataset:
+        """Gives every worker whole files; see `Strategy.distribute_files`."""
+        return self._build(
+            FileShardedDataset, filenames, reader, global_batch_size=global_batch_size, **options
+        )
+
+    def _build(self, kind: Any, *sources: Any, **options: Any) -> Any:
         wrapper = _Wrapper(self)
-        distributed = GlobalOrderDataset(
-            dataset,
-            layout=strategy.layout,
+        distributed = kind(
+            *sources,
+            layout=self._get_strategy().layout,
             weights=lambda: self._get_strategy().shares,
             wrap=wrapper,
-            global_batch_size=global_batch_size,
             **options,
         )
         wrapper.dataset = weakref.ref(distributed)
@@ -75,7 +91,7 @@ class _Wrapper:
         self._data_path = data_path
         self._checked_passes = 0
         self._sizes: tuple[bytes, Any] | None = None
-        self.dataset: weakref.ref[GlobalOrderDataset] | None = None
+        self.dataset: weakref.ref[Any] | None = None
 
     def __call__(self, local_batches: list[Any], sizes: np.ndarray) -> Any:
         dataset = self.dataset() if self.dataset is not None else None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.loader import GlobalOrderDataset
+from keras_het.loader import FileShardedDataset, GlobalOrderDataset
+from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout, apportion
 from keras_het.strategy import agreement, cluster
 from keras_het.strategy.chief_only import install_chief_only
@@ -171,6 +172,30 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         return self._data_path.distribute(dataset, global_batch_size, **options)
 
+    def distribute_files(
+        self,
+        filenames: Sequence[str],
+        reader: Callable[[Any], tf.data.Dataset],
+        global_batch_size: int,
+        **options: Any,
+    ) -> FileShardedDataset:
+        """Gives every worker whole files in proportion to its shares, and reads no others there.
+
+        Every sample is used exactly once an epoch, but the order is not that of one device. A
+        worker's number of samples differs from its ideal by at most the samples of the largest
+        file.
+
+        Args:
+            filenames: all files, in the same order on all workers.
+            reader: makes a `tf.data.Dataset` of samples from a filename (string scalar).
+            global_batch_size: number of samples of a step over all replicas.
+            **options: further arguments of `keras_het.loader.FileShardedDataset`.
+
+        Returns:
+            An iterable that `fit`, `evaluate` and `predict` accept, and custom loops.
+        """
+        return self._data_path.distribute_files(filenames, reader, global_batch_size, **options)
+
     def resume_data(self, epoch: int, step: int) -> None:
         """Makes the data set that `fit` iterates continue in the middle of an epoch.
 
@@ -199,7 +224,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 strategy has nothing to choose.
         """
         del options
-        if isinstance(dataset, GlobalOrderDataset):
+        if isinstance(dataset, DistributedSteps):
             return dataset
         return self.distribute(dataset)
 
