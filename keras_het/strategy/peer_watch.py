@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 _logger = logging.getLogger(__name__)
 
 
+_SHORTEST_TIMEOUT = 0.5
+
+
 class WorkerLostError(RuntimeError):
     """Another worker of the cluster died or no longer answers; the message names it."""
 
@@ -27,7 +30,8 @@ class PeerWatch:
         is_healthy: asks one peer, given its task name and a time-out in seconds.
         abort: makes pending collectives fail with a message.
         interval_seconds: pause between two rounds, in seconds.
-        timeout_seconds: time a peer may take to answer, in seconds.
+        timeout_seconds: time all peers together may take to answer, in seconds; a peer that is
+            asked after a slow one is given half a second at least.
         num_failures: rounds a peer may miss in a row before it counts as lost.
     """
 
@@ -37,7 +41,7 @@ class PeerWatch:
         is_healthy: Callable[[str, float], bool],
         abort: Callable[[str], None],
         interval_seconds: float = 0.5,
-        timeout_seconds: float = 5.0,
+        timeout_seconds: float = 4.0,
         num_failures: int = 2,
     ) -> None:
         self._peers = dict(peers)
@@ -75,8 +79,12 @@ class PeerWatch:
     def check(self) -> str | None:
         """Asks every peer once and returns the message about the lost ones, if any."""
         lost = []
+        # Asking holds the interpreter's lock: peers can only be asked one after the other, and
+        # several that hang must not add up to more than a survivor may take to notice.
+        end = time.monotonic() + self._timeout
         for task in self._peers:
-            healthy = self._is_healthy(task, self._timeout)
+            patience = max(end - time.monotonic(), min(self._timeout, _SHORTEST_TIMEOUT))
+            healthy = self._is_healthy(task, patience)
             self._missed[task] = 0 if healthy else self._missed[task] + 1
             if self._missed[task] >= self._num_failures:
                 lost.append(task)
