@@ -50,8 +50,7 @@ class WorkOrders:
         if self._latest is None or self._latest[0] != key:
             # Most steps have the order of the step before; making one costs more than a small step.
             self._latest = (key, self._order(weights, expected_rows, fingerprint))
-        with tf.device("CPU:0"):
-            self._queue.enqueue(self._latest[1])
+        self._queue.enqueue(self._latest[1])
 
     def _order(
         self, weights: Sequence[float], expected_rows: int, fingerprint: bool
