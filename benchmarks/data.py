@@ -19,8 +19,10 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.trainers.data_adapters import get_data_adapter
 
 from keras_het.loader import GlobalOrderDataset
 from keras_het.planning import ReplicaLayout
@@ -28,10 +30,22 @@ from keras_het.planning import ReplicaLayout
 LAYOUTS = {"one replica": ((1,), [1]), "4 of 4:2:1": ((1, 1, 1), [4, 2, 1])}
 
 
-def arrays(steps, batch):
+def slices(steps, batch):
     data = np.random.default_rng(0).random((batch * steps, 256), np.float32)
     labels = np.arange(len(data))
     return lambda: tf.data.Dataset.from_tensor_slices((data, labels)).shuffle(1000, seed=1), None
+
+
+def keras_arrays(steps, batch):
+    """What `fit(x, y)` makes of arrays; the batch size is part of the source."""
+    data = np.random.default_rng(0).random((batch * steps, 256), np.float32)
+    labels = np.arange(len(data))
+
+    def source(rows):
+        keras.utils.set_random_seed(1)
+        return get_data_adapter(data, labels, batch_size=rows, shuffle=True).get_tf_dataset()
+
+    return source, None
 
 
 def jpeg(steps, batch):
@@ -52,7 +66,12 @@ def small(steps, batch):
     )
 
 
-CASES = {"arrays in memory": arrays, "costly map (JPEG)": jpeg, "small elements": small}
+CASES = {
+    "arrays through Keras": keras_arrays,
+    "slices of arrays": slices,
+    "costly map (JPEG)": jpeg,
+    "small elements": small,
+}
 
 
 def consume(dataset):
@@ -67,11 +86,13 @@ def consume(dataset):
     return rows / (time.perf_counter() - start)
 
 
-def pipeline(source, function):
+def batches(source, function, rows):
+    if source.__name__ == "source":
+        return source(rows)
     dataset = source()
     if function is not None:
         dataset = dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE)
-    return dataset
+    return dataset.batch(rows).prefetch(2)
 
 
 def ours(source, function, layout, weights, batch, change_every):
@@ -82,14 +103,14 @@ def ours(source, function, layout, weights, batch, change_every):
         turn = (calls[0] // change_every) % 2 if change_every else 0
         return weights[::-1] if turn and len(weights) > 1 else weights
 
-    dataset = pipeline(source, function).batch(batch).prefetch(2)
+    dataset = batches(source, function, batch)
     return GlobalOrderDataset(
         dataset, ReplicaLayout(layout, 0), current, lambda batches, sizes: (batches, int(sizes[0]))
     )
 
 
 def plain(source, function, rows):
-    dataset = pipeline(source, function).batch(rows).prefetch(2)
+    dataset = batches(source, function, rows)
     for batch in dataset:
         yield batch, int(tf.nest.flatten(batch)[0].shape[0])
 

@@ -36,12 +36,13 @@ def one_epoch(worker):
 def test_continues_as_if_never_stopped(name, epoch, step):
     whole = make_workers(ALL[name], (1,), [[1]])[0]
     expected = [one_epoch(whole) for _ in range(epoch + 2)]
+    step = min(step, len(expected[epoch]) - 1)
     resumed = make_workers(ALL[name], (1,), [[1]])[0]
     resumed.start_at(epoch, step)
     iterator = iter(resumed)
-    next(iter(resumed), None)  # Keras's look
+    next(iter(resumed))  # Keras's look
     assert collect([iterator], (1,))[0] == expected[epoch][step:]
-    assert iterator.step == max(len(expected[epoch]), step)
+    assert iterator.step == len(expected[epoch])
     assert iterator.epoch == epoch
     assert one_epoch(resumed) == expected[epoch + 1]
 

@@ -23,49 +23,34 @@ def dataset(lookahead=2, samples=1000, mapped=True):
 
 PROGRAMS = {
     "left at the end of the program": """
-        iterator = iter(dataset())
-        next(iterator)
+        iterators = []
+        for options in ({}, {"lookahead": 0, "mapped": False}, {"samples": 7}):
+            iterators.append(iter(dataset(**options)))
+            next(iterators[-1])
         """,
-    "left in a loop": """
+    "left on the way": """
+        import gc
+
         for _ in dataset():
             break
-        """,
-    "waiting for an order without lookahead": """
-        iterator = iter(dataset(lookahead=0, mapped=False))
-        next(iterator)
-        """,
-    "uneven last batch needs Python": """
-        iterator = iter(dataset(samples=7))
-        next(iterator)
-        """,
-    "many abandoned": """
+
         held = []
-        for index in range(12):
-            source = dataset(lookahead=index % 3, mapped=index % 2 == 0)
-            iterator = iter(source)
+        for index in range(6):
+            iterator = iter(dataset(lookahead=index % 3, mapped=index % 2 == 0))
             next(iterator), next(iterator)
             held.append(iterator)
         del held
-        import gc; gc.collect()
-        """,
-    "many from one": """
+
         source = dataset()
-        for _ in range(30):
+        for _ in range(6):
             iterator = iter(source)
             next(iterator), next(iterator)
-        assert source.pipelines_built <= 31
-        """,
-    "closed by hand": """
-        iterator = iter(dataset())
-        next(iterator)
         iterator.close()
         iterator.close()
         assert next(iterator, "end") == "end"
-        """,
-    "garbage in a cycle": """
-        import gc
+
         class Cycle: pass
-        for _ in range(8):
+        for _ in range(6):
             cycle = Cycle()
             cycle.itself, cycle.source = cycle, dataset()
             cycle.iterator = iter(cycle.source)
@@ -73,18 +58,16 @@ PROGRAMS = {
             del cycle
             gc.collect()
         """,
-    "an error in the middle": """
+    "left by an exit": """
+        import sys
         for _ in dataset():
-            try:
-                raise ValueError("step failed")
-            except ValueError:
-                break
-        import sys; sys.exit(0)
+            print("END")
+            sys.exit(0)
         """,
 }
 
 
-def run(program, timeout=90):
+def run(program, timeout=240):
     return subprocess.run(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(program) + "\nprint('END')"],
         capture_output=True,
@@ -98,7 +81,7 @@ def run(program, timeout=90):
 def test_the_process_ends(name):
     result = run(PROGRAMS[name])
     assert result.returncode == 0, result.stderr
-    assert "END" in result.stdout or "sys.exit" in PROGRAMS[name]
+    assert "END" in result.stdout
     assert "Traceback" not in result.stderr
     assert "Exception ignored" not in result.stderr
 
