@@ -51,6 +51,7 @@ def make_apply_hook(
             step = current_step()
             if step is None or step.gradients_are_reduced:
                 return original(self, grads, trainable_variables)
+            _give_static_shapes(grads, trainable_variables or self._trainable_variables)
             update = PendingUpdate(
                 apply=functools.partial(original, self, trainable_variables=trainable_variables),
                 gradients=list(grads),
@@ -79,6 +80,13 @@ def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, grads_and_vars)
 
     return all_reduce_sum_gradients
+
+
+def _give_static_shapes(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """The place in a packed buffer needs them; an embedding's dense gradient has none."""
+    for grad, variable in zip(grads, variables, strict=True):
+        if grad is not None and not isinstance(grad, tf.IndexedSlices):
+            grad.set_shape(variable.shape)
 
 
 @dataclasses.dataclass
