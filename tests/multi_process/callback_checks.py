@@ -1,0 +1,82 @@
+"""Checks of callbacks and saving on two workers; each runs in a working directory of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from recording import Recording, batches, check, small_model
+from recording_names import OWN
+
+import keras_het
+
+MOST_EPOCHS = 12
+
+
+class LearningRates(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.values.append(float(np.array(self.model.optimizer.learning_rate)))
+
+
+@check
+def decisions(run: Recording) -> None:
+    run.set_shares([2, 1])
+    model = run.build(lambda: small_model(keras.optimizers.SGD(0.2)))
+    rates = LearningRates()
+    decide = [
+        keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.05),
+        keras.callbacks.EarlyStopping(
+            "val_loss", patience=3, min_delta=0.05, restore_best_weights=True
+        ),
+    ]
+    run.fit(
+        model,
+        batches(),
+        epochs=MOST_EPOCHS,
+        validation_data=batches(15, 6),
+        callbacks=[*decide, rates],
+    )
+    run.keep("rates", np.array(rates.values))
+
+
+@check
+def learning_rate_schedule(run: Recording) -> None:
+    run.set_shares([2, 1])
+    model = run.build(lambda: small_model("adam"))
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 * rate + 0.01 * epoch)
+    rates = LearningRates()
+    run.fit(model, batches(), epochs=3, callbacks=[schedule, rates])
+    run.keep("rates", np.array(rates.values))
+
+
+@check
+def files(run: Recording) -> None:
+    run.set_shares([2, 1])
+    model = run.build(lambda: small_model("adam"))
+    callbacks = [
+        keras.callbacks.ModelCheckpoint("every-{epoch}.keras"),
+        keras.callbacks.ModelCheckpoint(
+            "best.weights.h5", monitor="loss", save_best_only=True, save_weights_only=True
+        ),
+        keras.callbacks.CSVLogger("log.csv"),
+        keras.callbacks.TensorBoard("tensorboard"),
+        keras.callbacks.BackupAndRestore("backup", delete_checkpoint=False),
+    ]
+    if run.strategy is not None:
+        backup = keras_het.callbacks.BackupAndRestore("het_backup", 2, delete_checkpoint=False)
+        callbacks.append(backup)
+    run.fit(model, batches(), validation_data=batches(15, 6), callbacks=callbacks)
+    model.save("final.keras")
+    model.save_weights("final.weights.h5")
+    # What was saved is the model of all workers; it loads without the cluster.
+    if Path("final.keras").exists():
+        loaded = keras.saving.load_model("final.keras")
+        for position, (mine, saved) in enumerate(zip(model.weights, loaded.weights, strict=True)):
+            run.keep(f"{OWN}difference_{position}", np.abs(np.array(mine) - np.array(saved)).max())
+    run.keep("evaluate", model.evaluate(batches(), verbose=0))

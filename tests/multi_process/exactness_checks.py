@@ -1,0 +1,288 @@
+"""The checks that run on every worker of a cluster, and on one device to compare with.
+
+Each takes a `Recording` and does what a user's script would do. All clusters here have three
+replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from recording import Recording, arrays, batches, check, small_model
+from recording_names import ONLY_WORKERS, OWN
+
+NUM_REPLICAS = 3
+
+
+@check
+def unseeded_numpy_shuffle(run: Recording) -> None:
+    # First, before anything here has set a seed: the workers agree on the order by themselves.
+    run.set_shares([4, 2, 1])
+    x, y = arrays()
+    with run.scope():
+        still = small_model("sgd", keras.layers.Dense(4, kernel_initializer="ones"))
+        still.layers[-1].kernel.assign(tf.ones([4, 1]))
+        still.compile(keras.optimizers.SGD(0.0), "mse")
+        model = small_model(keras.optimizers.SGD(0.1), keras.layers.Dropout(0.5))
+    # Without learning, the mean loss of an epoch does not depend on the order: each sample once.
+    history = still.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    run.keep("history_without_learning", np.array(history.history["loss"]))
+    losses = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
+    run.keep(ONLY_WORKERS + "history", np.array(losses))
+    for position, variable in enumerate(model.weights):
+        run.keep(f"{ONLY_WORKERS}weight_{position}", variable)
+
+
+@check
+def shares_and_partial_batch(run: Recording) -> None:
+    run.set_shares([4, 2, 1])
+    model = run.build(
+        lambda: small_model(
+            keras.optimizers.AdamW(0.05, weight_decay=0.01),
+            # Normalisation takes a bias out again: its gradient would be rounding errors.
+            keras.layers.Dense(4, use_bias=False, kernel_regularizer="l2"),
+            keras.layers.BatchNormalization(momentum=0.5, synchronized=True),
+            metrics=["mae", keras.metrics.RootMeanSquaredError()],
+        )
+    )
+    run.fit(model, batches(), validation_data=batches(15, 6))
+    run.keep("evaluate", model.evaluate(batches(), verbose=0))
+    run.keep("predict", model.predict(batches(), verbose=0))
+    run.keep("predict_arrays", model.predict(arrays(19)[0], batch_size=7, verbose=0))
+
+
+@check
+def zero_share(run: Recording) -> None:
+    run.set_shares([3, 0, 1])
+    model = run.build(lambda: small_model(keras.optimizers.SGD(0.1, momentum=0.9)))
+    run.fit(model, batches())
+    run.set_shares([0, 0, 1])
+    run.keep("evaluate", model.evaluate(batches(), verbose=0))
+    run.keep("predict", model.predict(batches(), verbose=0))
+
+
+@check
+def batch_normalization(run: Recording) -> None:
+    # The statistics of each replica's own share: equal on all workers, but not one device's.
+    run.set_shares([4, 2, 1])
+    model = run.build(
+        lambda: small_model(
+            keras.optimizers.SGD(0.1), keras.layers.Dense(4), keras.layers.BatchNormalization()
+        )
+    )
+    model.fit(batches(), epochs=2, verbose=0)
+    for position, variable in enumerate(model.weights):
+        run.keep(f"{ONLY_WORKERS}weight_{position}", variable)
+
+
+@check
+def steps_per_execution_with_pydataset(run: Recording) -> None:
+    class Source(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+            x, y = arrays()
+            return x[8 * index : 8 * index + 8], y[8 * index : 8 * index + 8]
+
+    run.set_shares([2, 1, 4])
+    model = run.build(lambda: small_model("adam", steps_per_execution=2))
+    run.fit(model, Source(workers=1), shuffle=False)
+    run.keep("predict", model.predict(batches(), verbose=0))
+
+
+@check
+def unknown_cardinality(run: Recording) -> None:
+    def rows() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield from zip(*arrays(), strict=True)
+
+    specs = (tf.TensorSpec([5], tf.float32), tf.TensorSpec([1], tf.float32))
+    run.set_shares([4, 2, 1])
+    model = run.build(lambda: small_model(keras.optimizers.SGD(0.1, momentum=0.9)))
+    run.fit(model, tf.data.Dataset.from_generator(rows, output_signature=specs).batch(8))
+    # On one device Keras counts an iteration when it finds the end of the data.
+    run.keep(ONLY_WORKERS + "iterations", run.results.pop("optimizer_0"))
+
+
+@check
+def seeded_numpy_shuffle(run: Recording) -> None:
+    run.set_shares([1, 5, 1])
+    model = run.build(lambda: small_model("nadam"))
+    keras.utils.set_random_seed(11)
+    run.fit(model, *arrays(), batch_size=8, validation_split=0.25)
+
+
+@check
+def loss_scale_optimizer(run: Recording) -> None:
+    def make_model() -> Any:
+        inner = keras.optimizers.SGD(0.1, momentum=0.9)
+        return small_model(
+            keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**8, dynamic_growth_steps=2)
+        )
+
+    run.set_shares([4, 2, 1])
+    run.fit(run.build(make_model), batches())
+
+
+@check
+def gradient_accumulation_and_clipping(run: Recording) -> None:
+    optimizer = keras.optimizers.SGD
+    run.set_shares([4, 0, 1])
+    model = run.build(
+        lambda: small_model(
+            optimizer(0.1, momentum=0.9, gradient_accumulation_steps=2, clipnorm=0.05)
+        )
+    )
+    run.fit(model, batches())
+
+
+@check
+def sample_weights_and_masks(run: Recording) -> None:
+    random = np.random.default_rng(3)
+    tokens = random.integers(1, 7, size=(22, 4))
+    tokens *= np.arange(4)[None, :] < random.integers(1, 5, size=(22, 1))
+    targets = random.normal(size=(22, 4, 1)).astype("float32")
+    weights = random.uniform(0.0, 2.0, size=(22, 4)).astype("float32")
+
+    def make_model() -> Any:
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(7, 3, mask_zero=True),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"])
+        return model
+
+    run.set_shares([4, 2, 1])
+    model = run.build(make_model)
+    data = tf.data.Dataset.from_tensor_slices((tokens, targets, weights)).batch(8)
+    run.fit(model, data)
+    run.keep("evaluate", model.evaluate(data, verbose=0))
+
+
+@check
+def shares_change_within_the_epoch(run: Recording) -> None:
+    class ChangeShares(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            run.set_shares([batch % 3, 1 + batch % 2, 3])
+
+    run.set_shares([4, 2, 1])
+    model = run.build(lambda: small_model("adam"))
+    run.fit(model, batches(44), callbacks=[ChangeShares()])
+    run.set_shares([1, 1, 1])
+    if run.strategy is None:
+        return
+    local = run.strategy.extended.layout.local_replicas
+    sizes = []
+    for step, (x, _) in enumerate(run.strategy.distribute(batches(64))):
+        rows = [int(part.shape[0]) for part in run.strategy.experimental_local_results(x)]
+        sizes.append([0] * local[0] + rows + [0] * (NUM_REPLICAS - local[-1] - 1))
+        if step == 2:
+            run.set_shares([0, 5, 3])
+    run.keep(OWN + "sizes", np.array(sizes))
+
+
+@check
+def train_on_batch(run: Recording) -> None:
+    run.set_shares([4, 2, 1])
+    model = run.build(lambda: small_model("sgd"))
+    x, y = arrays(6)
+    run.keep("logs", [model.train_on_batch(x, y), model.train_on_batch(x, y)])
+    run.keep("test", model.test_on_batch(x, y))
+    run.keep_model(model)
+
+
+@check
+def custom_training_loop(run: Recording) -> None:
+    run.set_shares([4, 2, 1])
+    strategy = run.strategy or tf.distribute.get_strategy()
+
+    def make_model() -> Any:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    model = run.build(make_model)
+
+    def replica_step(batch: Any, size: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            errors = tf.reduce_sum(tf.square(model(x, training=True) - y), axis=1)
+            loss = tf.reduce_sum(errors) / tf.cast(size, tf.float32)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss, errors
+
+    @tf.function(reduce_retracing=True)
+    def step(batch: Any, size: Any) -> Any:
+        loss, errors = strategy.run(replica_step, args=(batch, size))
+        return strategy.reduce("SUM", loss, axis=None), strategy.gather(errors, axis=0)
+
+    for position, (batch, size) in enumerate(
+        zip(strategy.experimental_distribute_dataset(batches()), (8, 8, 6), strict=True)
+    ):
+        loss, errors = step(batch, tf.constant(size))
+        run.keep(f"loss_{position}", loss)
+        run.keep(f"gathered_{position}", errors)
+    run.keep_model(model)
+
+
+@check
+def collectives_in_replica_context(run: Recording) -> None:
+    if run.strategy is None:
+        return
+
+    def replica_function(value: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        number = tf.cast(context.replica_id_in_sync_group, tf.float32)
+        summed = context.all_reduce("SUM", number + 1.0)
+        mean = context.all_reduce("MEAN", number + 1.0)
+        average = tf.nn.compute_average_loss(tf.fill([2], number), global_batch_size=6)
+        rows = context.all_gather(tf.fill([1, 2], number), axis=0)
+        return summed, mean, context.all_reduce("SUM", average), rows, value
+
+    run.set_shares([4, 0, 1])
+
+    @tf.function
+    def step() -> Any:
+        return run.strategy.run(replica_function, args=(tf.constant(3.0),))
+
+    summed, mean, average, rows, value = [
+        run.strategy.experimental_local_results(item)[0] for item in step()
+    ]
+    run.keep(ONLY_WORKERS + "sum", summed)
+    run.keep(ONLY_WORKERS + "mean", mean)
+    run.keep(ONLY_WORKERS + "average_loss", average)
+    run.keep(ONLY_WORKERS + "gathered", rows)
+    run.keep(ONLY_WORKERS + "untouched", value)
+
+
+@check
+def ragged_predictions(run: Recording) -> None:
+    class Ragged(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(2, kernel_initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def predict_step(self, data: Any) -> Any:
+            lengths = tf.cast(tf.math.floormod(tf.cast(data[:, 0], tf.int32), 4), tf.int64)
+            values = tf.repeat(self(data, training=False), lengths, axis=0)
+            return {"ragged": tf.RaggedTensor.from_row_lengths(values, lengths), "dense": data}
+
+    run.set_shares([4, 2, 1])
+    model = run.build(Ragged)
+    x = np.arange(22 * 3, dtype="float32").reshape(22, 3)
+    predictions = model.predict(tf.data.Dataset.from_tensor_slices(x).batch(8), verbose=0)
+    run.keep("row_splits", predictions["ragged"].row_splits)
+    run.keep("values", predictions["ragged"].flat_values)
+    run.keep("dense", predictions["dense"])

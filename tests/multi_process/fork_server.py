@@ -1,0 +1,84 @@
+"""Program: imports TensorFlow once and forks a worker for each line of its standard input.
+
+Importing TensorFlow and Keras takes many seconds of processor time, more than most of the checks
+here; a fork takes none. The import starts no thread and no runtime of TensorFlow, so that a fork
+behaves like a fresh process. What a fork would share with its siblings by accident (the state of
+random generators) is drawn anew. A worker ends like any script, interpreter shutdown included.
+
+Lines in: {"script", "arguments", "environment", "folder", "output"}. Lines out: {"ready"},
+{"started": process id} and {"ended": process id, "exit_code"}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+
+import keras_het.strategy.heterogeneous_strategy  # noqa: F401 - with TensorFlow and Keras
+
+_children: set[int] = set()
+
+
+def _say(message: dict[str, Any]) -> None:
+    os.write(1, (json.dumps(message) + "\n").encode())
+
+
+def _reap(*_: Any) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            process_id, status = os.waitpid(-1, os.WNOHANG)
+            if process_id == 0:
+                return
+            _children.discard(process_id)
+            _say({"ended": process_id, "exit_code": os.waitstatus_to_exitcode(status)})
+
+
+def _become_worker(request: dict[str, Any]) -> None:
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv = [request["script"], *request["arguments"]]
+    random.seed()
+    np.random.seed()
+
+
+def _next_worker() -> dict[str, Any] | None:
+    """Forks for each request; returns the request in the worker, and None at the end."""
+    # Unbuffered, so that a fork inherits no half-read line.
+    with os.fdopen(os.dup(0), "rb", buffering=0) as requests:
+        while line := requests.readline():
+            request: dict[str, Any] = json.loads(line)
+            process_id = os.fork()
+            if process_id == 0:
+                _become_worker(request)
+                return request
+            _children.add(process_id)
+            _say({"started": process_id})
+    return None
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, _reap)
+    _say({"ready": True})
+    job = _next_worker()
+    if job is not None:
+        sys.path.insert(0, os.path.dirname(job["script"]))  # noqa: PTH120 - as Python itself does
+        runpy.run_path(job["script"], run_name="__main__")
+    else:
+        for child in list(_children):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)

@@ -1,0 +1,198 @@
+"""Clusters of forked workers: started from a script, watched, and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from keras_het.launch.free_ports import ReservedPorts
+
+FOLDER = Path(__file__).parent
+# Everything here ends much sooner; a loaded machine may need long.
+TIMEOUT = 240.0
+
+
+class ForkServer:
+    """Client of `fork_server.py`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._started: list[int] = []
+        self._exit_codes: dict[int, tuple[int, float]] = {}
+        self._is_ready = False
+        self._requests = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, str(FOLDER / "fork_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def fork(self, script: str, arguments: Sequence[str], **request: Any) -> int:
+        """Starts a worker and returns its process id."""
+        self._wait_for(lambda: self._is_ready, TIMEOUT, "the fork server to import TensorFlow")
+        with self._requests:
+            number = len(self._started)
+            line = json.dumps({"script": script, "arguments": list(arguments), **request})
+            assert self._process.stdin is not None
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+            self._wait_for(lambda: len(self._started) > number, TIMEOUT, "a worker to start")
+            return self._started[number]
+
+    def ended(self, process_id: int, timeout: float) -> tuple[int, float] | None:
+        """Exit code and time (`time.monotonic`) of a worker, or None if it still runs."""
+        with self._changed:
+            self._changed.wait_for(lambda: process_id in self._exit_codes, timeout)
+            return self._exit_codes.get(process_id)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+        self._reader.join(10)
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(condition, timeout):
+                raise TimeoutError(f"waited {timeout:g} s for {what}")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            with self._changed:
+                if "started" in message:
+                    self._started.append(message["started"])
+                elif "ended" in message:
+                    code = message["exit_code"], time.monotonic()
+                    self._exit_codes[message["ended"]] = code
+                else:
+                    self._is_ready = True
+                self._changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a worker ended."""
+
+    exit_code: int
+    output: str
+    exited_at: float
+
+
+class Workers:
+    """Several workers that run one script.
+
+    Args:
+        server: where they are forked.
+        script: name of a script in this folder.
+        environments: variables of each worker, besides those of this process.
+        folder: a fresh folder for their output; each worker's working directory is in it.
+        arguments: arguments of the script.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        script: str,
+        environments: Sequence[Mapping[str, str]],
+        folder: Path,
+        arguments: Sequence[object] = (),
+    ) -> None:
+        self._server = server
+        self.process_ids: list[int] = []
+        self.folders = [folder / f"worker_{index}" for index in range(len(environments))]
+        self._outputs = [folder / f"output_{index}.txt" for index in range(len(environments))]
+        try:
+            for index, environment in enumerate(environments):
+                self.folders[index].mkdir(parents=True)
+                self.process_ids.append(
+                    server.fork(
+                        str(FOLDER / script),
+                        [str(argument) for argument in arguments],
+                        environment={**os.environ, **environment},
+                        folder=str(self.folders[index]),
+                        output=str(self._outputs[index]),
+                    )
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def output(self, index: int) -> str:
+        path = self._outputs[index]
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, timeout: float = TIMEOUT) -> list[Result]:
+        """Waits for all workers."""
+        return [self.wait_for(index, timeout) for index in range(len(self.process_ids))]
+
+    def wait_for(self, index: int, timeout: float = TIMEOUT) -> Result:
+        ended = self._server.ended(self.process_ids[index], timeout)
+        if ended is None:
+            raise TimeoutError(f"worker {index} still runs after {timeout:g} s:\n{self.tails()}")
+        return Result(ended[0], self.output(index), ended[1])
+
+    def wait_for_output(self, index: int, text: str, timeout: float = TIMEOUT) -> None:
+        """Waits until a worker has printed a text."""
+        end = time.monotonic() + timeout
+        while text not in self.output(index):
+            ended = self._server.ended(self.process_ids[index], timeout=0.05)
+            if ended is not None and text not in self.output(index):
+                raise AssertionError(f"worker {index} ended without {text!r}:\n{self.tails()}")
+            if time.monotonic() > end:
+                raise TimeoutError(f"no {text!r} of worker {index}:\n{self.tails()}")
+
+    def send_signal(self, index: int, number: int = signal.SIGKILL) -> None:
+        if self._server.ended(self.process_ids[index], timeout=0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process_ids[index], number)
+
+    def tails(self) -> str:
+        return "\n".join(
+            f"--- worker {index}:\n{self.output(index)[-3000:]}"
+            for index in range(len(self.process_ids))
+        )
+
+    def close(self) -> None:
+        """Kills what still runs."""
+        for index in range(len(self.process_ids)):
+            self.send_signal(index, signal.SIGKILL)
+        for process_id in self.process_ids:
+            self._server.ended(process_id, timeout=20)
+
+
+def cluster_environments(
+    jobs: Mapping[str, int], common: Mapping[str, str] | None = None
+) -> list[dict[str, str]]:
+    """TF_CONFIG of every task of a cluster on free ports; `jobs` maps names to numbers of tasks."""
+    tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
+    ports = ReservedPorts(len(tasks))
+    ports.release()
+    addresses = dict(zip(tasks, ports.addresses, strict=True))
+    cluster = {job: [addresses[job, index] for index in range(n)] for job, n in jobs.items()}
+    ports.close()
+    return [
+        {
+            **(common or {}),
+            "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": index}}),
+        }
+        for job, index in tasks
+    ]

@@ -1,0 +1,70 @@
+"""Program: one worker of a cluster that trains until something happens to it.
+
+Its single argument is a JSON object: "steps" of training, "shares", what this worker does at a step
+("raise_at", "exit_late"), or what it does wrong before training ("seed", "use_tensorflow_first").
+Each may be a list with one entry a worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_het
+
+config = json.loads(os.environ.get("TF_CONFIG") or '{"task": {"index": 0}}')
+PLACE = config["task"]["index"] + (
+    config["task"].get("type") == "worker" and "chief" in config["cluster"]
+)
+
+
+def option(name: str) -> Any:
+    value = json.loads(sys.argv[1]).get(name)
+    return value[PLACE] if isinstance(value, list) else value
+
+
+class AtStep(keras.callbacks.Callback):
+    step = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.step += 1
+        if self.step == 20:
+            print("training", flush=True)
+        if self.step == option("raise_at"):
+            raise ZeroDivisionError("a mistake in a callback")
+
+
+def main() -> None:
+    if option("use_tensorflow_first"):
+        print("used", float(tf.constant(1.0) + 1.0))
+    if option("seed") is not None:
+        keras.utils.set_random_seed(option("seed"))
+    shares = option("shares")
+    strategy = keras_het.HeterogeneousStrategy(
+        shares=None if shares is None else [float(share) for share in shares.split(":")]
+    )
+    print(f"strategy of {strategy.num_workers} worker(s)", flush=True)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.arange(256, dtype="float32").reshape(64, 4) / 256
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(64).repeat().batch(8)
+    try:
+        model.fit(data, steps_per_epoch=option("steps"), epochs=1, verbose=0, callbacks=[AtStep()])
+    except BaseException as error:
+        print(f"raised {type(error).__name__} at {time.time():.3f}", flush=True)
+        raise
+    print("finished", flush=True)
+    # Some work that only this worker has to do at the end.
+    threading.Event().wait(option("exit_late") or 0)
+
+
+main()

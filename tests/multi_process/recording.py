@@ -1,0 +1,105 @@
+"""What a check of the exactness program sees and keeps: runs on every worker and on one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+CHECKS: dict[str, Callable[[Recording], None]] = {}
+
+
+def check(function: Callable[[Recording], None]) -> Callable[[Recording], None]:
+    """Decorator: makes a function known to `program_exactness.py` by its name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+class StepLogs(keras.callbacks.Callback):
+    """Keeps the logs of every training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.logs.append({"batch": batch, **(logs or {})})
+
+
+class Recording:
+    """Runs one check, with a strategy or on one device, and collects its results.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`, or None for one device.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        self.results: dict[str, np.ndarray] = {}
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
+            yield
+
+    def set_shares(self, shares: Sequence[float]) -> None:
+        if self.strategy is not None:
+            self.strategy.set_shares(shares)
+
+    def keep(self, name: str, structure: Any) -> None:
+        """Keeps all leaves of a structure."""
+        leaves = keras.tree.flatten(structure)
+        for position, leaf in enumerate(leaves):
+            key = name if len(leaves) == 1 else f"{name}/{position}"
+            self.results[key] = np.array(leaf)
+
+    def keep_model(self, model: Any, prefix: str = "") -> None:
+        for position, variable in enumerate(model.weights):
+            self.keep(f"{prefix}weight_{position}", variable)
+        for position, variable in enumerate(model.optimizer.variables):
+            self.keep(f"{prefix}optimizer_{position}", variable)
+        if hasattr(model.optimizer, "inner_optimizer"):
+            for position, variable in enumerate(model.optimizer.inner_optimizer.variables):
+                self.keep(f"{prefix}inner_optimizer_{position}", variable)
+
+    def build(self, make_model: Callable[[], Any]) -> Any:
+        keras.utils.set_random_seed(7)
+        with self.scope():
+            return make_model()
+
+    def fit(self, model: Any, *arguments: Any, prefix: str = "", **options: Any) -> None:
+        """Trains and keeps the logs of all steps, the History, weights and optimizer state."""
+        steps = StepLogs()
+        callbacks = [steps, *options.pop("callbacks", [])]
+        history = model.fit(
+            *arguments, **{"epochs": 2, "verbose": 0, **options}, callbacks=callbacks
+        )
+        for position, logs in enumerate(steps.logs):
+            for key, value in logs.items():
+                self.keep(f"{prefix}step_{position}/{key}", value)
+        for key, values in history.history.items():
+            self.keep(f"{prefix}history/{key}", np.array(values))
+        self.keep_model(model, prefix)
+
+
+def arrays(samples: int = 22, features: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(samples, features)).astype("float32")
+    y = random.normal(size=(samples, 1)).astype("float32") + 0.5
+    return x, y
+
+
+def batches(samples: int = 22, size: int = 8) -> tf.data.Dataset:
+    """Global batches; the last one is partial (22 = 8 + 8 + 6)."""
+    return tf.data.Dataset.from_tensor_slices(arrays(samples)).batch(size)
+
+
+def small_model(optimizer: Any, *hidden: Any, **compile_options: Any) -> Any:
+    layers = hidden or (keras.layers.Dense(4, activation="tanh"),)
+    model = keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
+    model.compile(optimizer, **{"loss": "mse", "metrics": ["mae"], **compile_options})
+    return model

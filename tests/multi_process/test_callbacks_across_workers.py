@@ -1,0 +1,69 @@
+"""Callbacks on two workers: the same decisions everywhere, and only the chief writes files."""
+
+from __future__ import annotations
+
+import csv
+from typing import Any
+
+import numpy as np
+import pytest
+from recording_names import OWN
+from runs import Runs
+
+CHECKS = ("decisions", "learning_rate_schedule", "files")
+MOST_EPOCHS = 12
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def runs(start_for_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("callbacks")
+    return Runs(start_for_session, folder, "callback_checks", CHECKS, {"worker": 2}, "1,1")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_workers_equal_one_device(runs: Runs, check: str) -> None:
+    runs.assert_as_one_device(check)
+
+
+def test_all_workers_stop_together_before_the_end(runs: Runs) -> None:
+    for results in runs.of_workers("decisions"):
+        rates = results["rates"]
+        assert len(results["history/loss"]) == len(rates)
+        assert len(rates) < MOST_EPOCHS, "nothing was decided: the test would be empty"
+        assert rates[-1] < rates[0]
+
+
+def test_the_chief_writes_all_files(runs: Runs) -> None:
+    folder = runs.workers.folders[0]
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "every-1.keras",
+        "every-2.keras",
+        "best.weights.h5",
+        "log.csv",
+        "tensorboard",
+        "backup",
+        "het_backup",
+        "final.keras",
+        "final.weights.h5",
+    }
+    assert {path.name for path in (folder / "tensorboard").iterdir()} == {"train", "validation"}
+    with (folder / "log.csv").open() as log:
+        rows = list(csv.DictReader(log))
+    chief, _ = runs.of_workers("files")
+    np.testing.assert_allclose(
+        [float(row["loss"]) for row in rows], chief["history/loss"], rtol=1e-6
+    )
+
+
+def test_the_other_worker_writes_nothing(runs: Runs) -> None:
+    assert list(runs.workers.folders[1].rglob("*")) == []
+
+
+def test_the_saved_model_has_the_trained_weights(runs: Runs) -> None:
+    chief, _ = runs.of_workers("files")
+    differences = [value for name, value in chief.items() if name.startswith(OWN + "difference")]
+    assert len(differences) == 4
+    assert max(differences) == 0

@@ -1,0 +1,97 @@
+"""What users do wrong when they start a cluster, and what they are told."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+from forked_workers import cluster_environments
+
+STEPS = 25
+
+
+def _fit(start_workers: Any, jobs: dict[str, int], **options: Any) -> Any:
+    return start_workers("program_fit.py", jobs, [json.dumps({"steps": STEPS, **options})])
+
+
+def test_different_shares_are_an_error_on_every_worker(start_workers: Any) -> None:
+    workers = _fit(start_workers, {"worker": 3}, shares=["4:2:1", "4:2:1", "1:2:4"])
+    for result in workers.wait():
+        assert result.exit_code == 1
+        assert "ValueError: The workers were started with different settings: share weights" in (
+            result.output
+        )
+        assert "Start all workers with the same script" in result.output
+
+
+def test_different_orders_are_an_error_on_every_worker(start_workers: Any) -> None:
+    workers = _fit(start_workers, {"worker": 3}, seed=[1, 2, 1])
+    for result in workers.wait():
+        assert result.exit_code == 1
+        assert "ValueError: The workers read the samples in different orders" in result.output
+        assert "worker(s) [1] differ from the chief" in result.output
+        assert "keras.utils.set_random_seed(42)" in result.output
+
+
+def test_tensorflow_used_before_the_strategy(start_workers: Any) -> None:
+    workers = _fit(start_workers, {"worker": 2}, use_tensorflow_first=True)
+    for result in workers.wait():
+        assert result.exit_code == 1
+        assert "RuntimeError" in result.output
+        assert "HeterogeneousStrategy" in result.output.splitlines()[-1] or (
+            "must be set" in result.output or "program startup" in result.output
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("{'cluster': {}}", "TF_CONFIG is not valid JSON", id="quotes"),
+        pytest.param(
+            '{"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, '
+            '"task": {"type": "worker", "index": 2}}',
+            "TF_CONFIG's task index is out of range",
+            id="index",
+        ),
+        pytest.param(
+            '{"cluster": {"worker": ["127.0.0.1", "127.0.0.1:2"]}, '
+            '"task": {"type": "worker", "index": 0}}',
+            "it has no port",
+            id="address",
+        ),
+    ],
+)
+def test_malformed_tf_config(start_workers: Any, text: str, message: str) -> None:
+    environments = [{"TF_CONFIG": text}]
+    # The program reads the configuration too; here only the strategy does.
+    workers = start_workers("program_strategy.py", environments=environments)
+    (result,) = workers.wait()
+    assert result.exit_code == 1
+    assert message in result.output.splitlines()[-1]
+    assert result.output.splitlines()[-1].startswith("ValueError: ")
+
+
+def test_port_is_taken(start_workers: Any) -> None:
+    environments = cluster_environments({"worker": 2})
+    address = json.loads(environments[0]["TF_CONFIG"])["cluster"]["worker"][0]
+    with socket.socket() as taken:
+        taken.bind((address.split(":")[0], int(address.split(":")[1])))
+        taken.listen()
+        workers = start_workers("program_strategy.py", environments=environments)
+        result = workers.wait_for(0)
+    assert result.exit_code != 0
+    assert address in result.output or address.split(":")[1] in result.output
+
+
+def test_an_evaluator_trains_with_nobody(start_workers: Any) -> None:
+    cluster = {"worker": ["127.0.0.1:1", "127.0.0.1:2"], "evaluator": ["127.0.0.1:3"]}
+    task = {"type": "evaluator", "index": 0}
+    text = json.dumps({"cluster": cluster, "task": task})
+    arguments = [json.dumps({"steps": STEPS})]
+    workers = start_workers("program_fit.py", None, arguments, [{"TF_CONFIG": text}])
+    (result,) = workers.wait()
+    assert result.exit_code == 0, result.output
+    assert "strategy of 1 worker(s)" in result.output
+    assert "finished" in result.output
