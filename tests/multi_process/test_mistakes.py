@@ -82,7 +82,8 @@ def test_port_is_taken(start_workers: Any) -> None:
         workers = start_workers("program_strategy.py", environments=environments)
         result = workers.wait_for(0)
     assert result.exit_code != 0
-    assert address in result.output or address.split(":")[1] in result.output
+    # TensorFlow 2.16 does not say which address.
+    assert address.split(":")[1] in result.output or "Could not start gRPC" in result.output
 
 
 def test_an_evaluator_trains_with_nobody(start_workers: Any) -> None:
