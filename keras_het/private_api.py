@@ -91,6 +91,16 @@ def keras_step_kind(function: Any) -> str | None:
     return None
 
 
+def model_of_step(function: Any) -> Any:
+    """Returns the model whose Keras step `function` is, or None."""
+    owner = getattr(function, "__self__", None)
+    cells = getattr(getattr(function, "__wrapped__", function), "__closure__", None) or ()
+    for candidate in (owner, *(cell.cell_contents for cell in cells)):
+        if isinstance(candidate, keras.Model):
+            return candidate
+    return None
+
+
 def is_stock_train_step(function: Any) -> bool:
     """Tells whether a bound `train_step`, and the metrics it computes, are Keras's own."""
     trainer = keras_tf_trainer.TensorFlowTrainer
@@ -123,11 +133,7 @@ def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
         eager_context.context().check_collective_ops_peer_health(
             task, timeout_in_ms=int(timeout_seconds * 1000)
         )
-    except (
-        tf.errors.UnavailableError,
-        tf.errors.DeadlineExceededError,
-        tf.errors.FailedPreconditionError,
-    ):
+    except tf.errors.OpError:
         return False
     return True
 

@@ -22,7 +22,7 @@ def leave_together(strategy: weakref.ref[Any]) -> None:
         strategy: the strategy whose cluster is left.
     """
     live = strategy()
-    if live is None or _failed():
+    if live is None or live.has_lost_workers or _failed():
         return
 
     def wait() -> None:

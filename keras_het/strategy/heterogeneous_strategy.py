@@ -25,7 +25,7 @@ from keras_het.strategy.emulated_device_config import (
 )
 from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.keras_step import run_predict_step, run_train_or_test_step
-from keras_het.strategy.peer_watch import name_lost_workers
+from keras_het.strategy.peer_watch import PeerWatch, name_lost_workers
 from keras_het.strategy.uneven_per_replica import UnevenPerReplica
 
 _logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             )
         )
         self._data_path = DataPath(self)
+        self._peer_watch: PeerWatch | None = None
         self._weights = _check_shares(shares, self.layout)
         self._check_emulated_devices()
         if self.num_workers > 1:
@@ -126,6 +127,12 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def is_chief(self) -> bool:
         """Whether this worker writes to shared paths."""
         return self.worker_index == 0
+
+    @property
+    def has_lost_workers(self) -> bool:
+        """Whether another worker is known to have died or hung."""
+        watch = self._peer_watch
+        return watch is not None and watch.wait_for_loss(timeout_seconds=0.0) is not None
 
     @property
     def cluster_resolver(self) -> Any:
@@ -245,10 +252,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if kind is None or not self._needs_exact_step():
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         run = self._plain_run(options)
+        model = private_api.model_of_step(fn)
+        if self.num_workers > 1 and model is not None:
+            self._name_lost_workers(model, f"{kind}_function")
         if kind == "predict":
             return run_predict_step(self, run, fn, args[0])
-        if self.num_workers > 1:
-            self._name_lost_workers(fn.__self__, f"{kind}_function")
         return run_train_or_test_step(self, run, fn, args[0])
 
     def _name_lost_workers(self, model: Any, attribute: str) -> None:
@@ -257,8 +265,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         Keras looks `model.train_function` up in every step; this runs while the first is traced.
         """
         function = getattr(model, attribute, None)
-        if callable(function) and not hasattr(function, "names_lost_workers"):
-            setattr(model, attribute, name_lost_workers(self._peer_watch, function))
+        if function is None or self._peer_watch is None or hasattr(function, "names_lost_workers"):
+            return
+        setattr(model, attribute, name_lost_workers(self._peer_watch, function))
 
     def _plain_run(self, options: Any) -> Any:
         def run(fn: Any, args: Any) -> Any:
