@@ -102,7 +102,7 @@ def test_interrupt_in_the_middle_of_an_epoch_ends_the_process():
     try:
         assert process.stdout.readline().strip() == "READY"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
     finally:
         process.kill()
     assert "KeyboardInterrupt" in errors
