@@ -94,7 +94,7 @@ if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
 fi; \
 echo "Installing the packages of $(2) into $(1)"; \
 $(1)/bin/python -m pip install --quiet --constraint $(2) uv; \
-$(1)/bin/uv pip install --quiet --python $(1)/bin/python --override overrides.txt --constraint $(2) \
+$(1)/bin/uv pip install --quiet --compile-bytecode --python $(1)/bin/python --override overrides.txt --constraint $(2) \
   --group cpu-build --editable '.[dev]'; \
 touch $@
 endef
