@@ -1,0 +1,114 @@
+"""Runs every recipe as a reader would and checks what it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = REPOSITORY / "recipes"
+TIMEOUT = 280
+# Not recipes but parts of them.
+PARTS = {"digits.py", "quickstart_figure.py", "quickstart_worker.py"}
+LAUNCHER = ("-m", "keras_het.launch", "run")
+
+pytestmark = [pytest.mark.slow, pytest.mark.multi_process, pytest.mark.timeout(TIMEOUT + 20)]
+
+
+def run(*arguments: object, cwd: Path) -> str:
+    """Runs Python with these arguments and returns what it prints; kills its group at the end."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        # Ctrl-C, so that the recipe ends its workers.
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+        pytest.fail(f"{arguments} took longer than {TIMEOUT} s:\n{stdout}\n{stderr}")
+    assert process.returncode == 0, f"{arguments} failed:\n{stdout}\n{stderr}"
+    return stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """All numbers that the group of the pattern matches; at least one."""
+    found = [float(match) for match in re.findall(pattern, text)]
+    assert found, f"no {pattern!r} in:\n{text}"
+    return found
+
+
+def cells(row: str, text: str) -> list[str]:
+    """The cells of a table's row by the name in its first column."""
+    line = next(line for line in text.splitlines() if row in line and "│" in line)
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_every_recipe_is_tested() -> None:
+    source = Path(__file__).read_text()
+    recipes = {path.name for path in RECIPES.glob("*.py")} - PARTS
+    assert {name for name in recipes if f'RECIPES / "{name}"' not in source} == set()
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    text = run(RECIPES / "quickstart.py", "--epochs", 2, cwd=tmp_path)
+
+    assert "EMULATION: device speeds 4:2:1" in text
+    even, uneven = cells("even split", text), cells("4:2:1 split", text)
+    one, limit = cells("one device", text), cells("sum of the speeds", text)
+    assert even[1] == "19 + 19 + 18"
+    assert uneven[1] == "32 + 16 + 8"
+    # Emulated times are lower bounds: 18 samples take 288 ms on the slowest device, 8 take 128 ms.
+    assert numbers(r"(\d+) ms", even[2])[0] >= 288
+    assert numbers(r"(\d+) ms", uneven[2])[0] >= 128
+    assert float(even[3]) < float(uneven[3]) <= float(limit[3]) == 438
+    assert numbers(r"Speed-up .*: ([\d.]+) x", text)[0] > 1
+    assert max(float(even[5]), float(uneven[5])) < 1e-4
+    assert even[4] == uneven[4] == one[4]
+    assert float(one[4].rstrip("%")) > 50  # Chance is 10 %.
+    assert text.splitlines()[-1].strip().startswith("docs/")
+    header = (tmp_path / "quickstart.png").read_bytes()[:24]
+    assert header.startswith(b"\x89PNG")
+    assert min(struct.unpack(">II", header[16:24])) > 300
+
+
+def test_static_split_gives_the_numbers_of_one_device(tmp_path: Path) -> None:
+    recipe = RECIPES / "static_split.py"
+    pattern = r"test loss ([\d.]+)"
+    speeds = ("--speeds", "4,2,1", "--sample-milliseconds", 1)
+    split = run(*LAUNCHER, *speeds, recipe, "--epochs", 2, cwd=tmp_path)
+    alone = run(recipe, "--epochs", 2, cwd=tmp_path)
+    assert "EMULATION" in split
+    assert len(numbers(pattern, split)) == 1, "only the chief prints"
+    assert numbers(pattern, split) == pytest.approx(numbers(pattern, alone), rel=1e-3)
+    assert "EMULATION" not in alone
+
+
+def test_custom_training_loop_gives_the_losses_of_one_device(tmp_path: Path) -> None:
+    recipe = RECIPES / "custom_training_loop.py"
+    pattern = r"epoch \d: loss ([\d.]+)"
+    split = numbers(pattern, run(*LAUNCHER, "--workers", 2, recipe, "--epochs", 2, cwd=tmp_path))
+    alone = numbers(pattern, run(recipe, "--epochs", 2, cwd=tmp_path))
+    assert len(split) == 2
+    assert split[1] < split[0]
+    assert split == pytest.approx(alone, rel=1e-4)
+
+
+def test_resume_gives_the_uninterrupted_weights(tmp_path: Path) -> None:
+    text = run(RECIPES / "resume.py", cwd=tmp_path)
+    assert "killed by SIGKILL" in text
+    assert numbers(r"uninterrupted training: (\S+)", text)[0] < 1e-4
