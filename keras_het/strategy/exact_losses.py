@@ -91,7 +91,8 @@ def _data_dependent_divisor(values: Any, sample_weight: Any, mask: Any, reductio
 
 
 def _divisor_factor(step: ExactStep, divisor: Any) -> Any:
-    divisor = tf.stop_gradient(divisor)
+    # A replica without samples computes on a row of zeros, which does not count.
+    divisor = tf.stop_gradient(tf.where(step.samples > 0, divisor, tf.zeros_like(divisor)))
     fraction = tf.math.divide_no_nan(divisor, step.all_reduce_sum(divisor))
     return fraction * step.inverse_weight
 

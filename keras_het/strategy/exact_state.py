@@ -53,12 +53,7 @@ def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
         if step is None:
             mean, variance = original(x, axes, keepdims)
             return mean, variance
-        total, total_of_squares, count = _sum_over_replicas(
-            step,
-            tf.reduce_sum(x, axes, keepdims=True),
-            tf.reduce_sum(tf.square(x), axes, keepdims=True),
-            tf.reduce_sum(tf.ones_like(x), axes, keepdims=True),
-        )
+        total, total_of_squares, count = _sum_over_replicas(step, *_statistics(step, x, axes))
         mean = tf.math.divide_no_nan(total, count)
         mean_of_squares = tf.math.divide_no_nan(total_of_squares, count)
         variance = tf.maximum(mean_of_squares - tf.square(mean), 0.0)
@@ -67,6 +62,22 @@ def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
         return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
 
     return compute_moments_sync
+
+
+def _statistics(step: ExactStep, x: Any, axes: Sequence[int]) -> list[Any]:
+    """Returns this replica's sum, sum of squares and count."""
+
+    def statistics() -> list[Any]:
+        return [
+            tf.reduce_sum(value, axes, keepdims=True)
+            for value in (x, tf.square(x), tf.ones_like(x))
+        ]
+
+    # A replica without samples computes on a row of zeros, which does not count.
+    def zeros() -> list[Any]:
+        return [tf.zeros_like(value) for value in statistics()]
+
+    return list(tf.cond(step.samples > 0, statistics, zeros))
 
 
 def _sum_over_replicas(step: ExactStep, *values: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy import emulated_device
+from keras_het.strategy.empty_share import at_least_one_row, drop_row_of_zeros
 from keras_het.strategy.exact_metrics import (
     cluster_logs,
     recorded_results,
@@ -42,7 +43,7 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
         step.may_defer_update = private_api.is_stock_train_step(function)
         emulated_device.start_clock(step, _emulated_device(strategy, step), replica_data)
         with step.active(), unchanged_without_samples(step, metrics):
-            logs = function(replica_data)
+            logs = function(at_least_one_row(step, replica_data))
         with step.active():
             return _synchronise(step, model, logs)
 
@@ -67,7 +68,7 @@ def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(replica_data, sizes)
         emulated_device.start_clock(step, _emulated_device(strategy, step), replica_data)
-        outputs = function(replica_data)
+        outputs = drop_row_of_zeros(step, function(at_least_one_row(step, replica_data)))
         flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
         return tf.nest.pack_sequence_as(outputs, flat)
 
