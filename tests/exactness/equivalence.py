@@ -1,0 +1,270 @@
+"""Trains one model twice, on one device and over unequal replicas, and compares everything.
+
+The two runs add the same float32 numbers in another order. One sum of a batch then differs by about
+1e-7 of its size, and the divisions of Adam and of normalisation layers raise that by one or two
+orders of magnitude over the few steps of a test: hence `RTOL` and `ATOL`. A wrong weight of a
+replica shows at 1e-2 and more (`test_negative_control.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_het import HeterogeneousStrategy
+
+DEVICES = ("CPU:0", "CPU:1", "CPU:2")
+ALL_SHARES = ((4, 2, 1), (1, 0, 0), (3, 0, 5), (0, 1, 0), (1, 1, 1))
+# Unequal, and one replica without samples; the tests of the core use all.
+SHARES = ((4, 2, 1), (3, 0, 5))
+RTOL = 1e-4
+ATOL = 2e-6
+
+Fit = Callable[[Any, list[Any]], Any]
+
+
+@functools.cache
+def three_replicas() -> HeterogeneousStrategy:
+    """The strategy of one process with three replicas; all tests share it."""
+    return HeterogeneousStrategy(devices=DEVICES)
+
+
+class StepLogs(keras.callbacks.Callback):
+    """Keeps the logs of every call of `on_train_batch_end`, as the progress bar gets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.logs.append({"batch": batch, **{k: np.array(v) for k, v in (logs or {}).items()}})
+
+
+@dataclasses.dataclass
+class Outcome:
+    """All that a user can see of a training run."""
+
+    weights: list[np.ndarray]
+    optimizer: list[np.ndarray]
+    steps: list[dict[str, Any]]
+    history: dict[str, list[Any]]
+    evaluation: Any = None
+    predictions: Any = None
+
+
+@dataclasses.dataclass
+class Trial:
+    """A way to train and look at a model.
+
+    Args:
+        build: makes the compiled model; called without and within the strategy's scope.
+        data: makes the `tf.data.Dataset` of global batches.
+        fit: trains the model with the callbacks it is given; default: `fit` on `data`, two epochs.
+        evaluate: whether to compare `evaluate` on `data`.
+        predict: whether to compare `predict` on `data`.
+        infer_always: whether to compare them for every share, not for the first only.
+        distribute: how the data set of the replicated run is made.
+        replica_state: whether every replica must hold the same value of every variable.
+        options: further arguments of `fit`.
+    """
+
+    build: Callable[[], Any]
+    data: Callable[[], Any] = lambda: batches()
+    fit: Fit | None = None
+    evaluate: bool = True
+    predict: bool = True
+    infer_always: bool = False
+    distribute: Callable[[Any, Any], Any] = lambda strategy, data: strategy.distribute(data)
+    replica_state: bool = True
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def train(self, model: Any, data: Any, inference: bool) -> Outcome:
+        recorder = StepLogs()
+        if self.fit is None:
+            result = model.fit(data, epochs=2, verbose=0, callbacks=[recorder], **self.options)
+        else:
+            result = self.fit(model, [recorder])
+        history = getattr(result, "history", {})
+        return Outcome(
+            weights=values_of(model.weights),
+            optimizer=values_of(optimizer_variables(model)),
+            steps=recorder.logs,
+            history={k: v for k, v in history.items()},
+            evaluation=model.evaluate(data, verbose=0, return_dict=True)
+            if self.evaluate and inference
+            else None,
+            predictions=model.predict(data, verbose=0) if self.predict and inference else None,
+        )
+
+
+def optimizer_variables(model: Any) -> list[Any]:
+    optimizers = [
+        value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    compiled = [model.optimizer] if getattr(model, "optimizer", None) is not None else []
+    unique = {id(optimizer): optimizer for optimizer in [*compiled, *optimizers]}
+    return [variable for optimizer in unique.values() for variable in optimizer.variables]
+
+
+def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
+    return [np.array(variable) for variable in variables]
+
+
+def batches(
+    samples: int = 22, features: int = 5, outputs: int = 1, size: int = 8, seed: int = 0
+) -> tf.data.Dataset:
+    """Global batches of a regression task; the last one is partial (22 = 8 + 8 + 6)."""
+    return tf.data.Dataset.from_tensor_slices(arrays(samples, features, outputs, seed)).batch(size)
+
+
+def arrays(
+    samples: int = 22, features: int = 5, outputs: int = 1, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(samples, features)).astype("float32")
+    y = random.normal(size=(samples, outputs)).astype("float32") + 0.5
+    return x, y
+
+
+def reset(model: Any, initial: Sequence[np.ndarray]) -> None:
+    """Puts a model that has been trained back to its start, without a new trace."""
+    for variable, value in zip(all_variables(model), initial, strict=True):
+        variable.assign(value)
+
+
+def all_variables(model: Any) -> list[Any]:
+    return [*model.variables, *optimizer_variables(model)]
+
+
+def build_seeded(build: Callable[[], Any]) -> Any:
+    keras.utils.set_random_seed(7)
+    return build()
+
+
+def assert_equivalent(
+    trial: Trial,
+    shares: Sequence[Sequence[float]] = SHARES,
+    rtol: float = RTOL,
+    atol: float = ATOL,
+) -> Outcome:
+    """Fails unless training over every one of `shares` gives what one device gives.
+
+    Returns:
+        What one device gave.
+    """
+    keras.backend.clear_session()
+    strategy = three_replicas()
+    with strategy.scope():
+        replicated = build_seeded(trial.build)
+        build_optimizers(replicated)
+    single = build_seeded(trial.build)
+    build_optimizers(single)
+    start = values_of(single.weights)
+    data = trial.data()
+    expected = trial.train(single, data, inference=True)
+    assert np.isfinite(np.concatenate([w.ravel() for w in expected.weights])).all()
+    assert_trained(expected, start)
+    initial = values_of(all_variables(replicated))
+    # One pipeline for all runs: making one takes longer than training these models.
+    distributed = trial.distribute(strategy, data)
+    for position, weights in enumerate(shares):
+        strategy.set_shares(weights)
+        reset(replicated, initial)
+        keras.utils.set_random_seed(7)
+        inference = position == 0 or trial.infer_always
+        actual = trial.train(replicated, distributed, inference)
+        try:
+            assert_same_outcome(actual, expected, rtol, atol)
+            if trial.replica_state:
+                assert_replicas_agree(strategy, replicated)
+        except AssertionError as error:
+            raise AssertionError(f"shares {weights}: {error}") from error
+    return expected
+
+
+def build_optimizers(model: Any) -> None:
+    """Creates the optimizer's variables before training, so that they can be put back."""
+    if model.built and getattr(model, "optimizer", None) is not None:
+        model.optimizer.build(model.trainable_variables)
+
+
+def assert_trained(outcome: Outcome, start: Sequence[np.ndarray]) -> None:
+    moved = [
+        np.abs(np.float64(a) - np.float64(b)).max(initial=0.0)
+        for a, b in zip(outcome.weights, start, strict=False)
+    ]
+    assert max(moved) > 1e-3, "training changed nothing: the comparison would be empty"
+    assert outcome.steps, "no step was logged"
+
+
+def assert_same_outcome(actual: Outcome, expected: Outcome, rtol: float, atol: float) -> None:
+    assert len(actual.steps) == len(expected.steps)
+    for got, want in zip(actual.steps, expected.steps, strict=True):
+        assert got.keys() == want.keys()
+        for key in want:
+            close(got[key], want[key], rtol, atol, f"log {key!r} of step {want['batch']}")
+    compare_lists(actual.weights, expected.weights, rtol, atol, "weight")
+    compare_lists(actual.optimizer, expected.optimizer, rtol, atol, "optimizer variable")
+    assert actual.history.keys() == expected.history.keys()
+    for key in expected.history:
+        close(actual.history[key], expected.history[key], rtol, atol, f"history of {key!r}")
+    if actual.evaluation is not None:
+        compare_structures(actual.evaluation, expected.evaluation, rtol, atol, "evaluate")
+    if actual.predictions is not None:
+        compare_structures(actual.predictions, expected.predictions, rtol, atol, "predict")
+
+
+def compare_lists(
+    actual: Sequence[Any], expected: Sequence[Any], rtol: float, atol: float, what: str
+) -> None:
+    assert len(actual) == len(expected), f"number of {what}s"
+    for position, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        close(got, want, rtol, atol, f"{what} {position} of shape {np.shape(want)}")
+
+
+def compare_structures(actual: Any, expected: Any, rtol: float, atol: float, what: str) -> None:
+    keras.tree.assert_same_structure(actual, expected)
+    compare_lists(keras.tree.flatten(actual), keras.tree.flatten(expected), rtol, atol, what)
+
+
+def close(actual: Any, expected: Any, rtol: float, atol: float, what: str) -> None:
+    if isinstance(expected, tf.RaggedTensor):
+        np.testing.assert_array_equal(actual.row_splits, expected.row_splits, what)
+        actual, expected = actual.flat_values, expected.flat_values
+    actual, expected = np.array(actual), np.array(expected)
+    if actual.dtype == np.uint32 or actual.dtype.kind in "iub":
+        np.testing.assert_array_equal(actual, expected, err_msg=what)
+    else:
+        np.testing.assert_allclose(
+            np.float64(actual), np.float64(expected), rtol=rtol, atol=atol, err_msg=what
+        )
+
+
+def assert_replicas_agree(strategy: Any, model: Any) -> None:
+    for variable in [*model.weights, *optimizer_variables(model)]:
+        first, *others = [np.array(v) for v in strategy.experimental_local_results(variable.value)]
+        for other in others:
+            np.testing.assert_array_equal(first, other, err_msg=f"replicas of {variable.path}")
+
+
+def dense_model(
+    loss: Any = "mse",
+    optimizer: Any = None,
+    layers: Sequence[Any] | None = None,
+    features: int = 5,
+    **compile_options: Any,
+) -> Any:
+    """A small network, compiled; `layers` are built anew by a callable where given."""
+    hidden = layers() if callable(layers) else [keras.layers.Dense(4, activation="tanh")]
+    model = keras.Sequential([keras.Input((features,)), *hidden, keras.layers.Dense(1)])
+    chosen = optimizer() if callable(optimizer) else keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(
+        chosen, loss() if isinstance(loss, type | functools.partial) else loss, **compile_options
+    )
+    return model

@@ -1,0 +1,193 @@
+"""What `fit` accepts besides a data set of batches, and shares that change on the way."""
+
+import functools
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import (
+    ALL_SHARES,
+    StepLogs,
+    Trial,
+    arrays,
+    assert_equivalent,
+    assert_replicas_agree,
+    batches,
+    dense_model,
+    three_replicas,
+    values_of,
+)
+
+
+def array_fit(model, callbacks, **options):
+    x, y = arrays(30)
+    return model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": False},
+        {"shuffle": True},
+        {"validation_split": 0.3},
+        {"sample_weight": np.linspace(0.1, 2, 30).astype("float32")},
+        {"validation_data": arrays(10, seed=3), "validation_batch_size": 4},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_arrays(options):
+    fit = functools.partial(array_fit, **options)
+    build = functools.partial(dense_model, metrics=["mae"])
+    assert_equivalent(Trial(build, fit=fit, evaluate=False, predict=False))
+
+
+def test_validation_data_set():
+    options = {"validation_data": batches(13, seed=4), "validation_freq": 1}
+    build = functools.partial(dense_model, metrics=["mae"])
+    expected = assert_equivalent(Trial(build, options=options, predict=False))
+    assert set(expected.history) == {"loss", "mae", "val_loss", "val_mae"}
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+        self.x, self.y = arrays()
+
+    def __len__(self):
+        return math.ceil(len(self.x) / 8)
+
+    def __getitem__(self, index):
+        rows = slice(8 * index, 8 * index + 8)
+        return self.x[rows], self.y[rows]
+
+
+def test_py_dataset():
+    def fit(model, callbacks):
+        return model.fit(Batches(), epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+
+    assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False))
+
+
+def test_shuffled_data_set_with_a_seed():
+    # One epoch: stock Keras draws a second, unused order at the end of every epoch, so that its
+    # later epochs have other orders than ours (docs/data.md).
+    def data():
+        return tf.data.Dataset.from_tensor_slices(arrays()).shuffle(22, seed=1).batch(8)
+
+    def fit(model, callbacks):
+        return model.fit(data(), epochs=1, verbose=0, callbacks=callbacks)
+
+    assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False))
+
+
+class ChangeShares(keras.callbacks.Callback):
+    """Other shares after every step: whatever they are, the numbers stay the same."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+        self.shares = iter(ALL_SHARES * 4)
+
+    def change(self):
+        three_replicas().set_shares(next(self.shares))
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.when == "step":
+            self.change()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.when == "epoch":
+            self.change()
+
+
+@pytest.mark.parametrize("when", ["step", "epoch"])
+def test_shares_that_change(when):
+    def fit(model, callbacks):
+        return model.fit(
+            batches(46),
+            epochs=3,
+            verbose=0,
+            callbacks=[*callbacks, ChangeShares(when)],
+        )
+
+    assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False), [(4, 2, 1)])
+
+
+class Rows(keras.Model):
+    """Notes how many rows each replica gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+        self.built = True
+
+    def call(self, inputs):
+        return inputs
+
+    def train_step(self, data):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        tf.numpy_function(self.note, [replica, tf.shape(data)[0]], tf.int32)
+        return {"rows": tf.reduce_mean(data)}
+
+    def note(self, replica, rows):
+        self.seen.setdefault(int(replica), []).append(int(rows))
+        return np.int32(0)
+
+
+def test_the_shares_of_these_tests_are_really_unequal():
+    strategy = three_replicas()
+    seen = []
+    for weights in ALL_SHARES:
+        strategy.set_shares(weights)
+        with strategy.scope():
+            model = Rows()
+            model.compile()
+        model.fit(tf.data.Dataset.from_tensors(tf.ones((8, 2))), verbose=0)
+        seen.append(tuple(model.seen[replica][0] for replica in range(3)))
+    # A replica without samples computes on one row of zeros.
+    assert seen == [(5, 2, 1), (8, 1, 1), (3, 1, 5), (1, 8, 1), (3, 3, 2)]
+
+
+def test_changed_shares_reach_the_replicas_within_the_epoch():
+    strategy = three_replicas()
+    strategy.set_shares((1, 0, 0))
+    with strategy.scope():
+        model = Rows()
+        model.compile()
+    change = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: strategy.set_shares((0, 0, 1))
+    )
+    model.fit(
+        tf.data.Dataset.from_tensors(tf.ones((8, 2))).repeat(8), verbose=0, callbacks=[change]
+    )
+    assert model.seen[0][0] == 8
+    assert [model.seen[replica][-1] for replica in range(3)] == [1, 1, 8]
+
+
+def test_train_and_test_on_batch():
+    # As in stock Keras every replica gets the whole batch; the weights are those of one device
+    def fit(model, callbacks):
+        (recorder,) = callbacks
+        x, y = arrays(24)
+        for step in range(4):
+            rows = slice(6 * step, 6 * step + 6)
+            logs = model.train_on_batch(x[rows], y[rows], return_dict=True)
+            recorder.on_train_batch_end(step, logs)
+            recorder.on_train_batch_end(step, model.test_on_batch(x, y, return_dict=True))
+
+    build = functools.partial(dense_model, metrics=["mae"])
+    assert_equivalent(Trial(build, fit=fit, evaluate=False, predict=False))
+
+
+def test_reset_between_runs_of_this_harness_starts_again():
+    strategy = three_replicas()
+    strategy.set_shares((4, 2, 1))
+    recorder = StepLogs()
+    with strategy.scope():
+        model = dense_model()
+    model.fit(batches(), verbose=0, callbacks=[recorder])
+    assert [log["batch"] for log in recorder.logs] == [0, 1, 2]
+    assert_replicas_agree(strategy, model)
+    assert values_of(model.weights)

@@ -1,0 +1,114 @@
+"""Ways in which Keras executes steps: several at once, eagerly, compiled."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import (
+    Trial,
+    arrays,
+    assert_equivalent,
+    batches,
+    dense_model,
+    three_replicas,
+)
+
+
+def unknown_cardinality():
+    return batches(34).filter(lambda x, y: True)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("data", [functools.partial(batches, 34), unknown_cardinality])
+def test_steps_per_execution(steps, data):
+    # 34 samples are 5 steps: the last execution is shorter
+    build = functools.partial(dense_model, steps_per_execution=steps, metrics=["mae"])
+    assert_equivalent(Trial(build, data))
+
+
+def test_unknown_cardinality_step_by_step():
+    # One device gets the data set of known length: with an unknown one, stock Keras counts one
+    # iteration of the optimizer too many an epoch, in the step that finds the end of the data.
+    trial = Trial(
+        dense_model,
+        functools.partial(batches, 34),
+        distribute=lambda strategy, data: strategy.distribute(unknown_cardinality()),
+    )
+    assert_equivalent(trial)
+
+
+def test_run_eagerly():
+    build = functools.partial(dense_model, run_eagerly=True, metrics=["mae"])
+    assert_equivalent(Trial(build))
+
+
+def test_steps_per_epoch_on_a_repeated_data_set():
+    def fit(model, callbacks):
+        return model.fit(
+            batches().repeat(), epochs=2, steps_per_epoch=4, verbose=0, callbacks=callbacks
+        )
+
+    assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False))
+
+
+def test_jit_compile_of_one_replica():
+    from keras_het import HeterogeneousStrategy
+
+    results = []
+    for scope in (HeterogeneousStrategy(devices=["CPU:0"]).scope, None):
+        keras.utils.set_random_seed(7)
+        if scope is None:
+            model = dense_model(jit_compile=False)
+        else:
+            with scope():
+                model = dense_model(jit_compile=True)
+        history = model.fit(batches(16), epochs=2, verbose=0)
+        results.append((history.history["loss"], *model.get_weights()))
+    for compiled, plain in zip(*results, strict=True):
+        np.testing.assert_allclose(compiled, plain, rtol=1e-4, atol=2e-6)
+
+
+def test_automatic_jit_compile_is_off_for_several_replicas():
+    # "auto" is the default of compile(); XLA cannot compile what runs on several devices
+    with three_replicas().scope():
+        model = dense_model(jit_compile="auto")
+    model.fit(batches(), verbose=0)
+
+
+def test_a_layer_that_gives_each_sample_its_number():
+    # Order of `predict` for outputs in a structure, one of them with rows of unknown length
+    class Numbers(keras.Model):
+        def call(self, x):
+            number = x[:, 0]
+            return {"number": number, "pair": (x[:, :1], tf.cast(number, tf.int32))}
+
+        def predict_step(self, data):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            return self(x, training=False)
+
+    x = np.arange(22, dtype="float32").reshape(22, 1)
+    strategy = three_replicas()
+    for weights in ((4, 2, 1), (0, 1, 0), (3, 0, 5)):
+        strategy.set_shares(weights)
+        with strategy.scope():
+            outputs = Numbers().predict(x, batch_size=8, verbose=0)
+        np.testing.assert_array_equal(outputs["number"], x[:, 0])
+        np.testing.assert_array_equal(outputs["pair"][0], x)
+        np.testing.assert_array_equal(outputs["pair"][1], x[:, 0].astype("int32"))
+
+
+def test_predict_of_unlabelled_arrays():
+    model = dense_model()
+    with three_replicas().scope():
+        replicated = dense_model()
+    replicated.set_weights(model.get_weights())
+    three_replicas().set_shares((4, 2, 1))
+    x, _ = arrays()
+    np.testing.assert_allclose(
+        replicated.predict(x, batch_size=8, verbose=0),
+        model.predict(x, batch_size=8, verbose=0),
+        rtol=1e-5,
+        atol=1e-6,
+    )

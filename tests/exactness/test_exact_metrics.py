@@ -1,0 +1,146 @@
+"""Metrics: state summed over replicas, results of the whole batch in every step."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, dense_model
+
+sgd = functools.partial(keras.optimizers.SGD, 0.1)
+
+
+class RelativeDeviation(keras.metrics.Metric):
+    """A result that is no mean: a ratio of sums, and it looks at the previous state."""
+
+    def __init__(self, name="relative_error", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.error = self.add_variable((), "zeros", name="error")
+        self.size = self.add_variable((), "zeros", name="size")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.error.assign_add(keras.ops.sum(keras.ops.abs(y_true - y_pred)))
+        self.size.assign_add(keras.ops.sum(keras.ops.abs(y_true)))
+
+    def result(self):
+        return keras.ops.sqrt(self.error / self.size)
+
+
+class DictResult(RelativeDeviation):
+    def result(self):
+        return {"error": self.error / self.size, "size": self.size}
+
+
+def binary_data():
+    x, y = arrays()
+    weight = np.linspace(0.1, 2.0, len(x)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, (y > 0.5).astype("float32"), weight)).batch(8)
+
+
+def binary_metrics():
+    m = keras.metrics
+    return [
+        "accuracy",
+        m.AUC(num_thresholds=20, name="auc"),
+        m.Precision(name="precision"),
+        m.Recall(name="recall"),
+        m.F1Score(threshold=0.5, name="f1"),
+        m.BinaryIoU(name="iou"),
+        m.TruePositives(name="tp"),
+        m.SensitivityAtSpecificity(0.5, num_thresholds=20, name="sensitivity"),
+    ]
+
+
+def test_binary_metrics():
+    def build():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile(
+            sgd(), "binary_crossentropy", metrics=binary_metrics(), weighted_metrics=["accuracy"]
+        )
+        return model
+
+    assert_equivalent(Trial(build, binary_data, infer_always=True), ALL_SHARES)
+
+
+def test_regression_metrics():
+    def build():
+        m = keras.metrics
+        metrics = [
+            "mae",
+            m.R2Score(name="r2"),
+            m.RootMeanSquaredError(name="rmse"),
+            m.PearsonCorrelation(name="pearson"),
+            m.MeanMetricWrapper(lambda a, b: keras.ops.abs(a - b)[:, 0], name="wrapped"),
+            RelativeDeviation(),
+            DictResult(name="dict"),
+            lambda a, b: keras.ops.mean(keras.ops.square(a - b), axis=-1),
+        ]
+        return dense_model("mse", sgd, metrics=metrics, weighted_metrics=["mse"])
+
+    assert_equivalent(Trial(build, infer_always=True), ALL_SHARES)
+
+
+def test_classes():
+    def build():
+        m = keras.metrics
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "softmax")])
+        metrics = [
+            "accuracy",
+            m.MeanIoU(3, sparse_y_pred=False, name="miou"),
+            m.SparseTopKCategoricalAccuracy(2, name="top2"),
+        ]
+        model.compile(sgd(), "sparse_categorical_crossentropy", metrics=metrics)
+        return model
+
+    def data():
+        x, _ = arrays()
+        classes = np.random.default_rng(0).integers(0, 3, len(x))
+        return tf.data.Dataset.from_tensor_slices((x, classes)).batch(8)
+
+    assert_equivalent(Trial(build, data), ALL_SHARES)
+
+
+class Tracked(keras.layers.Layer):
+    """A layer that keeps metrics of what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="activity")
+        self.sum = keras.metrics.Sum(name="total")
+
+    def call(self, x):
+        self.mean.update_state(keras.ops.mean(x, axis=-1))
+        self.sum.update_state(keras.ops.sum(x, axis=-1))
+        return x
+
+
+def test_mean_and_sum_inside_a_layer():
+    def layers():
+        return [keras.layers.Dense(4), Tracked()]
+
+    # Keras itself shows them in the logs of the functional model; predict would change them
+    build = functools.partial(dense_model, "mse", sgd, layers)
+    assert_equivalent(Trial(build, predict=False), ALL_SHARES)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_metrics_of_masked_time_steps(weighted):
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((None,), dtype="int32"),
+                keras.layers.Embedding(9, 3, mask_zero=True),
+                keras.layers.Dense(2, "softmax"),
+            ]
+        )
+        metrics = {"weighted_metrics" if weighted else "metrics": ["accuracy"]}
+        model.compile(sgd(), "sparse_categorical_crossentropy", **metrics)
+        return model
+
+    def data():
+        random = np.random.default_rng(4)
+        words = random.integers(0, 9, (22, 5)).astype("int32")
+        return tf.data.Dataset.from_tensor_slices((words, random.integers(0, 2, (22, 5)))).batch(8)
+
+    assert_equivalent(Trial(build, data))

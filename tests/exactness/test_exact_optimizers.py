@@ -1,0 +1,158 @@
+"""Optimizers: clipping, decay, averages, accumulation, loss scales, schedules, constraints."""
+
+import functools
+
+import keras
+import pytest
+import tensorflow as tf
+from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, dense_model
+
+O = keras.optimizers  # noqa: E741 - short for the table below
+
+OPTIMIZERS = {
+    "Adadelta": lambda: O.Adadelta(1.0),
+    "Adafactor": lambda: O.Adafactor(0.1),
+    "Adagrad": lambda: O.Adagrad(0.1),
+    "AdamW": lambda: O.AdamW(0.01, weight_decay=0.1, amsgrad=True),
+    "Ftrl": lambda: O.Ftrl(0.1, l1_regularization_strength=0.01),
+    "Lion": lambda: O.Lion(0.01),
+    "Nadam": lambda: O.Nadam(0.01),
+    "RMSprop": lambda: O.RMSprop(0.01, centered=True, momentum=0.5),
+}
+SETTINGS = {
+    "clipnorm": lambda: O.SGD(0.1, clipnorm=0.05),
+    "clipvalue": lambda: O.SGD(0.1, clipvalue=0.03),
+    "global_clipnorm": lambda: O.SGD(0.1, global_clipnorm=0.1),
+    "weight_decay": lambda: O.SGD(0.1, weight_decay=0.2),
+    "use_ema": lambda: O.Adam(0.05, use_ema=True, ema_momentum=0.8),
+    "ema_overwrite_frequency": lambda: O.Adam(
+        0.05, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2
+    ),
+    "gradient_accumulation_steps": lambda: O.Adam(
+        0.05, gradient_accumulation_steps=2, global_clipnorm=0.5
+    ),
+    "LossScaleOptimizer": lambda: O.LossScaleOptimizer(
+        O.Adam(0.05, global_clipnorm=0.5), initial_scale=2.0**10, dynamic_growth_steps=2
+    ),
+    "LossScaleOptimizer with accumulation": lambda: O.LossScaleOptimizer(
+        O.SGD(0.05, gradient_accumulation_steps=2, clipnorm=0.5), initial_scale=2.0**10
+    ),
+    "schedule": lambda: O.Adam(O.schedules.ExponentialDecay(0.1, 2, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer(name):
+    build = functools.partial(dense_model, "mse", OPTIMIZERS[name])
+    assert_equivalent(Trial(build, evaluate=False, predict=False))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting(name):
+    build = functools.partial(dense_model, "mse", SETTINGS[name])
+    assert_equivalent(Trial(build, evaluate=False, predict=False), ALL_SHARES)
+
+
+def test_loss_scale_goes_down_when_one_replica_overflows():
+    # Only the last sample overflows; one device would leave out the whole step too.
+    def data():
+        x, y = arrays(8)
+        x[7] = 1e18
+        return (
+            tf.data.Dataset.from_tensor_slices((x, y))
+            .concatenate(tf.data.Dataset.from_tensor_slices(arrays(8, seed=1)))
+            .batch(8)
+        )
+
+    def build():
+        def optimizer():
+            return O.LossScaleOptimizer(O.SGD(0.1), initial_scale=2.0**15)
+
+        return dense_model("mse", optimizer, lambda: [keras.layers.Dense(4)])
+
+    def fit(model, callbacks):
+        return model.fit(data_of(model), epochs=1, verbose=0, callbacks=callbacks)
+
+    def data_of(model):
+        return data()
+
+    outcome = assert_equivalent(Trial(build, data, fit, evaluate=False, predict=False))
+    scales = [float(value) for value in outcome.optimizer if value.dtype == "float32"]
+    assert 2.0**14 in scales, "no overflow happened"
+
+
+def test_maxnorm_constraint():
+    def layers():
+        return [
+            keras.layers.Dense(
+                4,
+                kernel_constraint=keras.constraints.MaxNorm(0.5),
+                bias_constraint=keras.constraints.NonNeg(),
+            )
+        ]
+
+    build = functools.partial(dense_model, "mse", None, layers)
+    assert_equivalent(Trial(build, evaluate=False, predict=False))
+
+
+def test_frozen_layers():
+    def layers():
+        frozen = keras.layers.Dense(4, activation="tanh")
+        frozen.trainable = False
+        return [frozen, keras.layers.Dense(3)]
+
+    assert_equivalent(Trial(functools.partial(dense_model, "mse", None, layers)))
+
+
+@pytest.mark.parametrize("clip", [{}, {"clipnorm": 0.05}, {"global_clipnorm": 0.1}])
+def test_embeddings(clip):
+    # the gradient of an embedding is tf.IndexedSlices
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((3,), dtype="int32"),
+                keras.layers.Embedding(7, 4),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(O.Adam(0.05, **clip), "mse")
+        return model
+
+    def data():
+        x, y = arrays(features=3)
+        return tf.data.Dataset.from_tensor_slices(((x * 10).astype("int32") % 7, y)).batch(8)
+
+    assert_equivalent(Trial(build, data, evaluate=False, predict=False))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision(policy):
+    # Half precision keeps 11 bits (bfloat16: 8), and each replica rounds its own share's sums: one
+    # rounding is 5e-4 (4e-3) of the value, and six steps add some of them.
+    rtol, atol = {"mixed_float16": (2e-2, 4e-3), "mixed_bfloat16": (1e-1, 3e-2)}[policy]
+
+    def build():
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(policy)
+        try:
+            return dense_model("mse", lambda: O.SGD(0.1))
+        finally:
+            keras.config.set_dtype_policy(before)
+
+    assert_equivalent(Trial(build), ALL_SHARES, rtol=rtol, atol=atol)
+
+
+def test_double_precision():
+    def build():
+        keras.config.set_floatx("float64")
+        try:
+            return dense_model()
+        finally:
+            keras.config.set_floatx("float32")
+
+    def data():
+        x, y = arrays()
+        return tf.data.Dataset.from_tensor_slices((x.astype("float64"), y)).batch(8)
+
+    assert_equivalent(Trial(build, data, evaluate=False, predict=False), rtol=1e-6, atol=1e-7)

@@ -1,0 +1,250 @@
+"""Models with a train step of their own, in the styles of the Keras guides."""
+
+import functools
+
+import keras
+import tensorflow as tf
+from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, batches
+
+
+class Base(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(4, "tanh", kernel_regularizer="l2")
+        self.head = keras.layers.Dense(1)
+
+    def build(self, shape):
+        self.hidden.build(shape)
+        self.head.build((None, 4))
+        self.built = True
+
+    def call(self, x, training=False):
+        return self.head(self.hidden(x))
+
+
+def compiled(make, **options):
+    def build():
+        model = make()
+        model.build((None, 5))
+        options.setdefault("metrics", ["mae"])
+        model.compile(keras.optimizers.Adam(0.05, global_clipnorm=0.3), "mse", **options)
+        return model
+
+    return build
+
+
+class GuideStep(Base):
+    """compute_loss, optimizer.apply, then a loop over the metrics."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class LowLevelStep(Base):
+    """A raw mean, own trackers, a test step, apply_gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+        self.mae_metric = keras.metrics.MeanAbsoluteError(name="mae")
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker, self.mae_metric]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = keras.ops.mean(keras.ops.square(y - y_pred))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        self.loss_tracker.update_state(loss)
+        self.mae_metric.update_state(y, y_pred)
+        return {"loss": self.loss_tracker.result(), "mae": self.mae_metric.result()}
+
+    def test_step(self, data):
+        x, y = data
+        y_pred = self(x, training=False)
+        self.mae_metric.update_state(y, y_pred)
+        return {"mae": self.mae_metric.result(), "batch": keras.ops.mean(keras.ops.abs(y_pred))}
+
+
+class FunctionalLossStep(Base):
+    """keras.losses.mean_squared_error per sample, a scaled loss, values without a tracker."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            per_sample = keras.losses.mean_squared_error(y, y_pred)
+            loss = keras.ops.mean(per_sample)
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss, "size": keras.ops.mean(keras.ops.abs(y_pred))}
+
+
+class LossObjectStep(Base):
+    """A keras.losses.Loss object called in the step."""
+
+    loss_object = keras.losses.Huber()
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.loss_object(y, y_pred) + sum(self.losses)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+class OwnLoss(Base):
+    """compute_loss is where the model's loss comes from; the steps are those of Keras."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.abs(y - y_pred) ** 3) + sum(self.losses)
+
+    def predict_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return {"twice": 2 * self(x, training=False)}
+
+
+class DelegatingStep(Base):
+    """Calls the step of Keras and adds to its logs."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "norm": keras.ops.norm(self.head.kernel)}
+
+
+def test_step_of_the_guide():
+    assert_equivalent(Trial(compiled(GuideStep)), ALL_SHARES)
+
+
+def test_low_level_step():
+    assert_equivalent(Trial(compiled(LowLevelStep, metrics=None)), ALL_SHARES)
+
+
+def test_functional_loss_and_values_without_a_tracker():
+    assert_equivalent(Trial(compiled(FunctionalLossStep, metrics=None), evaluate=False), ALL_SHARES)
+
+
+def test_loss_object():
+    assert_equivalent(Trial(compiled(LossObjectStep, metrics=None), evaluate=False))
+
+
+def test_own_compute_loss_and_predict_step():
+    assert_equivalent(Trial(compiled(OwnLoss)), ALL_SHARES)
+
+
+def test_step_that_calls_the_step_of_keras():
+    assert_equivalent(Trial(compiled(DelegatingStep)))
+
+
+class Gan(keras.Model):
+    """Two optimizers and two losses a step; the noise comes with the data, so that it is equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.discriminator = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+        )
+        self.generator = keras.Sequential([keras.Input((1,)), keras.layers.Dense(5)])
+        self.d_loss_metric = keras.metrics.Mean(name="d_loss")
+        self.g_loss_metric = keras.metrics.Mean(name="g_loss")
+        self.built = True
+
+    def compile(self):
+        super().compile()
+        self.d_optimizer = keras.optimizers.Adam(0.05)
+        self.g_optimizer = keras.optimizers.SGD(0.05, clipnorm=0.1)
+        self.d_optimizer.build(self.discriminator.trainable_weights)
+        self.g_optimizer.build(self.generator.trainable_weights)
+        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    @property
+    def metrics(self):
+        return [self.d_loss_metric, self.g_loss_metric]
+
+    def train_step(self, data):
+        real, noise = data
+        ones = tf.ones((tf.shape(real)[0], 1))
+        both = tf.concat([self.generator(noise), real], axis=0)
+        labels = tf.concat([ones, 0 * ones], axis=0)
+        with tf.GradientTape() as tape:
+            d_loss = self.loss_fn(labels, self.discriminator(both))
+        weights = self.discriminator.trainable_weights
+        self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
+        with tf.GradientTape() as tape:
+            g_loss = self.loss_fn(0 * ones, self.discriminator(self.generator(noise)))
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply(tape.gradient(g_loss, weights), weights)
+        self.d_loss_metric.update_state(d_loss)
+        self.g_loss_metric.update_state(g_loss)
+        return {"d_loss": self.d_loss_metric.result(), "g_loss": self.g_loss_metric.result()}
+
+
+def test_gan_with_two_optimizers():
+    def build():
+        model = Gan()
+        model.compile()
+        return model
+
+    assert_equivalent(Trial(build, evaluate=False, predict=False), ALL_SHARES)
+
+
+class TwoApplies(Base):
+    """One loss for two parts of the model, each with the scaled loss of its own optimizer."""
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        self.second = keras.optimizers.SGD(0.05)
+        self.second.build(self.head.trainable_weights)
+        self.first = keras.optimizers.Adam(0.05)
+        self.first.build(self.hidden.trainable_weights)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = keras.ops.mean(keras.ops.square(y - self(x, training=True)))
+            scaled = self.first.scale_loss(loss)
+        first, second = self.hidden.trainable_weights, self.head.trainable_weights
+        gradients = tape.gradient(scaled, first), tape.gradient(loss, second)
+        self.first.apply(gradients[0], first)
+        self.second.apply(gradients[1], second)
+        return {"loss": loss}
+
+
+def test_one_optimizer_with_a_scaled_loss_and_one_without():
+    assert_equivalent(Trial(compiled(TwoApplies, metrics=None), evaluate=False), ALL_SHARES)
+
+
+def test_dictionaries_as_data():
+    class DictStep(Base):
+        def call(self, x, training=False):
+            return super().call(x["x"] if isinstance(x, dict) else x)
+
+    def data():
+        x, y = arrays()
+        return tf.data.Dataset.from_tensor_slices(({"x": x}, y)).batch(8)
+
+    assert_equivalent(Trial(compiled(DictStep), data), ALL_SHARES)
+
+
+def test_regression_on_batches_of_another_size():
+    assert_equivalent(
+        Trial(compiled(GuideStep), functools.partial(batches, 11, size=3)), ALL_SHARES
+    )

@@ -1,0 +1,64 @@
+"""The comparison can fail: without the exact step the same training gives other numbers."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import Trial, arrays, assert_equivalent, dense_model
+
+from keras_het import HeterogeneousStrategy
+from keras_het.strategy import exact_losses
+from keras_het.strategy.exact_step import ExactStep
+
+SHARES = [(4, 2, 1)]
+sgd = functools.partial(keras.optimizers.SGD, 0.1)
+
+
+def test_equal_weights_of_unequal_shares_are_noticed(monkeypatch):
+    # What tf.distribute.MirroredStrategy does: Keras divides by the number of replicas
+    monkeypatch.setattr(HeterogeneousStrategy, "_needs_exact_step", lambda self: False)
+    with pytest.raises(AssertionError, match="shares"):
+        assert_equivalent(Trial(functools.partial(dense_model, "mse", sgd)), SHARES)
+
+
+def test_the_error_is_orders_of_magnitude_above_the_tolerance(monkeypatch):
+    monkeypatch.setattr(HeterogeneousStrategy, "_needs_exact_step", lambda self: False)
+    trial = Trial(functools.partial(dense_model, "mse", sgd), evaluate=False, predict=False)
+    with pytest.raises(AssertionError, match="shares"):
+        assert_equivalent(trial, SHARES, rtol=1e-2, atol=1e-3)
+
+
+def test_a_weight_that_is_slightly_wrong_is_noticed(monkeypatch):
+    original = ExactStep.__init__
+
+    def biased(self, replica_id, samples, total):
+        original(self, replica_id, samples, total)
+        self.weight = self.weight * (1.001 if replica_id == 0 else 1.0)
+
+    monkeypatch.setattr(ExactStep, "__init__", biased)
+    with pytest.raises(AssertionError, match="shares"):
+        assert_equivalent(Trial(functools.partial(dense_model, "mse", sgd)), SHARES)
+
+
+def test_a_missing_factor_of_masked_losses_is_noticed(monkeypatch):
+    monkeypatch.setattr(exact_losses, "_divisor_factor", lambda step, divisor: 1.0)
+
+    def build():
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        return dense_model(loss, sgd)
+
+    def data():
+        x, y = arrays()
+        weight = np.linspace(0.1, 3.0, len(x)).astype("float32")
+        return tf.data.Dataset.from_tensor_slices((x, y, weight)).batch(8)
+
+    with pytest.raises(AssertionError, match="shares"):
+        assert_equivalent(Trial(build, data), SHARES)
+
+
+def test_training_that_changes_nothing_is_noticed():
+    build = functools.partial(dense_model, "mse", lambda: keras.optimizers.SGD(0.0))
+    with pytest.raises(AssertionError, match="changed nothing"):
+        assert_equivalent(Trial(build), SHARES)
