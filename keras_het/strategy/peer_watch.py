@@ -41,7 +41,7 @@ class PeerWatch:
         is_healthy: Callable[[str, float], bool],
         abort: Callable[[str], None],
         interval_seconds: float = 0.5,
-        timeout_seconds: float = 4.0,
+        timeout_seconds: float = 3.0,
         num_failures: int = 2,
     ) -> None:
         self._peers = dict(peers)
