@@ -140,7 +140,9 @@ def test_losses_of_keras():
         inputs = keras.Input((5,))
         outputs = {name: keras.layers.Dense(3, "softmax", name=name)(inputs) for name in names}
         model = keras.Model(inputs, outputs)
-        model.compile(keras.optimizers.SGD(0.01), {name: getattr(keras.losses, name)() for name in names})
+        model.compile(
+            keras.optimizers.SGD(0.01), {name: getattr(keras.losses, name)() for name in names}
+        )
         return model
 
     def data():
