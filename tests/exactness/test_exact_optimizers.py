@@ -136,8 +136,8 @@ def test_mixed_precision(policy):
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy(policy)
         try:
-            # A low loss scale: at Keras's first one, 2 ** 15, this model is at the edge of float16's
-            # range, where the order of a sum decides whether a step is skipped.
+            # At Keras's first loss scale, 2 ** 15, this model is at the edge of float16's range,
+            # where the order of a sum decides whether a step is skipped.
             return dense_model("mse", lambda: O.LossScaleOptimizer(O.SGD(0.1), initial_scale=256))
         finally:
             keras.config.set_dtype_policy(before)
