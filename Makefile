@@ -30,8 +30,8 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 test: lint ## Lint, types and all tests.
 	.venv/bin/python -m pytest
 
-test-oldest: .venv-oldest/installed ## Multi-process and fast tests on the oldest TensorFlow.
-	.venv-oldest/bin/python -m pytest -m "multi_process or not (slow or outside)"
+test-oldest: .venv-oldest/installed ## The multi-process suite on the oldest TensorFlow.
+	.venv-oldest/bin/python -m pytest -m multi_process
 
 lint: .venv/installed ## Style, format and types.
 	.venv/bin/ruff check .
