@@ -1,7 +1,25 @@
 """How long a device needs for a number of samples."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class TimeModel(Protocol):
+    """Compute time of one step as a nondecreasing function of a replica's share."""
+
+    def seconds(self, samples: float) -> float:
+        """Returns the compute time of one step.
+
+        Args:
+            samples: Number of samples of the replica's share; at least 0.
+
+        Returns:
+            Time in seconds; never less for more samples.
+        """
 
 
 @dataclass(frozen=True)
@@ -27,7 +45,7 @@ class LinearTimeModel:
 
     def __post_init__(self) -> None:
         for name in ("fixed_seconds", "seconds_per_sample"):
-            _check_not_negative(name, getattr(self, name))
+            check_not_negative(name, getattr(self, name))
 
     def seconds(self, samples: float) -> float:
         """Returns the compute time of one step.
@@ -42,11 +60,21 @@ class LinearTimeModel:
             TypeError: If `samples` is not a real number.
             ValueError: If `samples` is negative or not finite.
         """
-        _check_not_negative("samples", samples)
+        check_not_negative("samples", samples)
         return self.fixed_seconds + self.seconds_per_sample * samples
 
 
-def _check_not_negative(name: str, value: object) -> None:
+def check_not_negative(name: str, value: object) -> None:
+    """Checks that a value is a finite real number, at least 0.
+
+    Args:
+        name: What the error calls the value.
+        value: The value.
+
+    Raises:
+        TypeError: If it is not a real number.
+        ValueError: If it is negative or not finite.
+    """
     # numpy's scalars have no common base with Python's numbers, so convert rather than test types.
     if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
         raise TypeError(
