@@ -1,0 +1,230 @@
+"""BOA: the exact min-max program over fitted time models."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from keras_het.planning.balance.plan import BalancePlan
+from keras_het.planning.balance.policy import SharePolicy
+from keras_het.planning.balance.retry import RetrySchedule
+from keras_het.planning.bounded_shares import FloatArray, IntArray
+from keras_het.planning.min_max import min_max_shares_linear
+from keras_het.planning.time_model_fit import TimeModelFit
+
+_FIRST_HOLD = 2
+_LONGEST_HOLD = 64
+# The lower median of c times is about 1.25 / sqrt(c) as uncertain as one time.
+_MEDIAN_DEVIATION = 1.25
+# Steps after which a replica that is used but never measured is left as it is.
+_PATIENCE = 8
+
+
+class BoaPolicy(SharePolicy):
+    r"""All replicas finish at the same moment, as far as whole samples allow.
+
+    .. math:: \min_b \max_i t_i(b_i) \quad s.t. \quad \sum_i b_i = B,\; l_i \le b_i \le u_i
+
+    Every replica's time is a line over its share, fitted to compute times while training runs. The
+    first steps use the even split. Two measured steps give speeds; shares in proportion to them,
+    which the program yields while fixed costs are unknown, are the second point of each line. From
+    then on plans are the exact optimum. On even replicas the first split is the optimum already, so
+    nothing is probed.
+
+    A plan is replaced only if the predicted gain exceeds the dead-band and what noise explains: the
+    uncertainty of a median of the times seen with the present shares, times the expected largest of
+    n normal deviates plus two. Each further plan waits for twice as many steps (hold-off), until a
+    replica is found to have changed its speed. That starts over with the times since then.
+
+    A device whose fixed cost is too high gets no samples. It is tried again at growing intervals.
+
+    Read in the abstract: static and dynamic stragglers, the min-max integer program,
+    hardware-agnostic performance models. Ours: everything else, as the full text was not found.
+
+    Args:
+        num_replicas: number of replicas, n.
+        global_batch_size: samples that shares sum to, B.
+        dead_band: smallest predicted gain, as a fraction of a step's compute time.
+        window: number of compute times kept for each replica.
+        lower: smallest share of each replica, int [n]; by default 0.
+        upper: largest share of each replica, int [n]; by default no bound.
+
+    Raises:
+        TypeError: if a bound is not whole.
+        ValueError: if no shares satisfy the bounds.
+
+    Reference:
+        Yang, Kang and Youn, "BOA: batch orchestration algorithm for straggler mitigation of
+        distributed DL training in heterogeneous GPU cluster", The Journal of Supercomputing 76,
+        2020, pages 47-67.
+    """
+
+    name = "boa"
+
+    def __init__(
+        self,
+        num_replicas: int,
+        global_batch_size: int,
+        *,
+        dead_band: float = 0.025,
+        window: int = 64,
+        lower: ArrayLike | None = None,
+        upper: ArrayLike | None = None,
+    ) -> None:
+        super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
+        self._dead_band = dead_band
+        self._fit = TimeModelFit(num_replicas, window)
+        self._retries = RetrySchedule()
+        self._trying: int | None = None
+        self._changed: list[int] = []
+        self._plans_since_change = 0
+        self._decided_version = -1
+
+    def _record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
+        changed = self._fit.observe(shares, seconds)
+        if changed.any():
+            self._changed += np.flatnonzero(changed).tolist()
+            self._plans_since_change = 0
+
+    def _decide(self, step: int) -> BalancePlan | None:
+        waits = self._trying is None and not self._changed
+        if self._in_effect < (self._hold if waits else _FIRST_HOLD):
+            return None
+        if waits and (replica := self._retries.next_due(step)) is not None:
+            return self._try_again(step, replica)
+        if self._fit.version == self._decided_version:
+            return None
+        unknown = (self._current > 0) & ~self._fit.known
+        if unknown.all() or (unknown.any() and self._in_effect < _PATIENCE):
+            return None
+        self._decided_version = self._fit.version
+        return self._improve(step)
+
+    @property
+    def _hold(self) -> int:
+        doublings = max(self._plans_since_change - 1, 0)
+        return min(_FIRST_HOLD << min(doublings, 10), _LONGEST_HOLD)
+
+    def _improve(self, step: int) -> BalancePlan | None:
+        times = self._times(self._current)
+        before = float(times.max())
+        threshold = self._threshold()
+        tried, self._trying = self._trying, None
+        reason, self._changed = self._reason(tried), []
+        # No shares with the same sum are faster than the smallest time of one sample more.
+        more = self._times(np.minimum(self._current + 1, self._upper))
+        growing = self._fit.known & (self._current < self._upper)
+        if growing.any() and float(more[growing].min()) > before * (1 - threshold):
+            self._stay(tried)
+            return None
+        shares = self._solve()
+        if (shares == self._current).all():
+            self._stay(tried)
+            return None
+        after = float(self._times(shares).max())
+        if after > before * (1 - threshold):
+            self._stay(tried)
+            return None
+        self._schedule_retries(step, shares, tried)
+        self._plans_since_change += tried is None
+        return self._adopt(self._plan(step, shares, reason))
+
+    def _stay(self, tried: int | None) -> None:
+        if tried is not None and self._current[tried]:
+            self._retries.kept(tried)
+
+    def _threshold(self) -> float:
+        """Predicted gain that is worth a change and beyond the noise."""
+        used = (self._current > 0) & self._fit.known
+        count = max(int(self._fit.counts(self._current)[used].min(initial=1 << 30)), 1)
+        deviation = _MEDIAN_DEVIATION * self._fit.noise / math.sqrt(count)
+        largest_of_n = math.sqrt(2 * math.log(max(len(self._current), 2)))
+        return max(self._dead_band, (2.0 + largest_of_n) * deviation)
+
+    def _times(self, shares: IntArray) -> FloatArray:
+        """Predicted times; 0 where nothing is known or used."""
+        line = self._fit.fixed_seconds + self._fit.seconds_per_sample * shares
+        times: FloatArray = np.where(shares > 0, line, 0.0)
+        return times
+
+    def _solve(self, lower: IntArray | None = None, upper: IntArray | None = None) -> IntArray:
+        """Optimal shares; replicas without a model keep what they have."""
+        known = self._fit.known
+        return min_max_shares_linear(
+            self._fit.fixed_seconds,
+            self._fit.seconds_per_sample,
+            self._total,
+            np.where(known, self._lower if lower is None else lower, self._current),
+            np.where(known, self._upper if upper is None else upper, self._current),
+        )
+
+    def _within_bounds(self) -> IntArray:
+        if not self._fit.known.all():
+            return super()._within_bounds()
+        return self._solve()
+
+    def _try_again(self, step: int, replica: int) -> BalancePlan | None:
+        self._retries.started(replica)
+        share = max(1, self._total // (16 * len(self._current)))
+        share = min(share, int(self._upper[replica]))
+        lower, upper = self._lower.copy(), self._upper.copy()
+        if share == 0 or self._current[replica]:
+            return None
+        lower[replica] = upper[replica] = share
+        for other in np.flatnonzero(self._current == 0).tolist():
+            if other != replica:
+                upper[other] = lower[other]
+        if lower.sum() > self._total or upper.sum() < self._total:
+            return None
+        shares = self._solve(lower, upper)
+        self._fit.forget(replica)
+        self._trying = replica
+        return self._adopt(self._plan(step, shares, f"replica {replica} is tried again"))
+
+    def _schedule_retries(self, step: int, shares: IntArray, tried: int | None) -> None:
+        after = max(float(self._times(shares).max()), 1e-12)
+        alone = self._times(np.ones_like(shares))
+        for replica in range(len(shares)):
+            if shares[replica]:
+                self._retries.kept(replica)
+            elif (self._current[replica] or replica == tried) and self._upper[replica]:
+                extra = float(alone[replica]) / after - 1.0
+                self._retries.dropped(replica, step, extra)
+
+    def _reason(self, tried: int | None) -> str:
+        if tried is not None:
+            return f"after a try of replica {tried}"
+        if self._changed:
+            which = " ".join(map(str, sorted(set(self._changed))))
+            return f"min-max over fitted times, replica {which} changed its speed"
+        known_fixed = self._fit.fixed_seconds > 0.01 * self._times(self._current)
+        if not (self._fit.identified | known_fixed).any():
+            return "in proportion to measured speeds"
+        return "min-max over fitted times"
+
+    def _plan(self, step: int, shares: IntArray, reason: str) -> BalancePlan:
+        times = self._times(shares)
+        known = self._fit.known | (shares == 0)
+        return BalancePlan(
+            step,
+            self.name,
+            tuple(shares.tolist()),
+            reason,
+            predicted_seconds=tuple(
+                float(time) if sure else None for time, sure in zip(times, known, strict=True)
+            ),
+            step_seconds=float(times.max()),
+            previous_step_seconds=float(self._times(self._current).max()),
+            step_seconds_if_all_used=self._seconds_if_all_used(shares),
+            measured=self._fit.latest(),
+            models=self._fit.models(),
+        )
+
+    def _seconds_if_all_used(self, shares: IntArray) -> float | None:
+        could = (shares == 0) & (self._upper > 0) & self._fit.known
+        lower = np.where(could, np.maximum(self._lower, 1), self._lower)
+        if not could.any() or lower.sum() > self._total:
+            return None
+        return float(self._times(self._solve(lower)).max())

@@ -1,0 +1,102 @@
+"""A decision about shares, with what it was derived from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keras_het.planning.line_fit import Measurement
+from keras_het.planning.time_model import LinearTimeModel
+
+_SHARES_ON_ONE_LINE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class BalancePlan:
+    """Who computes how many samples of the global batch, and why.
+
+    Args:
+        step: step after which it was decided.
+        policy: name of the policy.
+        shares: samples of each replica; they sum to the global batch.
+        reason: why, in a few words.
+        predicted_seconds: predicted compute time of each replica, None where not known; 0 for a
+            replica that is not used. Empty if the policy does not predict.
+        step_seconds: predicted compute time of the slowest replica, None if not known.
+        previous_step_seconds: the same for the shares before, under the same models.
+        step_seconds_if_all_used: the same if every replica that is not used, though it could be,
+            had at least one sample; None if there is no such replica.
+        measured: latest measurement of each replica. Empty if the policy keeps none.
+        models: time model of each replica. Empty if the policy has none.
+    """
+
+    step: int
+    policy: str
+    shares: tuple[int, ...]
+    reason: str
+    predicted_seconds: tuple[float | None, ...] = ()
+    step_seconds: float | None = None
+    previous_step_seconds: float | None = None
+    step_seconds_if_all_used: float | None = None
+    measured: tuple[Measurement | None, ...] = ()
+    models: tuple[LinearTimeModel | None, ...] = ()
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """Replicas without samples."""
+        return tuple(replica for replica, share in enumerate(self.shares) if not share)
+
+    @property
+    def gain(self) -> float | None:
+        """Predicted fraction of the step's compute time that is saved; None if not known."""
+        if self.step_seconds is None or not self.previous_step_seconds:
+            return None
+        return 1.0 - self.step_seconds / self.previous_step_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as plain Python values, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("measured", "models"):
+            values[name] = [item and dataclasses.asdict(item) for item in values[name]]
+        for name in ("shares", "predicted_seconds"):
+            values[name] = list(values[name])
+        return {**values, "unused": list(self.unused), "gain": self.gain}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> BalancePlan:
+        """Restores a plan.
+
+        Args:
+            values: what `to_dict` returned, also after a round trip through JSON.
+
+        Returns:
+            An equal plan.
+
+        Raises:
+            ValueError: if fields are missing.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        if missing := [name for name in names if name not in values]:
+            raise ValueError(
+                f"A balance plan needs the fields {names}. Missing: {missing}. Pass what "
+                "BalancePlan.to_dict returned."
+            )
+        given = {name: values[name] for name in names}
+        given["shares"] = tuple(given["shares"])
+        given["predicted_seconds"] = tuple(given["predicted_seconds"])
+        given["measured"] = tuple(item and Measurement(**item) for item in given["measured"])
+        given["models"] = tuple(item and LinearTimeModel(**item) for item in given["models"])
+        return cls(**given)
+
+    def __str__(self) -> str:
+        shown = " ".join(map(str, self.shares[:_SHARES_ON_ONE_LINE]))
+        if len(self.shares) > _SHARES_ON_ONE_LINE:
+            shown += f" ... ({len(self.shares)} replicas)"
+        text = f"step {self.step}: shares {shown} ({self.policy}: {self.reason}"
+        if self.step_seconds is not None and self.previous_step_seconds is not None:
+            before, after = self.previous_step_seconds * 1e3, self.step_seconds * 1e3
+            text += f"; {before:.1f} -> {after:.1f} ms a step predicted"
+        if self.step_seconds_if_all_used is not None:
+            which = " ".join(map(str, self.unused))
+            text += f"; without using {which}, {self.step_seconds_if_all_used * 1e3:.1f} ms with it"
+        return text + ")"

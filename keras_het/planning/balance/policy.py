@@ -1,0 +1,222 @@
+"""What a policy is, and what all policies have in common."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from keras_het.planning.balance.plan import BalancePlan
+from keras_het.planning.bounded_shares import (
+    FloatArray,
+    IntArray,
+    check_bounds,
+    proportional_shares,
+)
+
+BoolArray = NDArray[np.bool_]
+
+
+@runtime_checkable
+class BalancePolicy(Protocol):
+    """Decides about shares from compute times, once a step.
+
+    The same calls lead to the same plans, on every worker. `propose` before the first step gives
+    the first plan; after that, each step is `observe` and then `propose`. A plan comes into effect
+    some steps after it was proposed: `observe` is told the shares that were really used.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the policy, as users give it."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Shares of the last plan; they sum to the global batch."""
+
+    def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
+        """Takes note of one step.
+
+        Args:
+            step: number of the step.
+            shares: samples each replica really computed, int [n]. They sum to less than the global
+                batch in a partial last batch.
+            seconds: compute time of each replica, float64 [n]; NaN where not known.
+        """
+
+    def propose(self, step: int) -> BalancePlan | None:
+        """Decides.
+
+        Args:
+            step: number of the step that was observed last.
+
+        Returns:
+            A plan, if shares should change; the first call always returns the first plan.
+        """
+
+    def set_upper(self, replica: int, samples: int) -> None:
+        """Bounds a replica's share, for instance because it ran out of memory.
+
+        Args:
+            replica: index of the replica.
+            samples: largest share from now on.
+        """
+
+    def set_global_batch_size(self, samples: int) -> None:
+        """Changes the number of samples that shares sum to.
+
+        Args:
+            samples: the new global batch size.
+        """
+
+
+class SharePolicy:
+    """Bounds, the first plan, and whether the last plan is in effect already.
+
+    Subclasses take note of steps in `_record` and decide in `_decide`, which is called only while
+    the last plan is in effect. By themselves, shares stay even.
+
+    Args:
+        num_replicas: number of replicas, n.
+        global_batch_size: samples that shares sum to.
+        lower: smallest share of each replica, int [n]; by default 0.
+        upper: largest share of each replica, int [n]; by default no bound.
+
+    Raises:
+        TypeError: if a number is not whole.
+        ValueError: if no shares satisfy the bounds.
+    """
+
+    name = ""
+
+    def __init__(
+        self,
+        num_replicas: int,
+        global_batch_size: int,
+        *,
+        lower: ArrayLike | None = None,
+        upper: ArrayLike | None = None,
+    ) -> None:
+        self._lower, _ = check_bounds(global_batch_size, num_replicas, lower, upper)
+        given = np.iinfo(np.int64).max if upper is None else np.asarray(upper)
+        self._given_upper: IntArray = np.broadcast_to(given, (num_replicas,)).astype(np.int64)
+        self._total = int(global_batch_size)
+        self._current = self._proportional(self._first_weights())
+        self._in_effect = 0
+        self._first = True
+        self._bounds_changed = False
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Shares of the last plan; they sum to the global batch."""
+        return tuple(self._current.tolist())
+
+    def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
+        """Takes note of one step.
+
+        Args:
+            step: number of the step.
+            shares: samples each replica really computed, int [n].
+            seconds: compute time of each replica, float64 [n]; NaN where not known.
+
+        Raises:
+            ValueError: if there is not one number for each replica.
+        """
+        used, times = np.asarray(shares, np.int64), np.asarray(seconds, np.float64)
+        if used.shape != self._current.shape or times.shape != self._current.shape:
+            raise ValueError(
+                f"There must be one share and one time for each of {len(self._current)} replicas. "
+                f"Received: shares of shape {used.shape} and seconds of shape {times.shape} in "
+                f"step {step}. Use NaN for times that are not known."
+            )
+        matches = bool((used == self._current).all())
+        self._in_effect += matches
+        self._record(used, times, matches)
+
+    def propose(self, step: int) -> BalancePlan | None:
+        """Decides.
+
+        Args:
+            step: number of the step that was observed last.
+
+        Returns:
+            A plan, if shares should change; the first call always returns the first plan.
+        """
+        if self._first:
+            self._first = False
+            return BalancePlan(step, self.name, self.shares, self._first_reason())
+        if self._bounds_changed:
+            return self._obey_bounds(step)
+        return self._decide(step) if self._in_effect else None
+
+    def set_upper(self, replica: int, samples: int) -> None:
+        """Bounds a replica's share, for instance because it ran out of memory.
+
+        Args:
+            replica: index of the replica.
+            samples: largest share from now on.
+
+        Raises:
+            IndexError: if there is no such replica.
+            ValueError: if the replicas together can no longer take the global batch.
+        """
+        if not 0 <= replica < len(self._current):
+            raise IndexError(
+                f"replica must be from 0 to {len(self._current) - 1}. Received: {replica}."
+            )
+        upper, lower = self._given_upper.copy(), self._lower.copy()
+        upper[replica] = samples
+        lower[replica] = min(lower[replica], max(samples, 0))
+        check_bounds(self._total, len(upper), lower, upper)
+        self._given_upper, self._lower = upper, lower
+        self._bounds_changed |= bool(self._current[replica] > samples)
+
+    def set_global_batch_size(self, samples: int) -> None:
+        """Changes the number of samples that shares sum to.
+
+        Args:
+            samples: the new global batch size.
+
+        Raises:
+            TypeError: if it is not whole.
+            ValueError: if no shares satisfy the bounds.
+        """
+        check_bounds(samples, len(self._current), self._lower, self._given_upper)
+        self._bounds_changed |= int(samples) != self._total
+        self._total = int(samples)
+
+    @property
+    def _upper(self) -> IntArray:
+        return np.minimum(self._given_upper, self._total)
+
+    def _proportional(self, weights: FloatArray) -> IntArray:
+        return proportional_shares(self._total, weights, self._lower, self._upper)
+
+    def _adopt(self, plan: BalancePlan) -> BalancePlan:
+        self._current = np.array(plan.shares, np.int64)
+        self._in_effect = 0
+        return plan
+
+    def _obey_bounds(self, step: int) -> BalancePlan:
+        self._bounds_changed = False
+        shares = self._within_bounds()
+        plan = BalancePlan(step, self.name, tuple(shares.tolist()), "bounds or batch size changed")
+        return self._adopt(plan)
+
+    def _within_bounds(self) -> IntArray:
+        """New shares in the proportions of the old ones, after bounds or batch size changed."""
+        return self._proportional(np.maximum(self._current, 1e-6).astype(np.float64))
+
+    def _first_weights(self) -> FloatArray:
+        return np.ones(len(self._lower))
+
+    def _first_reason(self) -> str:
+        return "even split"
+
+    def _record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
+        """Takes note of a step; `matches` says whether it used the shares of the last plan."""
+
+    def _decide(self, step: int) -> BalancePlan | None:
+        """Decides, while the last plan is in effect; by default it stays."""
+        return None

@@ -1,0 +1,66 @@
+"""Policies by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_het.planning.balance.boa import BoaPolicy
+from keras_het.planning.balance.even import EvenPolicy
+from keras_het.planning.balance.lb_bsp import LbBspPolicy
+from keras_het.planning.balance.lbb import LbbPolicy
+from keras_het.planning.balance.policy import BalancePolicy, SharePolicy
+from keras_het.planning.balance.proportional import ProportionalPolicy
+from keras_het.planning.balance.static import StaticPolicy
+
+POLICIES: dict[str, type[SharePolicy]] = {
+    policy.name: policy
+    for policy in (
+        BoaPolicy,
+        EvenPolicy,
+        StaticPolicy,
+        ProportionalPolicy,
+        LbBspPolicy,
+        LbbPolicy,
+    )
+}
+
+
+def make_policy(
+    policy: str | BalancePolicy, num_replicas: int, global_batch_size: int, **options: Any
+) -> BalancePolicy:
+    """Returns the policy of a name, or the policy that was given.
+
+    Args:
+        policy: a name, or an object with the methods of `BalancePolicy`, which is returned as is.
+        num_replicas: number of replicas.
+        global_batch_size: samples that shares sum to.
+        **options: further arguments of the policy, such as `lower`, `upper` or `weights`.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: if it is neither a name nor a policy, an option is unknown, or a policy object
+            comes with options.
+        ValueError: if there is no policy of this name, or the policy refuses an argument.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(
+                f"There is no balance policy of this name. Received: policy={policy!r}. "
+                f"Expected one of {sorted(POLICIES)}, or an object with the methods of "
+                "BalancePolicy."
+            )
+        return POLICIES[policy](num_replicas, global_batch_size, **options)
+    if isinstance(policy, type) or not isinstance(policy, BalancePolicy):
+        raise TypeError(
+            "policy must be a name or an object with the methods of BalancePolicy (name, shares, "
+            "observe, propose, set_upper, set_global_batch_size). "
+            f"Received: {policy!r}. Names are {sorted(POLICIES)}."
+        )
+    if options:
+        raise TypeError(
+            f"A policy object brings its own settings. Received: {sorted(options)} besides "
+            f"{policy!r}. Pass them to the policy itself."
+        )
+    return policy
