@@ -1,0 +1,174 @@
+"""Which global batch size makes the most progress in a second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from keras_het.planning.noise_scale import NoiseScaleEstimate
+
+
+def gain(scale: float, estimate: NoiseScaleEstimate) -> float:
+    r"""How many steps of the base batch one step of a larger batch is worth.
+
+    .. math:: r(s) = \frac{S / B_0 + |G|^2}{S / (B_0 s) + |G|^2}
+
+    in terms of the noise at the base batch: between 1 (no noise) and s (noise alone). It is also
+    the factor for the learning rate of SGD (AdaScale); adaptive optimizers take its square root.
+
+    Args:
+        scale: s, global batch over base batch, positive.
+        estimate: squared norm, and variance of the gradient of one *base batch*: divide the
+            variance of one sample by the base batch size first.
+
+    Returns:
+        The gain r.
+
+    Raises:
+        ValueError: if the scale is not positive.
+
+    Reference:
+        Johnson, Agrawal, Gu and Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed
+        Training", ICML 2020, arXiv:2007.05105.
+    """
+    if not scale > 0:
+        raise ValueError(f"scale must be positive. Received: {scale!r}.")
+    variance, norm = max(estimate.variance, 0.0), max(estimate.squared_norm, 0.0)
+    if variance + norm == 0.0:
+        return 1.0
+    return (variance + norm) / (variance / scale + norm)
+
+
+def learning_rate_factor(
+    global_batch_size: int,
+    base_batch_size: int,
+    estimate: NoiseScaleEstimate,
+    adaptive_optimizer: bool = False,
+) -> float:
+    """Factor for the learning rate that was chosen for the base batch.
+
+    Args:
+        global_batch_size: present global batch size.
+        base_batch_size: batch size the learning rate belongs to.
+        estimate: smoothed estimates for one sample's gradient.
+        adaptive_optimizer: whether the optimizer divides by a second moment, as Adam does.
+
+    Returns:
+        The AdaScale gain, or its square root.
+
+    Raises:
+        ValueError: if a batch size is not positive.
+
+    Reference:
+        Johnson et al., "AdaScale SGD", ICML 2020; the square root as in Qiao et al., "Pollux",
+        OSDI 2021 (AdaptDL).
+    """
+    factor = _gain(global_batch_size, base_batch_size, estimate)
+    return math.sqrt(factor) if adaptive_optimizer else factor
+
+
+def goodput(
+    global_batch_size: int,
+    base_batch_size: int,
+    step_seconds: float,
+    estimate: NoiseScaleEstimate,
+) -> float:
+    """Useful samples per second: throughput times statistical efficiency.
+
+    The efficiency r / s is the progress of a sample in this batch over that of a sample in the base
+    batch, so goodput is r * base batch / step time.
+
+    Args:
+        global_batch_size: global batch size.
+        base_batch_size: batch size for which a sample counts as one.
+        step_seconds: time of a step, positive.
+        estimate: smoothed estimates for one sample's gradient.
+
+    Returns:
+        Samples of the base batch per second that make the same progress.
+
+    Raises:
+        ValueError: if a batch size or the time is not positive.
+
+    Reference:
+        Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning",
+        OSDI 2021.
+    """
+    if not step_seconds > 0:
+        raise ValueError(f"step_seconds must be positive. Received: {step_seconds!r}.")
+    return _gain(global_batch_size, base_batch_size, estimate) * base_batch_size / step_seconds
+
+
+def candidate_batch_sizes(smallest: int, largest: int, count: int = 50) -> tuple[int, ...]:
+    """Geometric grid of global batch sizes.
+
+    Args:
+        smallest: smallest size, at least 1.
+        largest: largest size.
+        count: number of points before equal ones are merged, at least 2.
+
+    Returns:
+        Ascending sizes, from the smallest to the largest.
+
+    Raises:
+        ValueError: if sizes or count are out of order.
+    """
+    if not 1 <= smallest <= largest or count < 2:
+        raise ValueError(
+            "Sizes must satisfy 1 <= smallest <= largest, and count must be at least 2. "
+            f"Received: smallest={smallest}, largest={largest}, count={count}."
+        )
+    ratio = largest / smallest
+    grid = {round(smallest * ratio ** (point / (count - 1))) for point in range(count)}
+    return tuple(sorted(grid | {smallest, largest}))
+
+
+def choose_global_batch(
+    step_seconds: Callable[[int], float],
+    base_batch_size: int,
+    largest: int,
+    estimate: NoiseScaleEstimate,
+    *,
+    present: int | None = None,
+    min_gain: float = 0.05,
+) -> int:
+    """Chooses the global batch size with the best goodput on a geometric grid.
+
+    Args:
+        step_seconds: predicted step time of a global batch that is shared out optimally, such as
+            the optimum of the min-max program plus the communication time.
+        base_batch_size: smallest size, for which the learning rate was chosen.
+        largest: largest size that is allowed.
+        estimate: smoothed estimates for one sample's gradient.
+        present: present size; it stays unless another one is better by `min_gain`.
+        min_gain: smallest relative increase of goodput worth a change.
+
+    Returns:
+        The global batch size; of equally good ones the smallest.
+
+    Raises:
+        ValueError: if sizes are out of order or a predicted time is not positive.
+
+    Reference:
+        Qiao et al., "Pollux", OSDI 2021: the grid of AdaptDL; Nie, Maghakian and Liu, "Cannikin",
+        Middleware 2024, for the optimal split of every candidate.
+    """
+
+    def rate(size: int) -> float:
+        return goodput(size, base_batch_size, step_seconds(size), estimate)
+
+    best = max(
+        candidate_batch_sizes(base_batch_size, largest), key=lambda size: (rate(size), -size)
+    )
+    if present is not None and rate(best) <= (1 + min_gain) * rate(present):
+        return present
+    return best
+
+
+def _gain(size: int, base: int, estimate: NoiseScaleEstimate) -> float:
+    if size < 1 or base < 1:
+        raise ValueError(
+            f"Batch sizes must be at least 1. Received: global {size} and base {base}."
+        )
+    of_base = NoiseScaleEstimate(estimate.squared_norm, estimate.variance / base)
+    return gain(size / base, of_base)

@@ -1,0 +1,168 @@
+r"""Gradient noise scale from replicas with unequal shares.
+
+The gradient of a batch of b samples has the expected squared norm :math:`|G|^2 + S / b`, with the
+true gradient G and the trace S of the covariance of one sample's gradient. Replicas that measure
+:math:`|g_i|^2` of their own mean gradients and :math:`|g|^2` of the global one,
+:math:`g = \sum_i (b_i / B) g_i`, can separate the two. :math:`S / |G|^2` is the noise scale: global
+batches far below it make almost proportional use of more samples, those far above hardly any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from keras_het.planning.bounded_shares import FloatArray
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseScaleEstimate:
+    """Estimates of one step, or averages of several.
+
+    Both are unbiased on their own and may be negative in a single step; average many steps before
+    you divide.
+
+    Args:
+        squared_norm: estimate of the squared norm of the true gradient.
+        variance: estimate of the trace of the covariance of one sample's gradient.
+    """
+
+    squared_norm: float
+    variance: float
+
+    @property
+    def noise_scale(self) -> float:
+        """The ratio of both in samples; infinite where no gradient is seen above the noise."""
+        if self.squared_norm <= 0:
+            return float("inf")
+        return max(self.variance, 0.0) / self.squared_norm
+
+
+def replica_estimates(
+    shares: ArrayLike, squared_norms: ArrayLike, global_squared_norm: float
+) -> tuple[FloatArray, FloatArray]:
+    r"""Estimates from each replica's gradient against the global one.
+
+    .. math:: |G|^2_i = \frac{B |g|^2 - b_i |g_i|^2}{B - b_i}, \qquad
+        S_i = \frac{b_i B}{B - b_i} \left(|g_i|^2 - |g|^2\right)
+
+    Both follow from :math:`E|g_i|^2 = |G|^2 + S / b_i` and :math:`E|g|^2 = |G|^2 + S / B`, so each
+    is unbiased whatever the shares.
+
+    Args:
+        shares: samples of each replica, [n]; replicas with 0 are left out.
+        squared_norms: squared norms of the replicas' mean gradients, [n].
+        global_squared_norm: squared norm of the mean gradient over all samples.
+
+    Returns:
+        Estimates of the squared norm of the true gradient and of the variance, float64 [m], for
+        the m replicas with samples.
+
+    Raises:
+        ValueError: if lengths differ, or less than two replicas have samples.
+
+    Reference:
+        Nie, Maghakian and Liu, "Cannikin: Optimal Adaptive Distributed DNN Training over
+        Heterogeneous Clusters", Middleware 2024, arXiv:2402.05302; for equal shares McCandlish et
+        al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162, appendix A.
+    """
+    b, local = np.asarray(shares, np.float64), np.asarray(squared_norms, np.float64)
+    if b.shape != local.shape or b.ndim != 1 or (b > 0).sum() < 2:
+        raise ValueError(
+            "There must be one share and one squared norm a replica, and at least two replicas "
+            f"with samples. Received: shares={shares!r}, squared_norms={squared_norms!r}. With one "
+            "replica, split its batch into two parts."
+        )
+    b, local = b[b > 0], local[b > 0]
+    total = b.sum()
+    squared_norm = (total * global_squared_norm - b * local) / (total - b)
+    variance = b * total / (total - b) * (local - global_squared_norm)
+    return squared_norm, variance
+
+
+def noise_scale_estimate(
+    shares: ArrayLike, squared_norms: ArrayLike, global_squared_norm: float
+) -> NoiseScaleEstimate:
+    r"""Combines the replicas' estimates of one step.
+
+    Replica i has the weight :math:`(B - b_i) / ((n - 1) B)`: it depends on the shares alone, so the
+    result stays unbiased, and it takes out the factor by which a large share magnifies noise. Both
+    sums then become differences of :math:`|g|^2` and the weighted mean of :math:`|g_i|^2`:
+
+    .. math:: S = \frac{\sum_i b_i |g_i|^2 - B |g|^2}{n - 1}, \qquad
+        |G|^2 = \frac{n |g|^2 - \sum_i (b_i / B) |g_i|^2}{n - 1}
+
+    With equal shares these are the known formulas. The authors weight by the minimum variance,
+    which needs moments that were not found; these weights are ours.
+
+    Args:
+        shares: samples of each replica, [n]; replicas with 0 are left out.
+        squared_norms: squared norms of the replicas' mean gradients, [n].
+        global_squared_norm: squared norm of the mean gradient over all samples.
+
+    Returns:
+        The combined estimates.
+
+    Raises:
+        ValueError: if lengths differ, or less than two replicas have samples.
+
+    Reference:
+        Nie, Maghakian and Liu, "Cannikin: Optimal Adaptive Distributed DNN Training over
+        Heterogeneous Clusters", Middleware 2024, arXiv:2402.05302.
+    """
+    squared_norm, variance = replica_estimates(shares, squared_norms, global_squared_norm)
+    b = np.asarray(shares, np.float64)
+    b = b[b > 0]
+    weights = (b.sum() - b) / b.sum() / (len(b) - 1)
+    return NoiseScaleEstimate(
+        float((weights * squared_norm).sum()), float((weights * variance).sum())
+    )
+
+
+class SmoothedNoiseScale:
+    """Exponential moving averages of both estimates, without the bias of their start.
+
+    Args:
+        decay: weight of the past, at least 0, below 1.
+
+    Raises:
+        ValueError: if the decay is out of its range.
+
+    Reference:
+        Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning",
+        OSDI 2021, whose AdaptDL averages both parts before it divides.
+    """
+
+    def __init__(self, decay: float = 0.99) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(
+                f"decay must be at least 0 and below 1. Received: {decay!r}. 0.99 averages about "
+                "100 steps."
+            )
+        self._decay = decay
+        self._sums = (0.0, 0.0)
+        self._weight = 0.0
+
+    def add(self, estimate: NoiseScaleEstimate) -> None:
+        """Adds one step.
+
+        Args:
+            estimate: the estimates of the step.
+        """
+        new = 1.0 - self._decay
+        norm, variance = self._sums
+        self._sums = (
+            self._decay * norm + new * estimate.squared_norm,
+            self._decay * variance + new * estimate.variance,
+        )
+        self._weight = self._decay * self._weight + new
+
+    @property
+    def value(self) -> NoiseScaleEstimate | None:
+        """The averages, None before the first step."""
+        if not self._weight:
+            return None
+        norm, variance = self._sums
+        return NoiseScaleEstimate(norm / self._weight, variance / self._weight)
