@@ -18,6 +18,7 @@ BoolArray = NDArray[np.bool_]
 CHANGE_LIMITS = np.array([[7.5], [5.5]])
 LARGEST_DEVIATION = 3.0
 MIN_DEVIATION_UNIT = 0.02
+_SIGNS = np.array([[1.0], [-1.0]])
 _REFIT_EVERY = 16
 _REFIT_EACH_UNTIL = 8
 _STREAK_BEFORE_CHANGE = 3
@@ -115,15 +116,15 @@ class TimeModelFit:
         valid = (share > 0) & (second > 0) & (second < np.inf)
         same = valid & (share == self._last_share)
         self._noise.add(second[same], self._last_seconds[same])
-        self._streak = np.where(valid, np.where(same, self._streak + 1, 1), self._streak)
-        self._last_share = np.where(valid, share, self._last_share)
-        self._last_seconds = np.where(valid, second, self._last_seconds)
+        np.copyto(self._streak, np.where(same, self._streak + 1, 1), where=valid)
+        np.copyto(self._last_share, share, where=valid)
+        np.copyto(self._last_seconds, second, where=valid)
         self._store(valid, share, second)
         changed = self._detect(valid, share, second)
         if changed.any():
             self._cut(changed)
         due = (self._streak <= _REFIT_EACH_UNTIL) | (self._since_fit >= _REFIT_EVERY) | changed
-        for replica in np.flatnonzero(due & valid).tolist():
+        for replica in (due & valid).nonzero()[0].tolist():
             self._refit(replica)
         return changed
 
@@ -162,7 +163,7 @@ class TimeModelFit:
         return tuple(found)
 
     def _store(self, valid: BoolArray, share: IntArray, second: FloatArray) -> None:
-        rows = np.flatnonzero(valid)
+        rows = valid.nonzero()[0]
         columns = self._position[rows]
         self._shares[rows, columns] = share[rows]
         self._seconds[rows, columns] = second[rows]
@@ -175,14 +176,15 @@ class TimeModelFit:
         # change of speed.
         judged = valid & self._known & ~self._rescale
         judged &= self._identified | (self._streak >= _STREAK_BEFORE_CHANGE)
-        predicted = np.where(judged, self._fixed + self._slope * share, 1.0)
-        deviation = (np.where(judged, second, 1.0) / predicted - 1.0) / max(
-            self.noise, MIN_DEVIATION_UNIT
-        )
-        deviation = np.minimum(np.maximum(deviation, -LARGEST_DEVIATION), LARGEST_DEVIATION)
-        sums = np.maximum(self._sums + np.stack([deviation, -deviation]) - 1.0, 0.0)
-        self._runs = np.where(judged, np.where(sums > 0, self._runs + 1, 0), self._runs)
-        self._sums = np.where(judged, sums, self._sums)
+        ratio = np.ones_like(second)
+        np.divide(second, self._fixed + self._slope * share, out=ratio, where=judged)
+        deviation = (ratio - 1.0) / max(self.noise, MIN_DEVIATION_UNIT)
+        np.minimum(deviation, LARGEST_DEVIATION, out=deviation)
+        np.maximum(deviation, -LARGEST_DEVIATION, out=deviation)
+        # one row for slower, one for faster
+        sums = np.maximum(self._sums + _SIGNS * deviation - 1.0, 0.0)
+        np.copyto(self._sums, sums, where=judged)
+        np.copyto(self._runs, np.where(sums > 0, self._runs + 1, 0), where=judged)
         changed: BoolArray = judged & (self._sums > CHANGE_LIMITS).any(axis=0)
         return changed
 
