@@ -10,18 +10,19 @@ rows. `throughput_ratio` is our rows/s over the peer's, median of interleaved pa
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
 import tensorflow as tf
+from _report import environment, print_table, write_report
 from keras.src.trainers.data_adapters import get_data_adapter
 
 from keras_het.loader import GlobalOrderDataset
@@ -122,22 +123,23 @@ def compare(case, layout_name, change_every, batch, steps, repeats):
     shared = ours(source, function, layout, weights, batch, change_every)
     pairs = [(consume(shared), consume(plain(source, function, rows))) for _ in range(repeats)]
     ratios = sorted(ours_ / plain_ for ours_, plain_ in pairs)
-    row = {
-        "case": case + (", shares change every 10 steps" if change_every else ""),
+    calls = None
+    if function is not None:
+        calls = map_calls(source, function, layout, weights, batch, change_every)
+    return {
+        "case": case + (f", shares change every {change_every} steps" if change_every else ""),
         "policy": layout_name,
         "mode": shared.mode,
-        "samples_per_second": statistics.median(pair[0] for pair in pairs),
-        "plain_samples_per_second": statistics.median(pair[1] for pair in pairs),
-        "throughput_ratio": statistics.median(ratios),
-        "throughput_ratio_min": ratios[0],
-        "throughput_ratio_max": ratios[-1],
+        "throughput_ratio": round(statistics.median(ratios), 3),
+        "lowest_ratio": round(ratios[0], 3),
+        "highest_ratio": round(ratios[-1], 3),
+        "samples_per_second": round(statistics.median(pair[0] for pair in pairs)),
+        "plain_samples_per_second": round(statistics.median(pair[1] for pair in pairs)),
+        "map_calls_ratio": calls,
         "global_batch_size": batch,
-        "steps": steps,
-        "runs": repeats,
+        "num_steps": steps,
+        "num_runs": repeats,
     }
-    if function is not None:
-        row["map_calls_ratio"] = map_calls(source, function, layout, weights, batch, change_every)
-    return row
 
 
 def map_calls(source, function, layout, weights, batch, change_every):
@@ -163,27 +165,13 @@ def main():
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     batch, steps, repeats = (70, 12, 2) if options.quick else (140, 120, 5)
-    rows = []
-    for case in CASES:
-        for layout, change in (("one replica", 0), ("4 of 4:2:1", 0), ("4 of 4:2:1", 10)):
-            row = compare(case, layout, change, batch, steps, repeats)
-            rows.append(row)
-            print(
-                f"{row['case']:48} {row['policy']:12} {row['mode']:8} "
-                f"{row['samples_per_second']:9.0f} /s, plain {row['plain_samples_per_second']:9.0f}"
-                f" /s, ratio {row['throughput_ratio']:.2f} [{row['throughput_ratio_min']:.2f}, "
-                f"{row['throughput_ratio_max']:.2f}], "
-                f"map calls {row.get('map_calls_ratio', float('nan')):.3f}",
-                flush=True,
-            )
-    environment = {
-        "tensorflow": tf.__version__,
-        "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0)),
-    }
-    if options.json:
-        text = json.dumps({"benchmark": "data", "environment": environment, "rows": rows}, indent=2)
-        options.json.write_text(text + "\n")
+    rows = [
+        compare(case, layout, change, batch, steps, repeats)
+        for case in CASES
+        for layout, change in (("one replica", 0), ("4 of 4:2:1", 0), ("4 of 4:2:1", 10))
+    ]
+    print_table(rows)
+    write_report("data", rows, options.json, environment())
 
 
 if __name__ == "__main__":

@@ -25,21 +25,17 @@ def load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.n
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-def global_batches(
-    images: np.ndarray, labels: np.ndarray, batch_size: int, reshuffle: bool = True
-) -> tf.data.Dataset:
+def global_batches(images: np.ndarray, labels: np.ndarray, batch_size: int) -> tf.data.Dataset:
     """Shuffled batches; every worker makes the same ones, and the strategy cuts them up.
 
     Args:
         images: float32 of shape [samples, 8, 8, 1].
         labels: int64 of shape [samples].
         batch_size: samples of a step over all replicas.
-        reshuffle: whether every epoch has an order of its own.
     """
     samples = tf.data.Dataset.from_tensor_slices((images, labels))
     # The seed makes the order the same on every worker and in every run that is compared.
-    shuffled = samples.shuffle(len(labels), seed=0, reshuffle_each_iteration=reshuffle)
-    return shuffled.batch(batch_size)
+    return samples.shuffle(len(labels), seed=0).batch(batch_size)
 
 
 def make_model() -> keras.Model:

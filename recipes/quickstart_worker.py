@@ -57,9 +57,7 @@ def train(strategy: Any, epochs: int, batch_size: int) -> tuple[dict[str, Any], 
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = make_model()
     stopwatch = Stopwatch()
-    # One order for all epochs: plain Keras starts its data set twice an epoch and so leaves out
-    # every other order of a shuffle, which would make the epochs incomparable.
-    data = global_batches(*train_data, batch_size, reshuffle=False)
+    data = global_batches(*train_data, batch_size)
     model.fit(data, epochs=epochs, verbose=0, callbacks=[stopwatch])
     results = model.evaluate(global_batches(*test_data, batch_size), verbose=0, return_dict=True)
     samples = {

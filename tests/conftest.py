@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Inherited by every process that tests start, also by those whose parent has ended.
 RUN_TOKEN = uuid.uuid4().hex
 os.environ["PYTEST_RUN_TOKEN"] = RUN_TOKEN
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell starts background jobs that ignore Ctrl-C; what tests start must not inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import psutil  # noqa: E402 - after the settings above, like all that may import TensorFlow
 import pytest  # noqa: E402

@@ -38,6 +38,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._epoch = 0
         self._first_step = 0
         self._step = 0
+        self._data: Any = None
         self._quiet_epoch: contextlib.ExitStack | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -51,7 +52,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if num_steps and self._first_step >= num_steps:
             self._epoch, self._first_step = self._epoch + 1, 0
         self.model._initial_epoch = self._epoch
-        self._strategy().resume_data(self._epoch, self._first_step)
+        self._strategy().resume_data(position["passes"], position["pass_step"])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes where the epoch starts."""
@@ -68,6 +69,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Saves every `save_freq` batches."""
         self._step = self._first_step + batch + 1
+        self._data = self._strategy().iterated_data
         super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -75,6 +77,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._quiet_epoch is not None:
             self._quiet_epoch.close()
             self._quiet_epoch = None
+            if self._data is not None and self._data.cardinality >= 0:
+                # After a whole epoch Keras makes an iterator that it does not use, which moves
+                # shuffles on; after this shorter one it did not.
+                iter(self._data)
         self._epoch, self._first_step, self._step = epoch + 1, 0, 0
         super().on_epoch_end(epoch, logs)
 
@@ -83,9 +89,21 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if not self._strategy().is_chief:
             return
         temporary = self._position_path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"epoch": self._epoch, "step": self._step}))
+        temporary.write_text(json.dumps(self._position()))
         # A process killed in between leaves the old position or the new one, never half of it.
         temporary.replace(self._position_path)
+
+    def _position(self) -> dict[str, Any]:
+        passes, pass_step = ((), 0) if self._data is None else self._data.position
+        if self._step and self._step == self.params.get("steps") and not pass_step:
+            # Keras has yet to start the iterator that it does not use at the end of an epoch
+            passes = (*passes, False)
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            "passes": passes,
+            "pass_step": pass_step,
+        }
 
     def _strategy(self) -> Any:
         strategy = self.model.distribute_strategy

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.pass_counter import PassCounter
 from keras_het.loader.run import Run
 from keras_het.loader.step_iterator import StepIterator, Wrap
 
@@ -24,17 +28,26 @@ class DistributedSteps(adapter.DistributedDataset):
     Args:
         element_spec: specs of the batch of one replica.
         cardinality: steps in an epoch, or one of tf.data's two negative constants.
-        wrap: makes what the training step gets from the local batches and all sizes.
+        wrap: makes what the training step gets from the local batches and all sizes. If it has a
+            method `bound_to`, what that returns for this data set is used.
         can_rewind: whether an epoch may be handed over after a look.
+        passes: counts the passes over the source, which other instances may have started.
     """
 
     # The parent's constructor builds TensorFlow's own input pipeline, which ours replaces.
-    def __init__(self, element_spec: Any, cardinality: int, wrap: Wrap, can_rewind: bool) -> None:
+    def __init__(
+        self,
+        element_spec: Any,
+        cardinality: int,
+        wrap: Wrap,
+        can_rewind: bool,
+        passes: PassCounter | None = None,
+    ) -> None:
         self._spec = element_spec
         self._steps = np.int64(cardinality)
-        self._wrap = wrap
+        self._wrap: Wrap = wrap.bound_to(self) if hasattr(wrap, "bound_to") else wrap
         self._can_rewind = can_rewind
-        self._next_epoch = 0
+        self._passes = passes or PassCounter()
         self._first_step = 0
         self._looked_at: Run | None = None
         self._last: Run | None = None
@@ -71,47 +84,68 @@ class DistributedSteps(adapter.DistributedDataset):
             raise TypeError("This data set has an unknown or infinite number of steps.")
         return int(self._steps)
 
+    @property
+    def position(self) -> tuple[tuple[bool, ...], int]:
+        """Where the data set is: what `start_at` needs to go on from here.
+
+        Returns:
+            The passes that are behind, each with whether it was iterated, and the steps of the
+            present pass that are behind.
+        """
+        run = self._last
+        if run is None or run.ended or run is self._looked_at:
+            return self._passes.before(None), 0
+        return self._passes.before(run.number), run.first_step + run.delivered
+
     def __iter__(self) -> StepIterator:
-        return StepIterator(self._open, self._drop, self._wrap)
+        number = self._passes.reserve()
+        return StepIterator(functools.partial(self._open, number), self._drop, self._wrap)
 
-    def start_at(self, epoch: int, step: int) -> None:
-        """Makes the next epochs continue where an earlier process stopped.
+    def start_at(self, passes: int | Sequence[bool], step: int) -> None:
+        """Makes the next passes continue where an earlier process stopped.
 
-        Shuffles continue as after `epoch` whole passes, and the first `step` global batches of the
-        next one are left out, before any map that only the user of a row runs.
+        Shuffles continue as after `passes`, and the first `step` global batches of the next one are
+        left out, before any map that only the user of a row runs.
 
         Args:
-            epoch: passes over the data that are behind.
+            passes: passes over the data that are behind: a number of whole ones, or for each
+                whether it was iterated (Keras starts one at the end of each epoch that it does not
+                use), as `position` gives them.
             step: steps of the next pass that are behind; later passes start at 0.
 
         Raises:
             ValueError: if a number is negative, or the pipeline cannot go back to that order.
         """
-        if epoch < 0 or step < 0:
+        if (isinstance(passes, int) and passes < 0) or step < 0:
             raise ValueError(
-                f"epoch and step must be zero or more. Received: epoch={epoch}, step={step}."
+                f"passes and step must be zero or more. Received: passes={passes}, step={step}."
             )
+        gone_by = (True,) * passes if isinstance(passes, int) else tuple(map(bool, passes))
         if self._looked_at is not None:
             self._looked_at.close()
-        self._looked_at = None
-        self._seek(epoch)
-        self._next_epoch = epoch
+        self._looked_at = self._last = None
+        self._seek(gone_by)
+        self._passes.set_to(gone_by)
         self._first_step = step
 
     @abc.abstractmethod
-    def _seek(self, epoch: int) -> None:
-        """Makes the next pass the one after `epoch` passes."""
+    def _seek(self, passes: tuple[bool, ...]) -> None:
+        """Makes the next pass the one after `passes`."""
 
     @abc.abstractmethod
-    def _new_run(self, epoch: int, first_step: int) -> Run:
+    def _let_go_by(self, passes: Iterable[bool]) -> None:
+        """Lets passes go by before the next one."""
+
+    @abc.abstractmethod
+    def _new_run(self, number: int, first_step: int) -> Run:
         """Starts a pass."""
 
-    def _open(self) -> Run:
+    def _open(self, number: int) -> Run:
         run, self._looked_at = self._looked_at, None
         if run is None:
             self._runs_started += 1
-            run = self._new_run(self._next_epoch, self._first_step)
-            self._next_epoch += 1
+            self._let_go_by([False] * self._passes.start(number))
+            run = self._new_run(number, self._first_step)
             self._first_step = 0
         self._last = run
         return run
@@ -123,9 +157,14 @@ class DistributedSteps(adapter.DistributedDataset):
             self._steps = np.int64(1)
         if self._can_rewind and run is self._last and not single and run.rewind():
             self._looked_at = run
+            self._passes.give_back(run.number)
             return
         if run is self._last:
             self._last_fingerprint, self._last = run.fingerprint, None
             if not self._can_rewind and not single and run.delivered == 1 and not run.was_asked_on:
-                # a look at a source that cannot be rewound: the next pass is this one again
-                self._next_epoch, self._first_step = run.epoch, run.first_step
+                self._start_again(run)
+
+    def _start_again(self, run: Run) -> None:
+        """After a look at a source that cannot be rewound: the next pass is this one again."""
+        with contextlib.suppress(ValueError):  # then its shuffles have moved on
+            self.start_at(self._passes.before(run.number), run.first_step)

@@ -25,7 +25,7 @@ class FileRun(Run):
         weights: current share weights, one for each replica; read once a step.
         global_batch_size: samples in a full step over all workers.
         remaining: samples that each worker has left in this pass.
-        epoch: number of passes before this one.
+        number: number of passes before this one.
         first_step: steps of this pass that are left out.
         num_steps: steps of a whole pass.
     """
@@ -39,11 +39,11 @@ class FileRun(Run):
         global_batch_size: int,
         remaining: Sequence[int],
         *,
-        epoch: int,
+        number: int,
         first_step: int,
         num_steps: int,
     ) -> None:
-        super().__init__(epoch, first_step, num_steps)
+        super().__init__(number, first_step, num_steps)
         self._chunks: Iterator[Any] | None = chunks
         self._empty = empty
         self._layout = layout

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -84,24 +85,52 @@ class FileShardedDataset(DistributedSteps):
         self._samples = [sum(samples_per_file[file] for file in files) for files in self.files]
         own = [filenames[file] for file in self.files[layout.worker_index]]
         self._map_function = map_function
+        self._row_functions: tuple[Callable[..., Any], ...] = ()
         self._chunk = max(1, global_batch_size // layout.num_workers)
         self._own = _samples_of(own, reader)
         if shuffle_buffer:
             self._own = self._own.shuffle(shuffle_buffer, seed=seed + layout.worker_index)
-        chunks = self._chunks(_samples_of(filenames, reader).take(1))
+        self._first = _samples_of(filenames, reader).take(1)
+        chunks = self._chunks(self._first)
         self._empty = rows.slice_rows(next(iter(chunks)), 0, 0)
         steps = -(-sum(self._samples) // global_batch_size)
         super().__init__(rows.relax_rows(chunks.element_spec), steps, wrap, can_rewind=True)
         logger.info("Input by files: worker %d reads %d.", layout.worker_index, len(own))
+
+    def map(self, function: Callable[..., Any], **_: Any) -> FileShardedDataset:
+        """The same input with one more row-wise function of a batch.
+
+        Keras's `fit` calls it for `class_weight`.
+
+        Args:
+            function: row i of its result must depend on row i of the batch only. Further arguments
+                of `tf.data.Dataset.map` are taken and not needed.
+        """
+        mapped = copy.copy(self)
+        mapped._row_functions = (*self._row_functions, function)
+        chunks = mapped._chunks(self._first)
+        mapped._empty = rows.slice_rows(next(iter(chunks)), 0, 0)
+        DistributedSteps.__init__(
+            mapped, rows.relax_rows(chunks.element_spec), int(self._steps), self._wrap, True
+        )
+        return mapped
+
+    def prefetch(self, buffer_size: int) -> FileShardedDataset:
+        """This input, which prepares the next samples whatever `buffer_size` says."""
+        del buffer_size
+        return self
 
     def _chunks(self, samples: tf.data.Dataset) -> tf.data.Dataset:
         if self._map_function is not None:
             samples = samples.map(
                 self._map_function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
             )
-        return samples.batch(self._chunk).prefetch(2)
+        chunks = samples.batch(self._chunk)
+        for function in self._row_functions:
+            chunks = chunks.map(function)
+        return chunks.prefetch(2)
 
-    def _new_run(self, epoch: int, first_step: int) -> FileRun:
+    def _new_run(self, number: int, first_step: int) -> FileRun:
         remaining, own_skipped = self._after(first_step)
         return FileRun(
             iter(self._chunks(self._own.skip(own_skipped))),
@@ -110,7 +139,7 @@ class FileShardedDataset(DistributedSteps):
             self._weights,
             self._global_batch_size,
             remaining,
-            epoch=epoch,
+            number=number,
             first_step=first_step,
             num_steps=int(self._steps),
         )
@@ -129,9 +158,12 @@ class FileShardedDataset(DistributedSteps):
         mine = self._layout.worker_index
         return remaining, self._samples[mine] - remaining[mine]
 
-    def _seek(self, epoch: int) -> None:
+    def _seek(self, passes: tuple[bool, ...]) -> None:
         self._own = fresh_copy(self._own)
-        advance(self._own, epoch)
+        advance(self._own, passes)
+
+    def _let_go_by(self, passes: Iterable[bool]) -> None:
+        advance(self._own, passes)
 
 
 def _samples_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,18 +13,18 @@ import tensorflow as tf
 from keras_het.loader import rows
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.distributed_steps import DistributedSteps
-from keras_het.loader.local_pipeline import build_local_pipeline, global_batches
-from keras_het.loader.pipeline_form import PipelineForm, recognise
+from keras_het.loader.local_pipeline import build_local_pipeline, global_batches, whole_batches
+from keras_het.loader.pipeline_form import PipelineForm
 from keras_het.loader.pipeline_run import PipelineRun, Weights
 from keras_het.loader.replay import advance, fresh_copy
+from keras_het.loader.run import Run
+from keras_het.loader.sliced_run import SlicedRun
+from keras_het.loader.source_memory import recall, remember
 from keras_het.loader.step_iterator import Wrap
 from keras_het.loader.work_orders import WorkOrders
 from keras_het.planning.replica_layout import ReplicaLayout
 
 logger = logging.getLogger("keras_het")
-
-# A second `fit` on the same data set object goes on with its shuffle orders, as stock Keras does.
-_forms: weakref.WeakKeyDictionary[Any, PipelineForm] = weakref.WeakKeyDictionary()
 
 
 class GlobalOrderDataset(DistributedSteps):
@@ -36,9 +36,10 @@ class GlobalOrderDataset(DistributedSteps):
     and are in effect `lookahead` steps later, without a new pipeline and without a new trace. All
     workers have the same number of steps.
 
-    In "element" mode each worker reads every sample but runs the maps of single samples before
-    `batch()` only on its own rows; in "slice" mode each worker runs the whole pipeline and keeps
-    its rows. `mode` and `reason` say which it is. Sharding options of the data set are ignored.
+    In "element" mode each worker reads every sample (of arrays only its number) but runs the maps
+    of single samples before `batch()` only on its own rows; in "slice" mode each worker runs the
+    whole pipeline and keeps its rows. `mode` and `reason` say which it is. Sharding options of the
+    data set are ignored.
 
     A replica with no row gets a batch of 0 rows. A map that draws random numbers runs for own rows
     only, so its draws differ from those of one process.
@@ -53,8 +54,8 @@ class GlobalOrderDataset(DistributedSteps):
             shape [num_replicas].
         global_batch_size: samples in a global batch, if `dataset` has single samples; the last
             batch may be smaller.
-        batch_map: row-wise function of a batch (row i of the result depends on row i only), run on
-            local rows only; must accept 0 rows.
+        batch_map: row-wise function of a batch (row i of the result depends on row i only), or
+            several, first to last; run on local rows only; must accept 0 rows.
         lookahead: steps the pipeline works ahead, and by which a change of weights is late.
 
     Raises:
@@ -70,32 +71,33 @@ class GlobalOrderDataset(DistributedSteps):
         wrap: Wrap,
         *,
         global_batch_size: int | None = None,
-        batch_map: Callable[..., Any] | None = None,
+        batch_map: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
         lookahead: int = 2,
     ) -> None:
         _check_arguments(dataset, global_batch_size, lookahead)
         if global_batch_size is None:
             rows.check_batched(dataset.element_spec)
-        self._form = _form_of(dataset, global_batch_size)
+        self._form, passes = recall(dataset, global_batch_size)
+        self._source = (dataset, global_batch_size)
         self._layout = layout
         self._weights = weights
         self._lookahead = lookahead
-        self._row_functions = () if batch_map is None else (batch_map,)
+        self._row_functions = (batch_map,) if callable(batch_map) else tuple(batch_map)
+        self._only_slices = self._form.only_slices and not self._row_functions
         self._idle: list[tuple[Any, WorkOrders]] = []
         self.pipelines_built = 0
-        first = self._build(0)
-        self._idle.append(first)
         upstream = list(adapter.upstream_of(self._form.stream))
         self._has_fingerprint = not any(
             adapter.operations_in_functions(node) & adapter.RANDOM_VALUE_OPERATIONS
             for node in upstream
         )
         super().__init__(
-            rows.relax_rows(first[0].element_spec[0][0]),
+            rows.relax_rows(self._batch_spec()),
             int(global_batches(self._form).cardinality()),
             wrap,
             # a generator may have been told meanwhile that its epoch is over
             can_rewind=not any(adapter.draws_from_generator(node) for node in upstream),
+            passes=passes,
         )
         self._warn_of_changing_order(upstream)
         logger.info("Input in %s mode: %s.", self.mode, self.reason)
@@ -110,7 +112,49 @@ class GlobalOrderDataset(DistributedSteps):
         """Why the data set is in this mode."""
         return self._form.reason
 
-    def _new_run(self, epoch: int, first_step: int) -> PipelineRun:
+    def map(self, function: Callable[..., Any], **_: Any) -> GlobalOrderDataset:
+        """The same input with one more row-wise function of a batch, run on local rows only.
+
+        Keras's `fit` calls it for `class_weight`.
+
+        Args:
+            function: row i of its result must depend on row i of the batch only; must accept 0
+                rows. Further arguments of `tf.data.Dataset.map` are taken and not needed.
+        """
+        dataset, global_batch_size = self._source
+        return GlobalOrderDataset(
+            dataset,
+            self._layout,
+            self._weights,
+            self._wrap,
+            global_batch_size=global_batch_size,
+            batch_map=(*self._row_functions, function),
+            lookahead=self._lookahead,
+        )
+
+    def prefetch(self, buffer_size: int) -> GlobalOrderDataset:
+        """This input, which prepares `lookahead` steps ahead whatever `buffer_size` says."""
+        del buffer_size
+        return self
+
+    def _batch_spec(self) -> Any:
+        if self._only_slices:
+            return self._form.stream.element_spec
+        self._idle.append(self._build(0))
+        return self._idle[0][0].element_spec[0][0]
+
+    def _new_run(self, number: int, first_step: int) -> Run:
+        arguments: dict[str, Any] = {
+            "number": number,
+            "first_step": first_step,
+            "num_steps": int(self._steps),
+            "wants_fingerprint": self._has_fingerprint,
+            "keep_alive": self._form,
+        }
+        if self._only_slices:
+            self.pipelines_built += 1
+            pipeline = whole_batches(self._form, self._lookahead, first_step)
+            return SlicedRun(pipeline, self._layout, self._weights, self._lookahead, **arguments)
         fits = bool(self._idle) and first_step == 0
         pipeline, orders = self._idle.pop() if fits else self._build(first_step)
         idle = None if first_step else weakref.ref(self)
@@ -120,12 +164,8 @@ class GlobalOrderDataset(DistributedSteps):
             self._weights,
             self._lookahead,
             self._form.batch_size or 0,
-            epoch=epoch,
-            first_step=first_step,
-            num_steps=int(self._steps),
-            wants_fingerprint=self._has_fingerprint,
-            keep_alive=self._form,
             give_back=functools.partial(_keep_idle, idle, self._form, pipeline, orders),
+            **arguments,
         )
 
     def _build(self, skip: int) -> tuple[Any, WorkOrders]:
@@ -141,17 +181,21 @@ class GlobalOrderDataset(DistributedSteps):
         )
         return pipeline, orders
 
-    def _seek(self, epoch: int) -> None:
+    def _seek(self, passes: tuple[bool, ...]) -> None:
         try:
             stream = fresh_copy(self._form.stream)
         except ValueError:
-            if self._runs_started:
+            if self._runs_started or self._passes.gone_by:
                 raise
             stream = self._form.stream
         if stream is not self._form.stream:
             self._form = self._form.reading_from(stream)
             self._idle.clear()
-        advance(global_batches(self._form), epoch)
+            remember(*self._source, self._form)
+        advance(global_batches(self._form), passes)
+
+    def _let_go_by(self, passes: Iterable[bool]) -> None:
+        advance(global_batches(self._form), passes)
 
     def _warn_of_changing_order(self, upstream: list[Any]) -> None:
         if self._layout.num_workers == 1:
@@ -175,17 +219,6 @@ def _check_arguments(dataset: Any, global_batch_size: int | None, lookahead: int
         raise ValueError(f"global_batch_size must be 1 or more. Received: {global_batch_size}.")
     if lookahead < 0:
         raise ValueError(f"lookahead must be zero or more steps. Received: {lookahead}.")
-
-
-def _form_of(dataset: tf.data.Dataset, global_batch_size: int | None) -> PipelineForm:
-    if global_batch_size is not None:
-        return recognise(dataset.batch(global_batch_size))
-    form = _forms.get(dataset)
-    if form is None:
-        form = recognise(dataset)
-        if form.mode == "element":  # the stream of a slice form may be the data set itself
-            _forms[dataset] = form
-    return form
 
 
 def _keep_idle(

@@ -23,6 +23,21 @@ def global_batches(form: PipelineForm) -> Dataset:
     return form.stream.batch(form.batch_size, drop_remainder=form.drop_remainder)
 
 
+def whole_batches(form: PipelineForm, lookahead: int, skip: int = 0) -> Dataset:
+    """The global batches of a form in slice mode, to be cut by their consumer.
+
+    Args:
+        form: the recognised pipeline of the user.
+        lookahead: batches to prepare ahead.
+        skip: global batches to leave out at the start.
+
+    Returns:
+        A data set with the elements of the user's.
+    """
+    batches = form.stream.skip(skip) if skip else form.stream
+    return batches.prefetch(max(lookahead, 1)).with_options(_in_order(form.options))
+
+
 def build_local_pipeline(
     form: PipelineForm,
     layout: ReplicaLayout,
@@ -53,7 +68,7 @@ def build_local_pipeline(
         batches = batches.prefetch(1)
     cut = _cut_function(batches.element_spec, form, layout, orders)
     finish = _finish_function(form, layout, (*form.row_functions, *row_functions))
-    works = form.element_maps or form.row_functions or row_functions
+    works = form.element_maps or form.arrays or form.row_functions or row_functions
     parallel = {"num_parallel_calls": 2, "deterministic": True} if works else {}
     # what waits for orders must be a sequential map, and what reads from it must not hold a lock
     # meanwhile: a parallel map does not, a parallel interleave would block finished steps
@@ -84,7 +99,7 @@ def _finish_function(
     @tf.autograph.experimental.do_not_convert
     def finish(batch: Any, sizes: Any, fingerprint: Any) -> tuple[Any, Any, Any]:
         local_sizes = sizes[local.start : local.stop]
-        if form.element_maps:
+        if form.element_maps or form.arrays:
             batch = _mapped_rows(batch, form, tf.reduce_sum(local_sizes))
         for function in functions:
             batch = function(*batch) if type(batch) is tuple else function(batch)
@@ -131,7 +146,12 @@ def _needs_probe(form: PipelineForm) -> bool:
 
 
 def _mapped_rows(own: Any, form: PipelineForm, count: Any) -> Any:
-    """Runs the maps of single samples on own rows and batches the results."""
+    """Gathers own rows, runs the maps of single samples on them and batches the results."""
+    if form.arrays:
+        rows_of_arrays = [tf.gather(array, own) for array in form.arrays]
+        own = tf.nest.pack_sequence_as(form.sample_spec, rows_of_arrays)
+    if not form.element_maps:
+        return own
     if _needs_probe(form):
         return rows.slice_rows(_mapped_batch(own, form), tf.zeros([], tf.int64), count)
     return tf.cond(count > 0, lambda: _mapped_batch(own, form), lambda: _empty_batch(form))

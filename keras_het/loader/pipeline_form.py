@@ -26,6 +26,9 @@ class PipelineForm:
         batch_size: samples of a full global batch, or None if not known.
         drop_remainder: whether a last partial batch is left out (element mode).
         row_functions: row-wise functions of a batch, first to last; for own rows only.
+        arrays: flattened arrays whose rows a sample of `stream` numbers, if the samples are rows of
+            arrays; own rows are gathered from them before their maps.
+        sample_spec: element structure of those rows.
         gathers_indices: whether an element of `stream` is a pair (indices, arrays) of which only
             the indices are cut, as in Keras's input from arrays.
         options: the user's options.
@@ -40,6 +43,13 @@ class PipelineForm:
     row_functions: tuple[Callable[..., Any], ...]
     gathers_indices: bool
     options: tf.data.Options
+    arrays: tuple[tf.Tensor, ...] = ()
+    sample_spec: Any = None
+
+    @property
+    def only_slices(self) -> bool:
+        """Whether nothing is left to do but to cut the global batches of `stream`."""
+        return self.mode == "slice" and not self.row_functions and not self.gathers_indices
 
     def reading_from(self, stream: Dataset) -> PipelineForm:
         """The same form of another stream with equal elements."""
@@ -52,7 +62,8 @@ def recognise(dataset: Dataset) -> PipelineForm:
     Walks from the end of the pipeline: past prefetches, options and maps that are known to be
     row-wise, to `batch`; from there through operations that commute with a one-to-one map
     (shuffle, repeat, take, skip, shard, prefetch, options) down to the first one that does not.
-    All maps on that way whose input elements have fixed dense shapes are left out of the stream.
+    All maps on that way whose input elements have fixed dense shapes are left out of the stream; if
+    it ends at `from_tensor_slices`, the stream has row numbers in the place of rows.
 
     Args:
         dataset: pipeline whose elements are global batches.
@@ -70,20 +81,22 @@ def recognise(dataset: Dataset) -> PipelineForm:
         reason = f"the global batch comes from {type(node).__name__}, not from a plain batch()"
         return _slices(dataset, reason, (), options)
     size, drop_remainder = adapter.batch_arguments(node)
-    maps, kept = _pulled_maps(adapter.inputs_of(node)[0])
-    if size is None or not maps:
+    own = _own_work(adapter.inputs_of(node)[0])
+    if size is None or not own.reasons:
         reason = "no map of single samples with fixed dense input shapes right before batch()"
         return _slices(node, reason, row_functions, options)
     return PipelineForm(
         mode="element",
-        reason=f"{len(maps)} map(s) of single samples run only where the sample is used",
-        stream=_rebuilt(*kept),
-        element_maps=tuple(reversed(maps)),
+        reason=f"{' and '.join(own.reasons)} only where the sample is used",
+        stream=own.stream,
+        element_maps=own.maps,
         batch_size=size,
         drop_remainder=drop_remainder,
         row_functions=row_functions,
         gathers_indices=False,
         options=options,
+        arrays=own.arrays,
+        sample_spec=own.sample_spec,
     )
 
 
@@ -111,8 +124,22 @@ def _before_row_functions(
     return node, tuple(reversed(functions))
 
 
-def _pulled_maps(top: Dataset) -> tuple[list[Dataset], tuple[Dataset, list[Dataset]]]:
-    """Maps to leave out, last first, and (source, nodes to repeat on it, last first)."""
+@dataclasses.dataclass(frozen=True)
+class _OwnWork:
+    """What is done for own samples only, and the stream of samples it is done to."""
+
+    stream: Dataset
+    maps: tuple[Dataset, ...]
+    arrays: tuple[tf.Tensor, ...] = ()
+    sample_spec: Any = None
+
+    @property
+    def reasons(self) -> list[str]:
+        gather = ["rows of arrays are gathered"] if self.arrays else []
+        return gather + ([f"{len(self.maps)} map(s) of single samples run"] if self.maps else [])
+
+
+def _own_work(top: Dataset) -> _OwnWork:
     walked: list[Dataset] = []
     node = top
     lowest = 0
@@ -121,12 +148,23 @@ def _pulled_maps(top: Dataset) -> tuple[list[Dataset], tuple[Dataset, list[Datas
         node = adapter.inputs_of(node)[0]
         if adapter.is_map(walked[-1]) and _batchable(node.element_spec):
             lowest = len(walked)
+    arrays = adapter.sliced_arrays(node)
+    if arrays is not None:
+        # the numbers of the rows take the way of the rows: less to shuffle, and one gather a batch
+        source, spec = tf.data.Dataset.range(int(arrays[0].shape[0])), node.element_spec
+        return _OwnWork(_rebuilt(source, _kept(walked)), _maps(walked), tuple(arrays), spec)
     walked = walked[:lowest]
-    maps = [node for node in walked if adapter.is_map(node)]
     source = adapter.inputs_of(walked[-1])[0] if walked else top
+    return _OwnWork(_rebuilt(source, _kept(walked)), _maps(walked))
+
+
+def _maps(walked: list[Dataset]) -> tuple[Dataset, ...]:
+    return tuple(node for node in reversed(walked) if adapter.is_map(node))
+
+
+def _kept(walked: list[Dataset]) -> list[Dataset]:
     # options are set again at the end of the pipeline
-    left_out = (adapter.is_map, adapter.is_options)
-    return maps, (source, [node for node in walked if not any(is_(node) for is_ in left_out)])
+    return [node for node in walked if not adapter.is_map(node) and not adapter.is_options(node)]
 
 
 def _rebuilt(source: Dataset, nodes: list[Dataset]) -> Dataset:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 
@@ -34,22 +37,28 @@ def fresh_copy(dataset: Dataset) -> Dataset:
     return adapter.rebuild_on(dataset, fresh_copy(adapter.inputs_of(dataset)[0]))
 
 
-def advance(dataset: Dataset, epochs: int) -> None:
-    """Lets `epochs` passes over the data go by, as cheaply as the pipeline allows.
+def advance(dataset: Dataset, passes: Iterable[bool]) -> None:
+    """Lets passes over the data go by, as cheaply as the pipeline allows.
 
     A shuffle's order depends on how often it was started before. Where a pass starts each shuffle
     once, starting is enough; a shuffle that reads from another starts that with its first element;
-    under anything else (`repeat` starts its source several times) the passes are run in full.
+    under anything else (`repeat` starts its source several times) the passes are run in full. A
+    pass that was not iterated is only started.
 
     Args:
         dataset: pipeline whose shuffles are to move on.
-        epochs: number of passes.
+        passes: for each pass, whether it was iterated.
     """
     shuffles = [node for node in adapter.upstream_of(dataset) if adapter.is_reshuffled(node)]
     if not shuffles:
         return
-    for _ in range(epochs):
-        iterator = iter(dataset)
+    options = tf.data.Options()
+    options.autotune.enabled = False  # whose threads would delay the end of the iterator
+    quiet = dataset.with_options(options)
+    for iterated in passes:
+        iterator = iter(quiet)
+        if not iterated:
+            continue
         if not _starts_once(dataset):
             for _ in iterator:
                 pass

@@ -65,6 +65,55 @@ def split_rows(batch: Any, sizes: Any, parts: int) -> tuple[Any, ...]:
     return tuple(slice_rows(batch, starts[part], sizes[part]) for part in range(parts))
 
 
+def count_rows_eagerly(batch: Any) -> int:
+    """Number of rows of a batch outside of any graph, without an operation for dense tensors.
+
+    Args:
+        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
+
+    Returns:
+        The rows.
+
+    Raises:
+        ValueError: if the leaves disagree.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if is_sliceable(leaf)]
+    counts = [
+        leaf.shape[0] if isinstance(leaf, tf.Tensor) else int(_rows_of(leaf)) for leaf in leaves
+    ]
+    if any(count != counts[0] for count in counts):
+        raise ValueError(
+            "The parts of a global batch have different numbers of rows. "
+            f"Received parts of {counts} rows. Give every part of a batch one row for each sample."
+        )
+    return int(counts[0])
+
+
+def cut_eagerly(batch: Any, sizes: Any) -> list[Any]:
+    """Cuts a batch outside of any graph; a dense part shares the batch's memory where TF can.
+
+    Args:
+        batch: structure of dense, ragged or sparse tensors, None and `Optional`.
+        sizes: rows of each part, int64 tensor of shape [parts].
+
+    Returns:
+        One structure for each part.
+    """
+    parts = int(sizes.shape[0])
+    leaves = tf.nest.flatten(batch)
+    if any(is_sliceable(leaf) and not isinstance(leaf, tf.Tensor) for leaf in leaves):
+        return list(split_rows(batch, sizes, parts))
+    cuts = [_cut_leaf(leaf, sizes, parts) for leaf in leaves]
+    return [tf.nest.pack_sequence_as(batch, [cut[part] for cut in cuts]) for part in range(parts)]
+
+
+def _cut_leaf(leaf: Any, sizes: Any, parts: int) -> Any:
+    if not is_sliceable(leaf):
+        return [leaf] * parts
+    with tf.device("CPU:0"):
+        return tf.raw_ops.SplitV(value=leaf, size_splits=sizes, axis=0, num_split=parts)
+
+
 def hash_rows(batch: Any) -> tf.Tensor:
     """A hash of all values of a batch, the same in every process, int64 scalar."""
     hashes = [

@@ -15,7 +15,7 @@ class Run(abc.ABC):
     """One pass over the data.
 
     Args:
-        epoch: number of passes over the data before this one.
+        number: number of passes over the data before this one.
         first_step: steps of this pass that are left out.
         num_steps: steps of a whole pass, negative if not known.
 
@@ -25,8 +25,8 @@ class Run(abc.ABC):
         fingerprint: hash of the first global batch, None if it is not known.
     """
 
-    def __init__(self, epoch: int, first_step: int, num_steps: int) -> None:
-        self.epoch = epoch
+    def __init__(self, number: int, first_step: int, num_steps: int) -> None:
+        self.number = number
         self.first_step = first_step
         self._num_steps = num_steps
         self.delivered = 0

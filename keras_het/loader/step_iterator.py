@@ -54,9 +54,9 @@ class StepIterator:
         return self._delivered + (self._run.first_step if self._run else 0)
 
     @property
-    def epoch(self) -> int | None:
-        """Passes over the data before this one, None before the first step."""
-        return self._run.epoch if self._run else None
+    def pass_number(self) -> int | None:
+        """Iterators that were made of the data before this one, None before the first step."""
+        return self._run.number if self._run else None
 
     @property
     def fingerprint(self) -> int | None:

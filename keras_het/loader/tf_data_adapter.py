@@ -18,6 +18,7 @@ from tensorflow.python.data.ops import (
     batch_op,
     dataset_ops,
     flat_map_op,
+    from_tensor_slices_op,
     from_tensors_op,
     map_op,
     prefetch_op,
@@ -275,6 +276,60 @@ def keras_class_weight(node: Dataset) -> bool:
     return is_map(node) and _is_keras_function(
         node, "trainers.data_adapters.tf_dataset_adapter", "class_weights_map_fn"
     )
+
+
+def sliced_arrays(node: Dataset) -> list[tf.Tensor] | None:
+    """The arrays of a `Dataset.from_tensor_slices` of dense tensors, None for any other node.
+
+    They are in the order of the flattened element structure of `node`.
+    """
+    if type(node) is not from_tensor_slices_op._TensorSliceDataset:
+        return None
+    dense = all(type(spec) is tf.TensorSpec for spec in tf.nest.flatten(node.element_spec))
+    return list(node._tensors) if dense else None
+
+
+def element_reader(iterator: Any) -> Callable[[], Any]:
+    """A function that gives the next element of an eager iterator, or raises StopIteration.
+
+    For structures of tuples, dicts and dense tensors it leaves out most of the Python of
+    `next(iterator)`, which takes longer than a small step.
+    """
+    spec = iterator.element_spec
+    leaves = tf.nest.flatten(spec)
+    if not all(type(leaf) is tf.TensorSpec for leaf in leaves) or not _is_plain(spec):
+        return cast("Callable[[], Any]", iterator.__next__)
+    handle = iterator._iterator_resource
+    types = [leaf.dtype for leaf in leaves]
+    shapes = [leaf.shape for leaf in leaves]
+
+    def read() -> Any:
+        try:
+            flat = tf.raw_ops.IteratorGetNext(
+                iterator=handle, output_types=types, output_shapes=shapes
+            )
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+        return _packed(spec, iter(flat))
+
+    return read
+
+
+def _is_plain(spec: Any) -> bool:
+    if type(spec) is tuple:
+        return all(map(_is_plain, spec))
+    if type(spec) is dict:
+        return all(map(_is_plain, spec.values()))
+    return type(spec) is tf.TensorSpec
+
+
+def _packed(spec: Any, flat: Iterator[Any]) -> Any:
+    if type(spec) is tuple:
+        return tuple([_packed(part, flat) for part in spec])
+    if type(spec) is dict:
+        parts = {key: _packed(spec[key], flat) for key in sorted(spec)}  # tf.nest's order
+        return {key: parts[key] for key in spec}
+    return next(flat)
 
 
 def draws_from_generator(node: Dataset) -> bool:

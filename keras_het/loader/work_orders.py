@@ -50,7 +50,10 @@ class WorkOrders:
         if self._latest is None or self._latest[0] != key:
             # Most steps have the order of the step before; making one costs more than a small step.
             self._latest = (key, self._order(weights, expected_rows, fingerprint))
-        self._queue.enqueue(self._latest[1])
+        # the queue's own method takes longer than the operation
+        tf.raw_ops.QueueEnqueueV2(
+            handle=self._queue.queue_ref, components=self._latest[1], timeout_ms=-1
+        )
 
     def _order(
         self, weights: Sequence[float], expected_rows: int, fingerprint: bool

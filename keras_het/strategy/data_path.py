@@ -46,26 +46,27 @@ class DataPath:
         )
 
     def _build(self, kind: Any, *sources: Any, **options: Any) -> Any:
-        wrapper = _Wrapper(self)
-        distributed = kind(
+        return kind(
             *sources,
             layout=self._get_strategy().layout,
             weights=lambda: self._get_strategy().shares,
-            wrap=wrapper,
+            wrap=_Wrapper(self),
             **options,
         )
-        wrapper.dataset = weakref.ref(distributed)
-        return distributed
 
-    def resume(self, epoch: int, step: int) -> None:
-        """Makes the data set that is being iterated continue at `step` of `epoch`."""
-        dataset = self._latest() if self._latest is not None else None
+    def iterated(self) -> Any:
+        """The data set that gave the latest step, None if there is none."""
+        return self._latest() if self._latest is not None else None
+
+    def resume(self, passes: int | Sequence[bool], step: int) -> None:
+        """Makes the data set that is being iterated continue after `passes` and `step`."""
+        dataset = self.iterated()
         if dataset is None:
             raise ValueError(
                 "No data set of this strategy has been iterated yet, so there is none to resume. "
                 "Call fit with the data; it looks at the first batch before its callbacks start."
             )
-        dataset.start_at(epoch, step)
+        dataset.start_at(passes, step)
 
     def on_step(self, dataset: Any, is_new_pass: bool) -> None:
         """Called with every step; compares the workers' orders in the first one of a pass."""
@@ -87,14 +88,18 @@ class DataPath:
 class _Wrapper:
     """Wraps one data set's batches for the train step."""
 
-    def __init__(self, data_path: DataPath) -> None:
+    def __init__(self, data_path: DataPath, dataset: Any = None) -> None:
         self._data_path = data_path
+        self._dataset = weakref.ref(dataset) if dataset is not None else None
         self._checked_passes = 0
         self._sizes: tuple[bytes, Any] | None = None
-        self.dataset: weakref.ref[Any] | None = None
+
+    def bound_to(self, dataset: Any) -> _Wrapper:
+        """The wrapper of a data set, which holds this one."""
+        return _Wrapper(self._data_path, dataset)
 
     def __call__(self, local_batches: list[Any], sizes: np.ndarray) -> Any:
-        dataset = self.dataset() if self.dataset is not None else None
+        dataset = self._dataset() if self._dataset is not None else None
         if dataset is not None:
             passes = dataset.passes_started
             self._data_path.on_step(dataset, is_new_pass=passes != self._checked_passes)

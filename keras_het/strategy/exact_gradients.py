@@ -154,7 +154,33 @@ def sum_with_gradients(
         return prepare(step, buffer, num_leading=leading) if leading else buffer
 
     reduced, summed = step.all_reduce_sum((gradients, others), prepare_buffer)
-    return list(reduced), summed
+    merged = [
+        _merge_equal_indices(after) if _has_unique_indices(before) else after
+        for before, after in zip(update.present, reduced, strict=True)
+    ]
+    return merged, summed
+
+
+def _has_unique_indices(gradient: Any) -> bool:
+    """Whether a gradient names each row once, as `embedding_lookup_sparse` makes it.
+
+    Optimizers square slices one by one. One device would have added those of the whole batch to one
+    slice a row, so that slices of several replicas must be added too. Those of an `Embedding` come
+    one for each use of a row, on one device and here.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return False
+    operation = getattr(gradient.indices, "op", None)
+    while operation is not None and operation.type in ("Identity", "Reshape", "Cast"):
+        operation = operation.inputs[0].op
+    return operation is not None and operation.type in ("Unique", "UniqueV2")
+
+
+def _merge_equal_indices(slices: Any) -> Any:
+    """Adds the slices of equal rows."""
+    indices, positions = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def _num_elements_by_type(gradients: Sequence[Any]) -> dict[Any, int]:

@@ -76,17 +76,18 @@ def reduce_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _data_dependent_divisor(values: Any, sample_weight: Any, mask: Any, reduction: str) -> Any:
     """Returns the local divisor of a mean if it is not simply proportional to the samples."""
+    dtype = tf.float64 if values.dtype == tf.float64 else tf.float32  # half precision cannot count
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         if sample_weight is not None:
             sample_weight = tf.convert_to_tensor(sample_weight)
         merged = private_api.keras_loss.apply_mask(
-            sample_weight, mask, dtype="float32", reduction=reduction
+            sample_weight, mask, dtype=dtype.name, reduction=reduction
         )
-        return tf.reduce_sum(tf.cast(merged, tf.float32))
+        return tf.reduce_sum(tf.cast(merged, dtype))
     if mask is not None:
-        return tf.reduce_sum(tf.cast(mask, tf.float32))
+        return tf.reduce_sum(tf.cast(mask, dtype))
     if None in tuple(values.shape)[1:]:
-        return tf.cast(tf.size(values), tf.float32)
+        return tf.cast(tf.size(values), dtype)
     return None
 
 
@@ -94,7 +95,7 @@ def _divisor_factor(step: ExactStep, divisor: Any) -> Any:
     # A replica without samples computes on a row of zeros, which does not count.
     divisor = tf.stop_gradient(tf.where(step.samples > 0, divisor, tf.zeros_like(divisor)))
     fraction = tf.math.divide_no_nan(divisor, step.all_reduce_sum(divisor))
-    return fraction * step.inverse_weight
+    return tf.cast(fraction, tf.float64) * step.inverse_weight
 
 
 def weigh_scalar_updates(original: Callable[..., Any]) -> Callable[..., Any]:

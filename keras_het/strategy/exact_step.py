@@ -38,12 +38,10 @@ class ExactStep:
         self.replica_id = replica_id
         self.samples = samples
         self.total = total
-        self.weight = tf.math.divide_no_nan(
-            tf.cast(samples, tf.float32), tf.cast(total, tf.float32)
-        )
-        self.inverse_weight = tf.math.divide_no_nan(
-            tf.cast(total, tf.float32), tf.cast(samples, tf.float32)
-        )
+        # float64, so that a float64 model loses nothing; cast to each value's own type
+        samples, total = tf.cast(samples, tf.float64), tf.cast(total, tf.float64)
+        self.weight = tf.math.divide_no_nan(samples, total)
+        self.inverse_weight = tf.math.divide_no_nan(total, samples)
         # Set for an emulated device only.
         self.emulated_device: Any = None
         self.start_time: Any = None

@@ -25,6 +25,7 @@ from keras_het.strategy.emulated_device_config import (
 )
 from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.keras_step import run_predict_step, run_train_or_test_step
+from keras_het.strategy.lost_worker_report import install_report
 from keras_het.strategy.peer_watch import PeerWatch, name_lost_workers
 from keras_het.strategy.uneven_per_replica import UnevenPerReplica
 
@@ -104,6 +105,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             agreement.check_agreement(self.extended, self._weights)
             agreement.share_random_seed(self.extended)
             self._peer_watch = cluster.watch_peers(membership)
+            install_report(self._peer_watch)
             install_chief_only()
             atexit.register(leave_together, weakref.ref(self))
 
@@ -203,19 +205,28 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         return self._data_path.distribute_files(filenames, reader, global_batch_size, **options)
 
-    def resume_data(self, epoch: int, step: int) -> None:
+    @property
+    def iterated_data(self) -> Any:
+        """The distributed data set that gave the latest step, None before the first step.
+
+        Its `position` is what `resume_data` needs to go on from here.
+        """
+        return self._data_path.iterated()
+
+    def resume_data(self, passes: int | Sequence[bool], step: int) -> None:
         """Makes the data set that `fit` iterates continue in the middle of an epoch.
 
         `keras_het.callbacks.BackupAndRestore` calls it at the start of training.
 
         Args:
-            epoch: whole epochs that are behind.
-            step: steps of the next epoch that are behind.
+            passes: passes over the data that are behind: a number, or what `position` of the
+                interrupted data set gave.
+            step: steps of the next pass that are behind.
 
         Raises:
             ValueError: if no data set is being iterated, or it cannot go on at that place.
         """
-        self._data_path.resume(epoch, step)
+        self._data_path.resume(passes, step)
 
     def barrier(self) -> None:
         """Waits until every worker has called it, for example until the chief has saved."""
@@ -253,6 +264,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         run = self._plain_run(options)
         model = private_api.model_of_step(fn)
+        self._check_can_compile(model)
         if self.num_workers > 1 and model is not None:
             self._name_lost_workers(model, f"{kind}_function")
         if kind == "predict":
@@ -268,6 +280,20 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if function is None or self._peer_watch is None or hasattr(function, "names_lost_workers"):
             return
         setattr(model, attribute, name_lost_workers(self._peer_watch, function))
+
+    def _check_can_compile(self, model: Any) -> None:
+        if model is None or not model.jit_compile or self._compiler_has_collectives:
+            return
+        raise ValueError(
+            "XLA cannot compile a step that runs on several local replicas, or that exchanges "
+            "values between CPUs. Received: a model with jit_compile=True under "
+            f"{self.num_replicas_in_sync} replicas on {self.extended.worker_devices}. Leave "
+            "jit_compile out of model.compile(), or give it False."
+        )
+
+    @property
+    def _compiler_has_collectives(self) -> bool:
+        return len(self.layout.local_replicas) == 1 and "GPU" in self.extended.worker_devices[0]
 
     def _plain_run(self, options: Any) -> Any:
         def run(fn: Any, args: Any) -> Any:

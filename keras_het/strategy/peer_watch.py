@@ -132,7 +132,7 @@ def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Call
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not _may_be_a_lost_connection(error):
+            if not may_be_a_lost_connection(error):
                 raise
             started = time.monotonic()
             message = watch.wait_for_loss(timeout_seconds=11.0)
@@ -157,5 +157,6 @@ _CONNECTION_ERRORS = (
 )
 
 
-def _may_be_a_lost_connection(error: Exception) -> bool:
+def may_be_a_lost_connection(error: BaseException) -> bool:
+    """Whether an error is of a kind that TensorFlow raises when another process is gone."""
     return type(error).__name__ in _CONNECTION_ERRORS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,9 +95,17 @@ def wrap_shares(local_batches: Sequence[Any], sizes: Any) -> Any:
     Returns:
         The structure of one batch, its leaves `UnevenPerReplica`.
     """
-    sizes = tf.convert_to_tensor(sizes, tf.int64)
+    return _wrap(local_batches, tf.convert_to_tensor(sizes, tf.int64))
+
+
+def _wrap(values: Sequence[Any], sizes: Any) -> Any:
+    # Most batches are tuples; tf.nest takes longer for one than a small step.
+    if type(values[0]) is tuple:
+        return tuple([_wrap(part, sizes) for part in zip(*values, strict=True)])
+    if tf.is_tensor(values[0]):
+        return _wrap_leaf(values, sizes)
     return tf.nest.map_structure(
-        lambda *values: _wrap_leaf(values, sizes), *local_batches, expand_composites=False
+        lambda *leaves: _wrap_leaf(leaves, sizes), *values, expand_composites=False
     )
 
 
@@ -114,6 +123,8 @@ def find_sizes(structure: Any) -> Any:
 
 
 def _any_number_of_rows(value: Any) -> Any:
+    if isinstance(value, tf.Tensor) and value.shape.rank:
+        return _dense_spec(value.dtype, tuple(value.shape[1:]))
     spec = private_api.type_spec_from_value(value)
     if spec.shape.rank is None or spec.shape.rank == 0:
         return spec
@@ -125,3 +136,8 @@ def _any_number_of_rows(value: Any) -> Any:
     if isinstance(spec, tf.SparseTensorSpec):
         return tf.SparseTensorSpec(shape, spec.dtype)
     return tf.TensorSpec(shape, spec.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _dense_spec(dtype: Any, inner_shape: tuple[int | None, ...]) -> Any:
+    return tf.TensorSpec([None, *inner_shape], dtype)

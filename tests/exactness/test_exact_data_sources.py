@@ -70,16 +70,26 @@ def test_py_dataset():
     assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False))
 
 
-def test_shuffled_data_set_with_a_seed():
-    # One epoch: stock Keras draws a second, unused order at the end of every epoch, so that its
-    # later epochs have other orders than ours (docs/data.md).
-    def data():
-        return tf.data.Dataset.from_tensor_slices(arrays()).shuffle(22, seed=1).batch(8)
+SHUFFLED = {
+    "arrays": lambda samples: samples.shuffle(22, seed=1).batch(8),
+    "mapped": lambda samples: samples.shuffle(9, seed=1).map(lambda x, y: (x * 2, y)).batch(8),
+    "repeated": lambda samples: samples.shuffle(9, seed=1).repeat(2).batch(8),
+    "shuffled twice": lambda samples: samples.shuffle(9, seed=1).shuffle(5, seed=2).batch(8),
+    "whole batches": lambda samples: samples.batch(8).shuffle(3, seed=1),
+}
 
+
+@pytest.mark.parametrize("name", SHUFFLED)
+def test_every_epoch_has_the_order_of_one_device(name):
+    # Keras starts each of these once more than it uses them in every epoch.
     def fit(model, callbacks):
-        return model.fit(data(), epochs=1, verbose=0, callbacks=callbacks)
+        data = SHUFFLED[name](tf.data.Dataset.from_tensor_slices(arrays()))
+        first = model.fit(data, epochs=3, validation_data=data, verbose=0, callbacks=callbacks)
+        model.fit(data, epochs=2, steps_per_epoch=2, verbose=0, callbacks=callbacks)
+        model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+        return first
 
-    assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False))
+    assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False), [(4, 2, 1)])
 
 
 class ChangeShares(keras.callbacks.Callback):
@@ -113,6 +123,36 @@ def test_shares_that_change(when):
         )
 
     assert_equivalent(Trial(dense_model, fit=fit, evaluate=False, predict=False), [(4, 2, 1)])
+
+
+class CountsTraces(keras.layers.Layer):
+    """Python runs in it only while a step is traced."""
+
+    traces = 0
+
+    def call(self, inputs):
+        type(self).traces += 1
+        return inputs
+
+
+class NoteTraces(ChangeShares):
+    def __init__(self):
+        super().__init__("step")
+        self.traces = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        self.traces.append(CountsTraces.traces)
+
+
+def test_other_shares_and_partial_batches_need_no_new_trace():
+    with three_replicas().scope():
+        model = dense_model(layers=lambda: [CountsTraces()])
+    note = NoteTraces()
+    model.fit(three_replicas().distribute(batches(46)), epochs=3, verbose=0, callbacks=[note])
+    assert len(note.traces) == 18
+    assert note.traces[0] > 0
+    assert set(note.traces) == {note.traces[0]}
 
 
 class Rows(keras.Model):

@@ -70,6 +70,13 @@ def test_jit_compile_of_one_replica():
         np.testing.assert_allclose(compiled, plain, rtol=1e-4, atol=2e-6)
 
 
+def test_jit_compile_of_several_replicas_is_refused():
+    with three_replicas().scope():
+        model = dense_model(jit_compile=True)
+    with pytest.raises(ValueError, match=r"(?s)XLA cannot compile.*Received.*jit_compile=True"):
+        model.fit(three_replicas().distribute(batches()), verbose=0)
+
+
 def test_automatic_jit_compile_is_off_for_several_replicas():
     # "auto" is the default of compile(); XLA cannot compile what runs on several devices
     with three_replicas().scope():

@@ -101,11 +101,12 @@ def test_ragged_inputs():
     assert_equivalent(Trial(build, data), ALL_SHARES)
 
 
-def test_sparse_inputs():
+@pytest.mark.parametrize("make_optimizer", [lambda: keras.optimizers.SGD(0.1), adam])
+def test_sparse_inputs(make_optimizer):
     def build():
         inputs = keras.Input((6,), sparse=True)
         model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
-        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.compile(make_optimizer(), "mse")
         return model
 
     def data():

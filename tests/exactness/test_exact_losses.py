@@ -101,16 +101,23 @@ def classifier(loss="sparse_categorical_crossentropy", **options):
     return model
 
 
+DISTRIBUTE = {
+    "plain": lambda strategy, data: data,
+    "distributed": lambda strategy, data: strategy.distribute(data),
+}
+
+
+@pytest.mark.parametrize("distribute", DISTRIBUTE)
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
-def test_class_weight(reduction):
+def test_class_weight(reduction, distribute):
     loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
     build = functools.partial(classifier, loss, weighted_metrics=["accuracy"])
-    # Keras maps the data set it is given, so that this one is plain.
+    # Keras maps the data set that it is given
     plain = Trial(
         build,
         classes,
         options={"class_weight": {0: 5.0, 1: 0.5, 2: 1.0}},
-        distribute=lambda strategy, data: data,
+        distribute=DISTRIBUTE[distribute],
     )
     assert_equivalent(plain)
 

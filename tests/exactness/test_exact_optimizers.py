@@ -3,6 +3,7 @@
 import functools
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, dense_model
@@ -148,13 +149,23 @@ def test_mixed_precision(policy):
 def test_double_precision():
     def build():
         keras.config.set_floatx("float64")
+        keras.config.set_dtype_policy("float64")
         try:
             return dense_model()
         finally:
             keras.config.set_floatx("float32")
+            keras.config.set_dtype_policy("float32")
 
     def data():
         x, y = arrays()
-        return tf.data.Dataset.from_tensor_slices((x.astype("float64"), y)).batch(8)
+        arrays_of_doubles = (x.astype("float64"), y.astype("float64"))
+        return tf.data.Dataset.from_tensor_slices(arrays_of_doubles).batch(8)
 
-    assert_equivalent(Trial(build, data, evaluate=False, predict=False), rtol=1e-6, atol=1e-7)
+    def fit(model, callbacks):
+        model.fit(data(), epochs=2, verbose=0)
+        # metrics and their logs are of single precision
+        callbacks[0].logs = [{"batch": 0, "step": np.array(model.optimizer.iterations)}]
+
+    # a weight w_i of single precision would show at 1e-8
+    trial = Trial(build, data, fit=fit, evaluate=False, predict=False)
+    assert_equivalent(trial, rtol=1e-12, atol=1e-13)

@@ -77,6 +77,24 @@ ELEMENT = {
     ),
     "ragged_result": lambda: indices().map(ragged_row).batch(5),
     "sparse_result": lambda: indices().map(sparse_row).batch(5),
+    "arrays": lambda: tf.data.Dataset.from_tensor_slices(
+        (np.arange(40.0).reshape(20, 2), {"y": np.arange(20)})
+    ).batch(6),
+    "shuffled_arrays": lambda: (
+        tf.data.Dataset.from_tensor_slices({"b": np.arange(20), "a": np.arange(40).reshape(20, 2)})
+        .shuffle(9, seed=2)
+        .repeat(2)
+        .batch(7)
+        .prefetch(2)
+    ),
+    "mapped_arrays": lambda: (
+        tf.data.Dataset.from_tensor_slices(np.arange(21))
+        .shuffle(9, seed=2)
+        .map(describe, num_parallel_calls=2)
+        .take(18)
+        .map(lambda data, label: (data["x"], label, None))
+        .batch(5)
+    ),
     "dense_with_options": lambda: (
         indices()
         .map(describe, num_parallel_calls=2, deterministic=False)
@@ -87,9 +105,6 @@ ELEMENT = {
 
 SLICE = {
     "no_map": lambda: indices().shuffle(50, seed=1).batch(5),
-    "pairs": lambda: tf.data.Dataset.from_tensor_slices(
-        (np.arange(40.0).reshape(20, 2), {"y": np.arange(20)})
-    ).batch(6),
     "map_after_batch": lambda: (
         indices().map(describe).batch(5).map(lambda data, label: (data["x"][::-1], label))
     ),

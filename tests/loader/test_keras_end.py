@@ -111,7 +111,7 @@ def test_counters():
         counted.append((iterator.step, iterator.samples))
         assert iterator.input_wait_seconds > 0
     assert counted == [(1, 3), (2, 6), (3, 7)]
-    assert iterator.epoch == 0
+    assert iterator.pass_number == 0
 
 
 def first_label(element):

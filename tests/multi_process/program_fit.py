@@ -1,7 +1,8 @@
 """Program: one worker of a cluster that trains until something happens to it.
 
 Its single argument is a JSON object: "steps" of training, "shares", what this worker does at a step
-("raise_at", "exit_late"), or what it does wrong before training ("seed", "use_tensorflow_first").
+("raise_at", "exit_late", "custom_loop"), or what it does wrong before training ("seed",
+"use_tensorflow_first").
 Each may be a list with one entry a worker.
 """
 
@@ -42,6 +43,17 @@ class AtStep(keras.callbacks.Callback):
             raise ZeroDivisionError("a mistake in a callback")
 
 
+def train_without_fit(strategy: Any, model: Any, data: Any) -> None:
+    @tf.function
+    def step(batch: Any) -> Any:
+        return strategy.run(lambda x, y: tf.reduce_sum(model(x) - y), args=batch)
+
+    for number, batch in enumerate(strategy.distribute(data)):
+        strategy.reduce("SUM", step(batch), axis=None)
+        if number == 20:
+            print("training", flush=True)
+
+
 def main() -> None:
     if option("use_tensorflow_first"):
         print("used", float(tf.constant(1.0) + 1.0))
@@ -57,6 +69,8 @@ def main() -> None:
         model.compile("sgd", "mse")
     x = np.arange(256, dtype="float32").reshape(64, 4) / 256
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(64).repeat().batch(8)
+    if option("custom_loop"):
+        train_without_fit(strategy, model, data)
     try:
         model.fit(data, steps_per_epoch=option("steps"), epochs=1, verbose=0, callbacks=[AtStep()])
     except BaseException as error:

@@ -57,6 +57,13 @@ def test_survivors_name_the_lost_worker(
     _assert_survivors_name(workers, survivors, name, since)
 
 
+def test_a_custom_loop_ends_with_the_name_too(start_workers: Any) -> None:
+    workers = _start(start_workers, {"worker": 2}, custom_loop=True)
+    since = time.monotonic()
+    workers.send_signal(1, signal.SIGKILL)
+    _assert_survivors_name(workers, [0], "worker 1", since)
+
+
 def test_an_exception_of_one_worker_ends_the_others(start_workers: Any) -> None:
     workers = start_workers(
         "program_fit.py",

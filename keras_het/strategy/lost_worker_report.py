@@ -1,0 +1,33 @@
+"""Names the lost worker also where an error of TensorFlow ends the program."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from keras_het.strategy.peer_watch import PeerWatch, WorkerLostError, may_be_a_lost_connection
+
+
+def install_report(watch: PeerWatch) -> None:
+    """Makes an uncaught error of a broken connection end with the name of the lost worker.
+
+    Steps of Keras raise `WorkerLostError` themselves; a custom loop, the first step and the calls
+    before it get TensorFlow's error, which names sockets.
+
+    Args:
+        watch: the watch of this process.
+    """
+    show = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        message = None
+        if may_be_a_lost_connection(error):
+            message = watch.wait_for_loss(timeout_seconds=11.0)
+        if message is None:
+            show(kind, error, traceback)
+        else:
+            show(WorkerLostError, WorkerLostError(message), traceback)
+
+    sys.excepthook = report

@@ -1,0 +1,143 @@
+"""Custom loops keep the meaning of tf.distribute: nothing is weighted for them."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import DEVICES, arrays, batches, three_replicas
+
+from keras_het import HeterogeneousStrategy
+
+
+def custom_training(strategy, data, global_batch_size):
+    """The loop of TensorFlow's guide: losses per sample, divided by the global batch size."""
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_mean(tf.square(model(x, training=True) - y), axis=-1)
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=global_batch_size)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    @tf.function
+    def distributed_step(batch):
+        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+    losses = [float(distributed_step(batch)) for batch in data]
+    return [np.array(losses), *model.get_weights()]
+
+
+def one_device(global_batch_size, samples):
+    strategy = HeterogeneousStrategy(devices=DEVICES[:1])
+    return custom_training(strategy, batches(samples, size=global_batch_size), global_batch_size)
+
+
+@pytest.mark.parametrize("weights", [(4, 2, 1), (3, 1, 5), (1, 1, 1)])
+def test_loop_of_the_guide_with_unequal_shares(weights):
+    strategy = three_replicas()
+    strategy.set_shares(weights)
+    data = strategy.experimental_distribute_dataset(batches(32))
+    actual = custom_training(strategy, data, 8)
+    for got, want in zip(actual, one_device(8, 32), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)
+
+
+def test_even_batches_give_what_mirrored_strategy_gives(cpu_devices):
+    ours = three_replicas()
+    ours.set_shares((1, 1, 1))
+    stock = tf.distribute.MirroredStrategy(
+        DEVICES, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    results = []
+    for strategy in (ours, stock):
+        data = strategy.experimental_distribute_dataset(batches(24, size=6))
+        results.append(custom_training(strategy, data, 6))
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@functools.cache
+def stock_strategy():
+    return tf.distribute.MirroredStrategy(
+        DEVICES, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+
+
+def values(strategy, function):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(function(context.replica_id_in_sync_group))
+    )
+
+
+@pytest.mark.parametrize("operation", ["SUM", "MEAN"])
+@pytest.mark.parametrize("axis", [None, 0])
+def test_reduce_is_that_of_mirrored_strategy(cpu_devices, operation, axis):
+    three_replicas().set_shares((4, 2, 1))
+    results = []
+    for strategy in (three_replicas(), stock_strategy()):
+        value = values(strategy, lambda replica: [[1.0 + replica, 2.0], [5.0, replica * 3.0]])
+        results.append(strategy.reduce(operation, value, axis=axis).numpy())
+    np.testing.assert_allclose(*results)
+    assert np.abs(results[0]).max() > 1
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gather_is_that_of_mirrored_strategy(cpu_devices, axis):
+    results = []
+    for strategy in (three_replicas(), stock_strategy()):
+        value = values(strategy, lambda replica: [[1.0 + replica, 2.0], [5.0, replica * 3.0]])
+        results.append(strategy.gather(value, axis=axis).numpy())
+    np.testing.assert_array_equal(*results)
+
+
+def test_gather_of_unequal_numbers_of_rows():
+    value = values(three_replicas(), lambda replica: [[float(replica)]] * (replica + 1))
+    gathered = three_replicas().gather(value, axis=0)
+    np.testing.assert_array_equal(gathered[:, 0], [0, 1, 1, 2, 2, 2])
+
+
+@pytest.mark.parametrize("weights", [(4, 2, 1), (1, 0, 0)])
+def test_all_reduce_in_run_is_not_weighted(weights):
+    strategy = three_replicas()
+    strategy.set_shares(weights)
+    value = values(strategy, lambda replica: 10.0**replica)
+
+    @tf.function
+    def run():
+        def step(x):
+            context = tf.distribute.get_replica_context()
+            total, mean = (context.all_reduce(op, x) for op in ("SUM", "MEAN"))
+            return total, mean, context.all_gather(tf.reshape(x, (1,)), axis=0)
+
+        return strategy.run(step, args=(value,))
+
+    total, mean, gathered = run()
+    for replica in range(3):
+        assert float(strategy.experimental_local_results(total)[replica]) == 111.0
+        assert float(strategy.experimental_local_results(mean)[replica]) == 37.0
+        np.testing.assert_array_equal(
+            strategy.experimental_local_results(gathered)[replica], [1, 10, 100]
+        )
+
+
+def test_keras_outside_of_its_own_step_is_untouched():
+    # a custom loop that calls a Loss object gets Keras's own division by the number of replicas
+    strategy = three_replicas()
+    strategy.set_shares((4, 2, 1))
+    loss = keras.losses.MeanSquaredError()
+    x, y = arrays(4)
+
+    @tf.function
+    def run():
+        return strategy.run(lambda: loss(y, x[:, :1]))
+
+    inside = strategy.experimental_local_results(run())[0]
+    np.testing.assert_allclose(inside * 3, loss(y, x[:, :1]), rtol=1e-6)

@@ -1,0 +1,43 @@
+"""Passes are numbered when their iterator is made, and unused ones are let go by."""
+
+from keras_het.loader.pass_counter import PassCounter
+
+
+def test_an_epoch_of_keras():
+    passes = PassCounter()
+    look = passes.reserve()
+    assert passes.start(look) == 0
+    passes.give_back(look)
+    first = passes.reserve()  # the same pass as the look: it is not started again
+    assert first == look
+    assert passes.reserve() == 1  # Keras does not use this one
+    assert passes.before(None) == (True, False)
+    second = passes.reserve()
+    assert passes.start(second) == 1
+    assert passes.gone_by == [True, False, True]
+    assert passes.before(second) == (True, False)
+
+
+def test_only_the_latest_number_is_given_back():
+    passes = PassCounter()
+    first, _ = passes.reserve(), passes.reserve()
+    passes.give_back(first)
+    assert passes.reserve() == 2
+
+
+def test_iterators_that_start_in_another_order():
+    passes = PassCounter()
+    first, second = passes.reserve(), passes.reserve()
+    assert passes.start(second) == 1
+    assert passes.start(first) == 0  # its own order is gone: it takes the next
+    assert passes.gone_by == [False, True, True]
+    assert passes.reserve() == 3
+
+
+def test_going_back():
+    passes = PassCounter()
+    passes.start(passes.reserve())
+    passes.set_to((True, False, True))
+    assert passes.before(None) == (True, False, True)
+    assert passes.start(passes.reserve()) == 0
+    assert passes.before(3) == (True, False, True)

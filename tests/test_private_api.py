@@ -1,0 +1,195 @@
+"""Every private symbol of TensorFlow and Keras that the package relies on, and how it is called.
+
+A release that moves or changes one fails here first, by name.
+"""
+
+import ast
+import inspect
+from pathlib import Path
+
+import keras
+import pytest
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.strategy import keras_hooks
+
+PACKAGE = Path(private_api.__file__).parent
+# The only files that may import private symbols.
+ADAPTERS = {"private_api.py", "loader/tf_data_adapter.py"}
+
+# Module or class, attribute, names of its first parameters.
+SIGNATURES = [
+    (private_api.keras_loss, "scale_loss_for_distribution", ["value"]),
+    (private_api.keras_loss, "unscale_loss_for_distribution", ["value"]),
+    (
+        private_api.keras_loss,
+        "reduce_weighted_values",
+        ["values", "sample_weight", "mask", "reduction", "dtype"],
+    ),
+    (private_api.keras_loss, "apply_mask", ["sample_weight", "mask", "dtype", "reduction"]),
+    (
+        private_api.keras_reduction_metrics.Mean,
+        "update_state",
+        ["self", "values", "sample_weight"],
+    ),
+    (private_api.keras_reduction_metrics.Sum, "update_state", ["self", "values", "sample_weight"]),
+    (private_api.keras_base_optimizer.BaseOptimizer, "scale_loss", ["self", "loss"]),
+    (
+        private_api.keras_base_optimizer.BaseOptimizer,
+        "apply",
+        ["self", "grads", "trainable_variables"],
+    ),
+    (
+        private_api.keras_loss_scale_optimizer.LossScaleOptimizer,
+        "scale_loss",
+        ["self", "loss"],
+    ),
+    (
+        private_api.keras_loss_scale_optimizer.LossScaleOptimizer,
+        "apply",
+        ["self", "grads", "trainable_variables"],
+    ),
+    (
+        private_api.keras_tf_optimizer.TFOptimizer,
+        "_all_reduce_sum_gradients",
+        ["self", "grads_and_vars"],
+    ),
+    (private_api.KerasTensorFlowVariable, "_direct_assign", ["self", "value"]),
+    (private_api.keras_nn, "_compute_moments_sync", ["x", "axes", "keepdims"]),
+    (private_api.keras_seed_generator.SeedGenerator, "next", ["self", "ordered"]),
+    (
+        private_api.distribute_values,
+        "apply_aggregation_replica_context",
+        ["value", "aggregation", "destinations"],
+    ),
+    (private_api.CollectiveAllReduceExtended, "_initialize_local", ["self", "cluster_resolver"]),
+    (
+        private_api.CollectiveAllReduceExtended,
+        "_initialize_local_devices",
+        ["self", "cluster_resolver", "worker_device"],
+    ),
+    (
+        private_api.CollectiveAllReduceExtended,
+        "_initialize_multi_worker",
+        ["self", "cluster_resolver"],
+    ),
+    (private_api.CollectiveAllReduceExtended, "_use_merge_call", ["self"]),
+    (
+        private_api.CollectiveAllReduceExtended,
+        "_get_replica_id_in_sync_group",
+        ["self", "replica_id"],
+    ),
+    (
+        private_api.CollectiveAllReduceExtended,
+        "_get_local_replica_id",
+        ["self", "replica_id_in_sync_group"],
+    ),
+    (
+        private_api.StrategyExtended,
+        "_replica_ctx_all_reduce",
+        ["self", "reduce_op", "value", "options"],
+    ),
+    (
+        private_api.CollectiveAllReduce,
+        "_all_reduce",
+        ["self", "reduce_op", "value", "replica_id", "options"],
+    ),
+    (
+        private_api.CollectiveAllReduce,
+        "_all_reduce_per_replica_values",
+        ["self", "reduce_op", "per_replica_values", "options"],
+    ),
+    (
+        private_api.CollectiveAllReduce,
+        "_batch_all_gather",
+        ["self", "per_replica_values", "axis", "options"],
+    ),
+    (private_api.CollectiveKeys, "__init__", ["self", "group_key_start"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    SIGNATURES,
+    ids=[f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in SIGNATURES],
+)
+def test_signature(owner, name, parameters):
+    found = list(inspect.signature(getattr(owner, name)).parameters)
+    assert found[: len(parameters)] == parameters
+
+
+def test_every_exported_symbol_exists():
+    missing = [name for name in private_api.__all__ if not hasattr(private_api, name)]
+    assert not missing
+
+
+def test_every_hook_has_a_place_and_is_listed_above():
+    listed = {(id(owner), name) for owner, name, _ in SIGNATURES}
+    for owner, name, _ in keras_hooks._hooks():
+        assert callable(getattr(owner, name)), name
+        assert (id(owner), name) in listed, f"{owner}.{name} is not in SIGNATURES"
+
+
+def test_hooks_leave_nothing_behind():
+    places = [(owner, name) for owner, name, _ in keras_hooks._hooks()]
+    before = [vars(owner).get(name) for owner, name in places]
+    with keras_hooks.keras_hooks(), keras_hooks.keras_hooks():
+        inside = [vars(owner).get(name) for owner, name in places]
+    assert all(a is not b for a, b in zip(before, inside, strict=True))
+    after = [vars(owner).get(name) for owner, name in places]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_steps_of_keras_are_recognised(cpu_devices):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    assert private_api.keras_step_kind(model.train_step) == "train"
+    assert private_api.keras_step_kind(model.test_step) == "test"
+    assert private_api.keras_step_kind(model.predict_step) is None
+    assert private_api.keras_step_kind(lambda data: data) is None
+
+
+def test_the_predict_function_of_keras_is_recognised(cpu_devices, monkeypatch):
+    kinds = []
+    strategy = tf.distribute.get_strategy()
+    original = type(strategy).run
+
+    def run(self, fn, *args, **kwargs):
+        kinds.append(private_api.keras_step_kind(fn))
+        return original(self, fn, *args, **kwargs)
+
+    monkeypatch.setattr(type(strategy), "run", run)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.predict(tf.ones((3, 2)), verbose=0)
+    assert kinds == ["predict"]
+
+
+def test_operation_seeds_depend_on_the_global_seed(cpu_devices):
+    tf.random.set_seed(5)
+    assert private_api.global_seed_is_set()
+    assert private_api.operation_seeds(3) == (5, 3)
+
+
+def private_imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = []
+        if isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        found += [
+            f"{path.name}: {module}"
+            for module in modules
+            if module.startswith(("tensorflow.python", "keras.src"))
+        ]
+    return found
+
+
+def test_only_the_adapters_import_private_modules():
+    files = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
+    assert files.keys() >= ADAPTERS
+    assert all(private_imports(files[name]) for name in ADAPTERS), "the search finds nothing"
+    others = [hit for name in files.keys() - ADAPTERS for hit in private_imports(files[name])]
+    assert others == []
