@@ -10,14 +10,17 @@ from collections.abc import Callable
 import numpy as np
 
 from keras_het.planning.balance import BalancePlan, BalancePolicy
-from keras_het.planning.min_max import min_max_shares_linear
+from keras_het.planning.min_max import min_max_shares
 
 BATCH = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Plant:
-    """Devices whose time is a line, times a factor that may change from step to step."""
+    """Devices whose time is a line, times a factor that may change from step to step.
+
+    With a `curve`, lines count samples bent by this nondecreasing function.
+    """
 
     name: str
     fixed: tuple[float, ...]
@@ -29,6 +32,7 @@ class Plant:
     spike_probability: float = 0.0
     # a last batch of a third of the samples after so many steps
     steps_per_epoch: int | None = None
+    curve: Callable[[np.ndarray], np.ndarray] | None = None
 
     @property
     def num_replicas(self):
@@ -36,31 +40,31 @@ class Plant:
 
     def times(self, step, shares):
         """True compute times, 0 without samples."""
-        line = np.array(self.fixed) + np.array(self.slope) * np.asarray(shares)
-        return np.where(np.asarray(shares) > 0, line * self.factors(step), 0.0)
+        return np.where(np.asarray(shares) > 0, self.line(shares) * self.factors(step), 0.0)
+
+    def line(self, shares):
+        samples = self.curve(np.asarray(shares)) if self.curve else np.asarray(shares)
+        return np.array(self.fixed) + np.array(self.slope) * samples
 
     def factors(self, step):
         return np.array(self.factor(step)) if self.factor else np.ones(self.num_replicas)
 
     def measured(self, step, shares, random):
         """Measured times: noise, outliers, and one row of zeros without samples."""
-        line = np.array(self.fixed) + np.array(self.slope) * np.maximum(shares, 1)
-        times = line * self.factors(step)
+        times = self.line(np.maximum(shares, 1)) * self.factors(step)
         times *= np.maximum(1 + self.noise * random.standard_normal(len(times)), 0.2)
         return np.where(random.random(len(times)) < self.spike_probability, 5 * times, times)
 
     def limit(self, step):
         """Step time of the optimum for the true times."""
-        return best_seconds(
-            self.fixed, self.slope, tuple(self.factors(step).tolist()), self.batch, self.upper
-        )
+        return best_seconds(self, tuple(self.factors(step).tolist()))
 
 
 @functools.cache
-def best_seconds(fixed, slope, factors, batch, upper):
-    fixed, slope = np.array(fixed) * factors, np.array(slope) * factors
-    shares = min_max_shares_linear(fixed, slope, batch, upper=upper)
-    return np.where(shares > 0, fixed + slope * shares, 0.0).max()
+def best_seconds(plant, factors):
+    none = np.zeros(plant.num_replicas, np.int64)
+    shares = min_max_shares(lambda b: plant.line(b) * factors, plant.batch, none, upper=plant.upper)
+    return np.where(shares > 0, plant.line(shares) * factors, 0.0).max()
 
 
 def by_speeds(name, speeds, fixed=0.0, **options):
@@ -88,6 +92,13 @@ STATIC = [
     Plant("fixed 5 20 60 ms", (0.005, 0.02, 0.06), (5e-4, 5e-4, 5e-4)),
     by_speeds("4:2:1 memory bound", (4, 2, 1), upper=(100, BATCH, BATCH)),
     by_speeds("eight mixed", (8, 8, 4, 4, 2, 2, 1, 1), batch=1024),
+]
+
+
+CURVED = [
+    by_speeds("caches overflow", (4, 2, 1), curve=lambda b: b + 2 * np.maximum(b - 100, 0)),
+    by_speeds("flat at first", (4, 2, 1), curve=lambda b: np.maximum(b, 48)),
+    by_speeds("quadratic", (4, 2, 1), curve=lambda b: b + b**2 / 100),
 ]
 
 

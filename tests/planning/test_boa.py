@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from plants import STATIC, Plant, by_speeds, simulate, slow_down
+from plants import CURVED, STATIC, Plant, by_speeds, simulate, slow_down
 
 from keras_het.planning.balance import make_policy
 from keras_het.planning.balance.retry import COST, FIRST_WAIT, STEPS_OF_A_TRY, RetrySchedule
@@ -51,6 +51,24 @@ def test_a_slow_down_and_a_recovery_are_balanced_within_twenty_steps(plant, look
     assert run.steps_to_balance(end) <= 20
     assert run.ratio_to_limit(end + 20) >= 0.97
     assert run.changes(start, end) and run.changes(end)
+
+
+@pytest.mark.parametrize("plant", CURVED, ids=lambda plant: plant.name)
+def test_devices_that_are_no_lines_are_balanced_and_plans_settle(plant):
+    run = run_boa(plant, 600)
+    assert run.ratio_to_limit(20) >= 0.97
+    assert len(run.changes(100)) <= 6
+    for name in ("proportional", "lb_bsp", "lbb"):
+        other = simulate(make_policy(name, plant.num_replicas, plant.batch), plant, 600)
+        assert run.ratio_to_limit(20) >= other.ratio_to_limit(20) - 0.01
+
+
+@pytest.mark.parametrize("plant", STATIC, ids=lambda plant: plant.name)
+def test_no_other_policy_is_better_by_more_than_a_percent(plant):
+    best = run_boa(plant, 600).ratio_to_limit()
+    for name in ("even", "proportional", "lb_bsp", "lbb"):
+        policy = make_policy(name, plant.num_replicas, plant.batch, upper=plant.upper)
+        assert best >= simulate(policy, plant, 600).ratio_to_limit() - 0.01
 
 
 @pytest.mark.parametrize("seed", range(8))
