@@ -29,14 +29,16 @@ def environment() -> dict[str, Any]:
     }
 
 
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the rows, one column a field."""
+def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = None) -> None:
+    """Prints the rows, one column a field; `columns` names those that matter most."""
+    columns = columns or list(rows[0])
     table = Table()
-    for name in rows[0]:
+    for name in columns:
         table.add_column(name.replace("_", " "))
     for row in rows:
-        table.add_row(*[str(value) for value in row.values()])
-    Console().print(table)
+        table.add_row(*["" if row[name] is None else str(row[name]) for name in columns])
+    # narrower than this a table cannot be read
+    Console(width=max(Console().width, 120)).print(table)
 
 
 def write_report(

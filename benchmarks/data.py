@@ -1,8 +1,14 @@
 """Samples/s of unequally shared input against plain `dataset.batch(n)` on the same source.
 
-One worker of a cluster consumes its share; the peer is one process that batches the same number of
-rows. `throughput_ratio` is our rows/s over the peer's, median of interleaved pairs;
-`map_calls_ratio` is the worker's own calls of the costly map over the rows it delivered.
+The peer is one process that batches as many rows as the worker gets on average. Policies:
+
+- "one replica": a worker that gets every row;
+- "three replicas": a worker with three replicas of shares 4:2:1, which change every 10 steps;
+- "4 of 7, two workers": a worker of two gets 4/7 of the rows and must keep to the common order;
+- "4 of 7, changing": the same, its share changes between 5/7 and 3/7 every 10 steps.
+
+`throughput_ratio` is our rows/s over the peer's, median of interleaved pairs; `map_calls_ratio` is
+the worker's own calls of the map over the rows that it delivered.
 
     python benchmarks/data.py [--json FILE] [--quick]
 """
@@ -28,7 +34,14 @@ from keras.src.trainers.data_adapters import get_data_adapter
 from keras_het.loader import GlobalOrderDataset
 from keras_het.planning import ReplicaLayout
 
-LAYOUTS = {"one replica": ((1,), [1]), "4 of 4:2:1": ((1, 1, 1), [4, 2, 1])}
+# Replicas of each worker, and the weights of each ten steps in turn.
+POLICIES = {
+    "one replica": ((1,), ((1,),)),
+    "three replicas": ((3,), ((4, 2, 1), (1, 2, 4))),
+    "4 of 7, two workers": ((1, 1), ((4, 3),)),
+    "4 of 7, changing": ((1, 1), ((5, 2), (3, 4))),
+}
+STEPS_OF_A_WEIGHT = 10
 
 
 def slices(steps, batch):
@@ -67,11 +80,12 @@ def small(steps, batch):
     )
 
 
+# Source, and steps of a run that takes about half a second.
 CASES = {
-    "arrays through Keras": keras_arrays,
-    "slices of arrays": slices,
-    "costly map (JPEG)": jpeg,
-    "small elements": small,
+    "arrays through Keras": (keras_arrays, 1000),
+    "slices of arrays": (slices, 1000),
+    "costly map (JPEG)": (jpeg, 60),
+    "small elements": (small, 300),
 }
 
 
@@ -96,18 +110,29 @@ def batches(source, function, rows):
     return dataset.batch(rows).prefetch(2)
 
 
-def ours(source, function, layout, weights, batch, change_every):
+def ours(source, function, policy, batch):
+    replicas_per_worker, cycle = POLICIES[policy]
     calls = [0]
 
-    def current():
+    def weights():
         calls[0] += 1
-        turn = (calls[0] // change_every) % 2 if change_every else 0
-        return weights[::-1] if turn and len(weights) > 1 else weights
+        return cycle[(calls[0] // STEPS_OF_A_WEIGHT) % len(cycle)]
 
-    dataset = batches(source, function, batch)
+    layout = ReplicaLayout(replicas_per_worker, 0)
+    own = slice(layout.local_replicas.start, layout.local_replicas.stop)
     return GlobalOrderDataset(
-        dataset, ReplicaLayout(layout, 0), current, lambda batches, sizes: (batches, int(sizes[0]))
+        batches(source, function, batch),
+        layout,
+        weights,
+        lambda batches, sizes: (batches, int(sizes[own].sum())),
     )
+
+
+def own_rows(policy, batch):
+    """Rows a step of the measured worker, on average."""
+    replicas_per_worker, cycle = POLICIES[policy]
+    own = sum(sum(weights[: replicas_per_worker[0]]) for weights in cycle)
+    return batch * own // sum(map(sum, cycle))
 
 
 def plain(source, function, rows):
@@ -116,19 +141,18 @@ def plain(source, function, rows):
         yield batch, int(tf.nest.flatten(batch)[0].shape[0])
 
 
-def compare(case, layout_name, change_every, batch, steps, repeats):
-    source, function = CASES[case](steps, batch)
-    layout, weights = LAYOUTS[layout_name]
-    rows = batch * weights[0] // sum(weights)
-    shared = ours(source, function, layout, weights, batch, change_every)
+def compare(case, policy, batch, repeats, most_steps):
+    make, steps = CASES[case]
+    steps = min(steps, most_steps)
+    source, function = make(steps, batch)
+    rows = own_rows(policy, batch)
+    shared = ours(source, function, policy, batch)
     pairs = [(consume(shared), consume(plain(source, function, rows))) for _ in range(repeats)]
     ratios = sorted(ours_ / plain_ for ours_, plain_ in pairs)
-    calls = None
-    if function is not None:
-        calls = map_calls(source, function, layout, weights, batch, change_every)
+    calls = None if function is None else map_calls(source, function, policy, batch)
     return {
-        "case": case + (f", shares change every {change_every} steps" if change_every else ""),
-        "policy": layout_name,
+        "case": case,
+        "policy": policy,
         "mode": shared.mode,
         "throughput_ratio": round(statistics.median(ratios), 3),
         "lowest_ratio": round(ratios[0], 3),
@@ -142,7 +166,7 @@ def compare(case, layout_name, change_every, batch, steps, repeats):
     }
 
 
-def map_calls(source, function, layout, weights, batch, change_every):
+def map_calls(source, function, policy, batch):
     """Own calls of the map over rows delivered, in a separate run that counts them."""
     calls = [0]
 
@@ -154,8 +178,7 @@ def map_calls(source, function, layout, weights, batch, change_every):
         first = tf.numpy_function(count, [element[-1]], element[-1].dtype)
         return function(*element[:-1], tf.ensure_shape(first, element[-1].shape))
 
-    shared = ours(source, counted, layout, weights, batch, change_every)
-    delivered = sum(rows for _, rows in shared)
+    delivered = sum(rows for _, rows in ours(source, counted, policy, batch))
     return calls[0] / delivered
 
 
@@ -164,13 +187,12 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    batch, steps, repeats = (70, 12, 2) if options.quick else (140, 120, 5)
+    batch, repeats, most_steps = (70, 2, 12) if options.quick else (140, 9, 1000)
     rows = [
-        compare(case, layout, change, batch, steps, repeats)
-        for case in CASES
-        for layout, change in (("one replica", 0), ("4 of 4:2:1", 0), ("4 of 4:2:1", 10))
+        compare(case, policy, batch, repeats, most_steps) for case in CASES for policy in POLICIES
     ]
-    print_table(rows)
+    ratios = ("throughput_ratio", "lowest_ratio", "highest_ratio", "map_calls_ratio")
+    print_table(rows, ["case", "policy", "mode", *ratios])
     write_report("data", rows, options.json, environment())
 
 

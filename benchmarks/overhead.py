@@ -56,7 +56,8 @@ def main() -> None:
         for model in models
         for mode, drivers in modes.items()
     ]
-    print_table(rows)
+    times = ("step_milliseconds", "stock_step_milliseconds")
+    print_table(rows, ["case", "mode", "step_time_ratio", "lowest_ratio", "highest_ratio", *times])
     write_report("overhead", rows, arguments.json, environment())
 
 

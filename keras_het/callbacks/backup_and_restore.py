@@ -10,6 +10,8 @@ from typing import Any
 
 import keras
 
+from keras_het.callbacks.model_strategy import heterogeneous_strategy
+
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
     """`keras.callbacks.BackupAndRestore` that continues in the middle of an epoch.
@@ -106,11 +108,4 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         }
 
     def _strategy(self) -> Any:
-        strategy = self.model.distribute_strategy
-        if not hasattr(strategy, "resume_data"):
-            raise ValueError(
-                "keras_het.callbacks.BackupAndRestore needs a model that was built under a "
-                f"keras_het.HeterogeneousStrategy. Received: a model under {strategy}. Build it "
-                "within `with strategy.scope():`, or use keras.callbacks.BackupAndRestore."
-            )
-        return strategy
+        return heterogeneous_strategy(self.model, self)

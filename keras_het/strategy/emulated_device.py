@@ -9,40 +9,48 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het.strategy.emulated_device_config import EmulatedDevice
 from keras_het.strategy.exact_step import ExactStep
 
-
-def start_clock(step: ExactStep, device: EmulatedDevice | None, inputs: Any) -> None:
-    """Notes when the replica has its batch, if the replica is emulated."""
-    if device is None:
-        return
-    flat = tf.nest.flatten(inputs, expand_composites=True)
-    with tf.control_dependencies([item for item in flat if tf.is_tensor(item)]):
-        step.start_time = tf.timestamp()
-    step.emulated_device = device
+_slowdowns: dict[int, float] = {}
 
 
-def wait_with_gradients(step: ExactStep, gradients: list[Any]) -> list[Any]:
-    """Returns the gradients when the emulated device would have computed them."""
-    return wait_until_computed(step, gradients)
+def slow_down(replica: int, factor: float) -> None:
+    """Makes an emulated device of this process slower from its next step on.
+
+    Args:
+        replica: id of the replica among those of all workers.
+        factor: by how much; 1 is the speed that it was started with.
+
+    Raises:
+        ValueError: if the factor is not positive.
+    """
+    if not factor > 0:
+        raise ValueError(f"factor must be positive; 1 is the usual speed. Received: {factor}.")
+    _slowdowns[replica] = float(factor)
 
 
 def wait_until_computed(step: ExactStep, values: Sequence[Any]) -> list[Any]:
-    """Delays tensors until the emulated device's compute time since `start_clock` has passed.
+    """Delays tensors until the emulated device's compute time has passed.
 
     Args:
-        step: the running step; nothing happens if its device is not emulated.
+        step: the running step; nothing happens if its device is not emulated. Its clock tells when
+            the computation started.
         values: tensors or `tf.IndexedSlices` that the collective waits for.
     """
-    if step.start_time is None:
+    if step.emulated_device is None or step.clock is None:
         return list(values)
     model = step.emulated_device.time_model
     flat = tf.nest.flatten(list(values), expand_composites=True)
     with tf.control_dependencies(flat):
         waited = tf.numpy_function(
             _sleep_until,
-            [step.start_time, step.samples, model.fixed_seconds, model.seconds_per_sample],
+            [
+                step.clock.start_time,
+                step.replica_id,
+                step.samples,
+                model.fixed_seconds,
+                model.seconds_per_sample,
+            ],
             tf.float64,
         )
     with tf.control_dependencies([waited]):
@@ -51,12 +59,17 @@ def wait_until_computed(step: ExactStep, values: Sequence[Any]) -> list[Any]:
 
 
 def _sleep_until(
-    start: np.ndarray, samples: np.ndarray, fixed_seconds: float, seconds_per_sample: float
+    start: np.ndarray,
+    replica_id: np.ndarray,
+    samples: np.ndarray,
+    fixed_seconds: float,
+    seconds_per_sample: float,
 ) -> np.float64:
     """Sleeps until the emulated compute time is over; a share of zero takes no time."""
     if samples == 0:
         return np.float64(0.0)
-    end = float(start) + float(fixed_seconds) + float(samples) * float(seconds_per_sample)
+    seconds = float(fixed_seconds) + float(samples) * float(seconds_per_sample)
+    end = float(start) + seconds * _slowdowns.get(int(replica_id), 1.0)
     remaining = end - time.time()
     if remaining > 0:
         time.sleep(remaining)

@@ -92,8 +92,8 @@ def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterat
 
 
 def cluster_logs(
-    step: ExactStep, logs: Any, extra: Sequence[Any]
-) -> tuple[Any, list[Any], list[Any]]:
+    step: ExactStep, logs: Any, extra: Sequence[Any], sums: Sequence[Any]
+) -> tuple[Any, list[Any], list[Any], list[Any]]:
     """Combines the logs of all replicas, and the gradients of a pending update.
 
     Args:
@@ -101,10 +101,11 @@ def cluster_logs(
         logs: what the train or test step of this replica returned.
         extra: further float tensors to be combined as the mean over samples, in the same
             collective.
+        sums: further float tensors to be summed, in the same collective.
 
     Returns:
-        The logs of the cluster, equal on all replicas; the combined `extra`; the reduced gradients
-        of `step.pending_update`.
+        The logs of the cluster, equal on all replicas; the combined `extra`; the summed `sums`; the
+        reduced gradients of `step.pending_update`.
     """
     records = step.metric_results
     leaves = tf.nest.flatten(logs)
@@ -115,13 +116,14 @@ def cluster_logs(
         for leaf, record in zip(leaves, recorded, strict=True)
         if record is None and _is_float_scalar(leaf)
     ]
-    gradients, (reduced_states, reduced_plain, reduced_extra) = sum_with_gradients(
+    gradients, (reduced_states, reduced_plain, reduced_extra, summed) = sum_with_gradients(
         step,
         step.pending_update,
         (
             [_contributions(step, record) for record in states.values()],
             [step.weighted(leaf) for leaf in plain],
             [step.weighted(value) for value in extra],
+            list(sums),
         ),
     )
     results = _results(step, list(states.values()), reduced_states)
@@ -132,7 +134,8 @@ def cluster_logs(
             combined.append(results[id(record.metric)][record.path])
         else:
             combined.append(next(next_plain) if _is_float_scalar(leaf) else leaf)
-    return tf.nest.pack_sequence_as(logs, combined), list(reduced_extra), gradients
+    cluster = tf.nest.pack_sequence_as(logs, combined)
+    return cluster, list(reduced_extra), list(summed), gradients
 
 
 def _contributions(step: ExactStep, record: _Recorded) -> list[Any]:

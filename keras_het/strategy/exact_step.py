@@ -21,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.strategy.packed_tensors import PackedTensors
+from keras_het.strategy.step_clock import StepClock
 
 _local = threading.local()
 
@@ -42,9 +43,12 @@ class ExactStep:
         samples, total = tf.cast(samples, tf.float64), tf.cast(total, tf.float64)
         self.weight = tf.math.divide_no_nan(samples, total)
         self.inverse_weight = tf.math.divide_no_nan(total, samples)
+        # Shares of all replicas, int64 of shape [num_replicas], where the batch brings them.
+        self.sizes: Any = None
+        # Times this replica's computation, where somebody needs to know.
+        self.clock: StepClock | None = None
         # Set for an emulated device only.
         self.emulated_device: Any = None
-        self.start_time: Any = None
         # Optimizers whose loss already carries the weight, by id.
         self.weighted_optimizers: set[int] = set()
         self.gradients_are_reduced = False
@@ -85,7 +89,12 @@ class ExactStep:
         buffers = packed.buffers if prepare is None else [prepare(b) for b in packed.buffers]
         sparse = [item for item in flat if isinstance(item, tf.IndexedSlices)]
         context = tf.distribute.get_replica_context()
-        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [*buffers, *sparse])
+        summands = [*buffers, *sparse]
+        if self.clock:
+            started, summands = self.clock.collective_starts(summands)
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, summands)
+        if self.clock:
+            self.clock.collective_ends(started, reduced)
         dense = iter(packed.unpack(reduced[: len(buffers)]))
         slices = iter(reduced[len(buffers) :])
         result = [

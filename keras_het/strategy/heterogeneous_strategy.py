@@ -17,6 +17,7 @@ from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout, apportion
 from keras_het.strategy import agreement, cluster
 from keras_het.strategy.chief_only import install_chief_only
+from keras_het.strategy.compute_times import ComputeTimes
 from keras_het.strategy.data_path import DataPath
 from keras_het.strategy.departure import leave_together
 from keras_het.strategy.emulated_device_config import (
@@ -98,6 +99,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             )
         )
         self._data_path = DataPath(self)
+        self._compute_times = ComputeTimes(self.num_replicas_in_sync)
         self._peer_watch: PeerWatch | None = None
         self._weights = _check_shares(shares, self.layout)
         self._check_emulated_devices()
@@ -206,6 +208,26 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._data_path.distribute_files(filenames, reader, global_batch_size, **options)
 
     @property
+    def compute_times(self) -> ComputeTimes:
+        """The compute times of the latest training steps, if `measure_compute_times` is on."""
+        return self._compute_times
+
+    def measure_compute_times(self, model: Any = None) -> None:
+        """Makes the training steps of Keras measure each replica's compute time.
+
+        The measurements travel in the collective that every step has anyway; all workers get those
+        of all replicas. Every worker must call it.
+
+        Args:
+            model: a model that may have been trained before; its step is traced again.
+        """
+        if self._compute_times.is_measuring:
+            return
+        self._compute_times.is_measuring = True
+        if model is not None and model.train_function is not None:
+            model.make_train_function(force=True)
+
+    @property
     def iterated_data(self) -> Any:
         """The distributed data set that gave the latest step, None before the first step.
 
@@ -302,7 +324,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return run
 
     def _needs_exact_step(self) -> bool:
-        return self.num_replicas_in_sync > 1 or self._emulated_devices is not None
+        return (
+            self.num_replicas_in_sync > 1
+            or self._emulated_devices is not None
+            or self._compute_times.is_measuring
+        )
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """Reduces `value` over all replicas, as `tf.distribute.Strategy.reduce`.

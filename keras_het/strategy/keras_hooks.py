@@ -19,6 +19,7 @@ from keras_het.strategy import (
     exact_losses,
     exact_state,
 )
+from keras_het.strategy.exact_step import ExactStep
 
 _Hook = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,7 +30,7 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
     optimizer = private_api.keras_base_optimizer.BaseOptimizer
     loss_scale_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
     tf_optimizer = private_api.keras_tf_optimizer.TFOptimizer
-    apply = exact_gradients.make_apply_hook(emulated_device.wait_with_gradients)
+    apply = exact_gradients.make_apply_hook(_gradients_are_computed)
     return [
         (loss, "scale_loss_for_distribution", exact_losses.keep_local_mean),
         (loss, "unscale_loss_for_distribution", exact_losses.undo_vector_factor),
@@ -50,6 +51,13 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
             exact_state.update_in_place,
         ),
     ]
+
+
+def _gradients_are_computed(step: ExactStep, gradients: list[Any]) -> list[Any]:
+    gradients = emulated_device.wait_until_computed(step, gradients)
+    if step.clock is not None:
+        step.clock.stop(gradients)
+    return gradients
 
 
 _lock = threading.Lock()

@@ -18,6 +18,7 @@ from keras_het.strategy.exact_metrics import (
 from keras_het.strategy.exact_state import changed_state
 from keras_het.strategy.exact_step import ExactStep
 from keras_het.strategy.keras_hooks import keras_hooks
+from keras_het.strategy.step_clock import StepClock
 from keras_het.strategy.uneven_per_replica import find_sizes
 
 Run = Callable[..., Any]
@@ -41,11 +42,12 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(replica_data, sizes)
         step.may_defer_update = private_api.is_stock_train_step(function)
-        emulated_device.start_clock(step, _emulated_device(strategy, step), replica_data)
+        is_measuring = strategy.compute_times.is_measuring
+        replica_data = _start_clock(strategy, step, replica_data, is_measuring)
         with step.active(), unchanged_without_samples(step, metrics):
             logs = function(at_least_one_row(step, replica_data))
         with step.active():
-            return _synchronise(step, model, logs)
+            return _synchronise(strategy, step, model, logs)
 
     with keras_hooks(), recorded_results(metrics):
         logs = run(tf.autograph.experimental.do_not_convert(replica_step), (data, find_sizes(data)))
@@ -67,7 +69,7 @@ def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(replica_data, sizes)
-        emulated_device.start_clock(step, _emulated_device(strategy, step), replica_data)
+        replica_data = _start_clock(strategy, step, replica_data)
         outputs = drop_row_of_zeros(step, function(at_least_one_row(step, replica_data)))
         flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
         return tf.nest.pack_sequence_as(outputs, flat)
@@ -111,7 +113,9 @@ def _make_step(replica_data: Any, sizes: Any) -> ExactStep:
     if tf.is_tensor(replica_id):
         replica_id = int(tf.get_static_value(replica_id))
     if sizes is not None:
-        return ExactStep(replica_id, sizes[replica_id], tf.reduce_sum(sizes))
+        step = ExactStep(replica_id, sizes[replica_id], tf.reduce_sum(sizes))
+        step.sizes = sizes
+        return step
     samples = _num_rows(replica_data)
     total = context.all_reduce(tf.distribute.ReduceOp.SUM, samples)
     return ExactStep(replica_id, samples, total)
@@ -132,25 +136,48 @@ def _num_rows(data: Any) -> Any:
     )
 
 
-def _emulated_device(strategy: Any, step: ExactStep) -> Any:
-    if strategy.emulated_devices is None:
-        return None
-    return strategy.emulated_devices[step.replica_id - strategy.layout.local_replicas[0]]
+def _start_clock(strategy: Any, step: ExactStep, data: Any, is_measuring: bool = False) -> Any:
+    """Starts timing the replica if its time is measured, or its device emulated.
+
+    Returns:
+        The batch to compute on.
+    """
+    first = strategy.layout.local_replicas.start
+    if strategy.emulated_devices is not None:
+        step.emulated_device = strategy.emulated_devices[step.replica_id - first]
+    if step.emulated_device is None and not is_measuring:
+        return data
+    on_accelerator = "CPU" not in strategy.extended.worker_devices[step.replica_id - first]
+    step.clock = StepClock(data, on_accelerator)
+    return step.clock.inputs
 
 
-def _synchronise(step: ExactStep, model: Any, logs: Any) -> Any:
+def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
     """Combines logs, moving statistics and pending gradients of all replicas in one collective."""
     changed = changed_state(step, model.non_trainable_variables)
     state = [tf.convert_to_tensor(variable.value) for variable in changed]
     # A test step has no gradients that could wait for the emulated device.
     computed = emulated_device.wait_until_computed(step, _tensors(logs))
+    times = _compute_time(strategy, step)
     with tf.control_dependencies(computed):
-        logs, combined, gradients = cluster_logs(step, logs, state)
+        logs, combined, times, gradients = cluster_logs(step, logs, state, times)
     if step.pending_update is not None:
         step.pending_update.finish(step, gradients)
     for variable, value in zip(changed, combined, strict=True):
         variable.assign(value)
+    if times and step.replica_id == strategy.layout.local_replicas.start:
+        strategy.compute_times.record(step.sizes, times[0])
     return logs
+
+
+def _compute_time(strategy: Any, step: ExactStep) -> list[Any]:
+    """This replica's measurement, to be summed over all; none where nobody asked for it."""
+    times = strategy.compute_times
+    if not times.is_measuring or step.sizes is None or step.clock is None:
+        return []
+    if step.clock.seconds is None:  # no gradients: not a step that trains
+        return []
+    return [times.contribution(step.replica_id, step.sizes, step.clock.seconds)]
 
 
 def _tensors(structure: Any) -> list[Any]:

@@ -105,12 +105,22 @@ class SharePolicy:
         self._current = self._proportional(self._first_weights())
         self._in_effect = 0
         self._first = True
+        self._given_start = False
         self._bounds_changed = False
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Shares of the last plan; they sum to the global batch."""
         return tuple(self._current.tolist())
+
+    def start_from(self, weights: ArrayLike) -> None:
+        """Makes the first plan one of given proportions; call it before the first `propose`.
+
+        Args:
+            weights: one weight for each replica, zero or more, float [n].
+        """
+        self._current = self._proportional(np.asarray(weights, np.float64))
+        self._given_start = True
 
     def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
         """Takes note of one step.
@@ -145,7 +155,8 @@ class SharePolicy:
         """
         if self._first:
             self._first = False
-            return BalancePlan(step, self.name, self.shares, self._first_reason())
+            reason = "shares that were given" if self._given_start else self._first_reason()
+            return BalancePlan(step, self.name, self.shares, reason)
         if self._bounds_changed:
             return self._obey_bounds(step)
         return self._decide(step) if self._in_effect else None

@@ -1,0 +1,218 @@
+"""Gives each replica the share with which all finish at the same moment."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.planning import BalancePlan, BalancePolicy, make_policy
+
+_logger = logging.getLogger("keras_het")
+
+_FIXED_POLICIES = ("even", "static")
+
+
+class BatchBalancer(keras.callbacks.Callback):
+    r"""Measures every replica's compute time and shares out the global batch by it.
+
+    With compute times :math:`t_i(b_i)` of shares :math:`b_i`, a step takes
+    :math:`\max_i t_i(b_i)`; the balancer looks for the shares with the least maximum, whose sum is
+    the global batch. The global batch stays, and every step is exact whatever the shares, so that
+    the numbers are those of training without it.
+
+    Compute times are measured inside the training step, before the collective: an all-reduce is a
+    barrier, which makes step times equal on all replicas. They travel in the collective that a step
+    has anyway. All workers see the same times and decide the same.
+
+    Args:
+        policy: "boa" (the exact min-max program over fitted times), "even", "static",
+            "proportional", "lb_bsp", "lbb", or an object with the methods of
+            `keras_het.planning.BalancePolicy`.
+        max_share: largest share of each replica in samples, for instance what its memory holds: one
+            number for all, a list with one for each replica (None for no bound), or a dict from
+            replica to number.
+        min_share: smallest share of each replica, likewise; 0 by default, so that a replica that
+            is not worth using gets none.
+        verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
+        keep_measurements: number of steps whose measurements are kept.
+        **options: further arguments of the policy, such as `dead_band` of "boa" or `weights` of
+            "static".
+
+    Attributes:
+        plans: all `keras_het.planning.BalancePlan`s so far, oldest first.
+        measurements: the latest steps as dicts of "step", "shares" (samples) and "seconds" (compute
+            time), each with one number for each replica.
+
+    Raises:
+        ValueError: if the policy does not exist, or the model does not train under a
+            `keras_het.HeterogeneousStrategy`.
+        TypeError: if a bound is not a whole number.
+
+    Reference:
+        Yang, Kang and Youn, "BOA: batch orchestration algorithm for straggler mitigation of
+        distributed DL training in heterogeneous GPU cluster", The Journal of Supercomputing 76,
+        2020.
+    """
+
+    def __init__(
+        self,
+        policy: str | BalancePolicy = "boa",
+        *,
+        max_share: int | Sequence[int | None] | Mapping[int, int] | None = None,
+        min_share: int | Sequence[int | None] | Mapping[int, int] | None = None,
+        verbose: int = 0,
+        keep_measurements: int = 1000,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(policy, str):
+            make_policy(policy, 1, 1)  # a wrong name is an error here, not after an hour
+        self._given_policy = policy
+        self._bounds = {"upper": max_share, "lower": min_share}
+        self._options = options
+        self._verbose = verbose
+        self._policy: BalancePolicy | None = None
+        self._global_batch_size = 0
+        self._step = 0
+        self.plans: list[BalancePlan] = []
+        self.measurements: collections.deque[dict[str, Any]] = collections.deque(
+            maxlen=keep_measurements
+        )
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Switches on the measurement."""
+        strategy = heterogeneous_strategy(self.model, self)
+        strategy.measure_compute_times(self.model)
+        strategy.compute_times.read_new()  # steps of an earlier fit are not this balancer's
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Decides after every step, or after every execution of several steps."""
+        strategy = heterogeneous_strategy(self.model, self)
+        for times in strategy.compute_times.read_new():
+            _check_same_shares(times)
+            self._observe(strategy, times)
+            self._step += 1
+
+    def _observe(self, strategy: Any, times: Any) -> None:
+        total = int(times.shares.sum())
+        if self._policy is None:
+            self._start(strategy, total)
+        elif total > self._global_batch_size:
+            self._global_batch_size = total
+            self._policy.set_global_batch_size(total)
+        # A replica without a share computed a row of zeros: its time says nothing about samples.
+        seconds = np.where(times.shares > 0, times.seconds, np.nan)
+        row = {"step": self._step, "shares": times.shares.tolist(), "seconds": seconds.tolist()}
+        self.measurements.append(row)
+        if self._policy is not None:
+            self._policy.observe(self._step, times.shares, seconds)
+            self._apply(strategy, self._policy.propose(self._step))
+
+    def _start(self, strategy: Any, total: int) -> None:
+        num_replicas = len(strategy.shares)
+        options = dict(self._options)
+        if isinstance(self._given_policy, str):
+            for name, bound in self._bounds.items():
+                if bound is not None:
+                    no_bound = total if name == "upper" else 0
+                    options[name] = _bounds(bound, num_replicas, no_bound, total)
+            if self._given_policy == "static":
+                options.setdefault("weights", strategy.shares)
+        self._policy = make_policy(self._given_policy, num_replicas, total, **options)
+        self._global_batch_size = total
+        if self._policy.name not in _FIXED_POLICIES and len(set(strategy.shares)) > 1:
+            start_from = getattr(self._policy, "start_from", None)
+            if start_from is not None:
+                start_from(strategy.shares)
+        self._apply(strategy, self._policy.propose(-1))
+
+    def _apply(self, strategy: Any, plan: BalancePlan | None) -> None:
+        if plan is None:
+            return
+        strategy.set_shares(plan.shares)
+        self.plans.append(plan)
+        _logger.info("%s", plan)
+        if self._verbose and strategy.is_chief:
+            sys.stdout.write(f"\n{plan}\n")
+
+    def set_max_share(self, replica: int, samples: int) -> None:
+        """Bounds a replica's share from the next step on; call it on every worker.
+
+        Args:
+            replica: id of the replica among those of all workers.
+            samples: its largest share.
+
+        Raises:
+            RuntimeError: if no step was measured yet; give `max_share` then.
+        """
+        if self._policy is None:
+            raise RuntimeError(
+                "No step was measured yet, so that the size of the global batch is not known. Give "
+                "BatchBalancer(max_share=...) instead."
+            )
+        self._policy.set_upper(replica, samples)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All plans and the kept measurements as plain Python values, for JSON."""
+        plans = [plan.to_dict() for plan in self.plans]
+        return {"plans": plans, "measurements": _without_nan(self.measurements)}
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_dict()` to a JSON file; on several workers only the chief writes.
+
+        Args:
+            path: the file.
+        """
+        strategy = heterogeneous_strategy(self.model, self)
+        if strategy.is_chief:
+            Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def _check_same_shares(times: Any) -> None:
+    difference = np.abs(times.mean_shares - times.shares)
+    if (difference > 1e-3 * np.maximum(times.shares, 1)).any():
+        raise RuntimeError(
+            "The workers cut the same global batch into different shares: samples were left out or "
+            f"used twice. Received: shares {times.shares.tolist()} on this worker, "
+            f"{times.mean_shares.round(2).tolist()} on average over all replicas. Use the same "
+            "callbacks with the same arguments on every worker."
+        )
+
+
+def _bounds(
+    bound: int | Sequence[int | None] | Mapping[int, int],
+    num_replicas: int,
+    missing: int,
+    most: int,
+) -> list[int]:
+    if isinstance(bound, Mapping):
+        wrong = [replica for replica in bound if replica not in range(num_replicas)]
+        if wrong:
+            raise ValueError(
+                f"Bounds name replicas that do not exist. Received: {dict(bound)}. Expected "
+                f"replicas from 0 to {num_replicas - 1}."
+            )
+        bound = [bound.get(replica) for replica in range(num_replicas)]
+    if isinstance(bound, int):
+        bound = [bound] * num_replicas
+    if len(bound) != num_replicas:
+        raise ValueError(
+            f"There must be one bound for each of the {num_replicas} replicas. Received: {bound}."
+        )
+    return [missing if each is None else min(int(each), most) for each in bound]
+
+
+def _without_nan(rows: Any) -> list[dict[str, Any]]:
+    return [
+        {**row, "seconds": [None if value != value else value for value in row["seconds"]]}
+        for row in rows
+    ]

@@ -1,0 +1,26 @@
+"""Finds the strategy of a model, for callbacks that cannot work without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def heterogeneous_strategy(model: Any, callback: Any) -> Any:
+    """The `HeterogeneousStrategy` under which a model trains.
+
+    Args:
+        model: the `keras.Model` of a callback.
+        callback: the callback, for the error's text.
+
+    Raises:
+        ValueError: if the model was built under another strategy, or none.
+    """
+    strategy = model.distribute_strategy
+    if not hasattr(strategy, "measure_compute_times"):
+        name = type(callback).__name__
+        raise ValueError(
+            f"keras_het.callbacks.{name} needs a model that was built under a "
+            f"keras_het.HeterogeneousStrategy. Received: a model under {strategy}. Build it within "
+            f"`with strategy.scope():`, or leave {name} out."
+        )
+    return strategy

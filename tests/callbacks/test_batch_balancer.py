@@ -1,0 +1,223 @@
+"""BatchBalancer in one process: what it measures, decides, keeps, and refuses."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
+
+from equivalence import Trial, assert_equivalent, batches, dense_model, three_replicas
+
+from keras_het import HeterogeneousStrategy
+from keras_het.callbacks import BatchBalancer
+from keras_het.planning import BalancePlan
+
+
+class Zigzag:
+    """A policy that changes its mind after every step."""
+
+    name = "zigzag"
+    SHARES = ((8, 0, 0), (1, 4, 3), (0, 3, 5), (4, 4, 0))
+
+    def __init__(self):
+        self.seen = []
+        self.shares = (4, 2, 2)
+
+    def observe(self, step, shares, seconds):
+        self.seen.append((step, tuple(shares), tuple(seconds)))
+
+    def propose(self, step):
+        self.shares = self.SHARES[step % len(self.SHARES)]
+        return BalancePlan(step, self.name, self.shares, "why not")
+
+    def set_upper(self, replica, samples):
+        raise NotImplementedError
+
+    def set_global_batch_size(self, samples):
+        raise NotImplementedError
+
+
+def fit(callback, samples=46, epochs=2, strategy=None, **options):
+    strategy = strategy or three_replicas()
+    with strategy.scope():
+        model = dense_model()
+    history = model.fit(
+        strategy.distribute(batches(samples)),
+        epochs=epochs,
+        verbose=0,
+        callbacks=[callback],
+        **options,
+    )
+    return model, history
+
+
+@pytest.fixture
+def strategy(cpu_devices):
+    return HeterogeneousStrategy(devices=["CPU:0", "CPU:1", "CPU:2"])
+
+
+def test_training_with_it_equals_one_device():
+    def with_balancer(model, callbacks):
+        if isinstance(model.distribute_strategy, HeterogeneousStrategy):
+            callbacks = [*callbacks, BatchBalancer(Zigzag())]
+        return model.fit(batches(46), epochs=3, verbose=0, callbacks=callbacks)
+
+    trial = Trial(
+        lambda: dense_model(metrics=["mae"]), fit=with_balancer, evaluate=False, predict=False
+    )
+    assert_equivalent(trial, [(4, 2, 1)])
+
+
+def test_every_step_is_observed_with_the_shares_it_had():
+    policy = Zigzag()
+    balancer = BatchBalancer(policy)
+    three_replicas().set_shares((1, 1, 1))
+    fit(balancer)
+    assert [step for step, _, _ in policy.seen] == list(range(12))
+    assert [sum(shares) for _, shares, _ in policy.seen] == [8, 8, 8, 8, 8, 6] * 2
+    used = {shares for _, shares, _ in policy.seen}
+    assert used & set(Zigzag.SHARES)
+    for _, shares, seconds in policy.seen:
+        for share, value in zip(shares, seconds, strict=True):
+            assert math.isnan(value) if share == 0 else 0 < value < 60
+    assert len(balancer.plans) == 13
+    assert [row["step"] for row in balancer.measurements] == list(range(12))
+
+
+def test_several_steps_in_one_execution():
+    policy = Zigzag()
+    strategy = three_replicas()
+    with strategy.scope():
+        model = dense_model(steps_per_execution=3)
+    model.fit(
+        strategy.distribute(batches(46)), epochs=2, verbose=0, callbacks=[BatchBalancer(policy)]
+    )
+    assert [step for step, _, _ in policy.seen] == list(range(12))
+
+
+def test_a_model_that_was_trained_without_it_is_measured(strategy):
+    with strategy.scope():
+        model = dense_model()
+    data = strategy.distribute(batches(24))
+    model.fit(data, verbose=0)
+    assert not strategy.compute_times.read_new()
+    balancer = BatchBalancer("even")
+    model.fit(data, verbose=0, callbacks=[balancer])
+    assert len(balancer.measurements) == 3
+
+
+def test_evaluation_is_not_measured(strategy):
+    balancer = BatchBalancer("even")
+    model, _ = fit(balancer, 24, 1, strategy, validation_data=batches(16))
+    model.evaluate(strategy.distribute(batches(16)), verbose=0)
+    assert len(balancer.measurements) == 3
+
+
+def test_shares_of_the_strategy_are_the_first_plan(strategy):
+    strategy.set_shares((2, 1, 1))
+    balancer = BatchBalancer("boa")
+    fit(balancer, 8, 1, strategy)
+    assert balancer.plans[0].shares == (4, 2, 2)
+    assert balancer.plans[0].reason == "shares that were given"
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"), [({"weights": (1, 0, 3)}, (2, 0, 6)), ({}, (4, 2, 2))]
+)
+def test_static_policy(strategy, weights, shares):
+    strategy.set_shares((2, 1, 1))
+    balancer = BatchBalancer("static", **weights)
+    fit(balancer, 46, 2, strategy)
+    assert [plan.shares for plan in balancer.plans] == [shares]
+    assert balancer.measurements[-2]["shares"] == list(shares)
+
+
+@pytest.mark.parametrize("bound", [2, [2, None, None], {0: 2}])
+def test_bounds(strategy, bound):
+    balancer = BatchBalancer("static", weights=(6, 1, 1), max_share=bound, min_share={2: 2})
+    if bound == 2:
+        with pytest.raises(ValueError, match="bound"):  # 2 + 2 + 2 < 8
+            fit(balancer, 24, 1, strategy)
+        return
+    fit(balancer, 24, 1, strategy)
+    assert balancer.plans[0].shares[0] == 2
+    assert balancer.plans[0].shares[2] >= 2
+
+
+def test_a_bound_that_is_set_in_training(strategy):
+    class Bound(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                balancer.set_max_share(0, 1)
+
+    balancer = BatchBalancer("static", weights=(6, 1, 1))
+    with strategy.scope():
+        model = dense_model()
+    model.fit(batches(64), epochs=1, verbose=0, callbacks=[balancer, Bound()])
+    assert balancer.plans[-1].shares[0] == 1
+    assert balancer.measurements[-1]["shares"][0] == 1
+
+
+def test_a_bound_before_the_first_step_is_refused():
+    with pytest.raises(RuntimeError, match="max_share"):
+        BatchBalancer().set_max_share(0, 1)
+
+
+def test_report(strategy, tmp_path, capsys):
+    balancer = BatchBalancer("static", weights=(1, 0, 1), verbose=1)
+    fit(balancer, 46, 1, strategy)
+    balancer.save(tmp_path / "balance.json")
+    report = json.loads((tmp_path / "balance.json").read_text())
+    assert [BalancePlan.from_dict(plan) for plan in report["plans"]] == balancer.plans
+    assert report["measurements"][0]["seconds"][1] > 0
+    assert report["measurements"][-1]["seconds"][1] is None
+    assert str(balancer.plans[0]) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"policy": "bao"}, ValueError, "boa"),
+        ({"policy": 3}, TypeError, "policy must be a name"),
+        ({"max_share": [1, 2]}, ValueError, "one bound for each"),
+        ({"max_share": {7: 1}}, ValueError, "do not exist"),
+        ({"policy": "static", "weights": (1, 2)}, ValueError, "one weight for each"),
+        ({"dead_bnd": 0.1}, TypeError, "dead_bnd"),
+    ],
+)
+def test_mistakes(strategy, arguments, error, match):
+    with pytest.raises(error, match=match):
+        fit(BatchBalancer(**arguments), 8, 1, strategy)
+
+
+def test_another_strategy_is_refused():
+    model = dense_model()
+    with pytest.raises(ValueError, match=r"BatchBalancer needs a model.*HeterogeneousStrategy"):
+        model.fit(batches(), verbose=0, callbacks=[BatchBalancer()])
+
+
+def test_workers_with_different_shares_are_noticed(strategy):
+    balancer = BatchBalancer("even")
+    fit(balancer, 8, 1, strategy)
+    times = strategy.compute_times
+    wrong = tf.constant([[3.0, 2.5, 2.5], [0.1, 0.1, 0.1]])
+    times.record(tf.constant([4, 2, 2], tf.int64), wrong)
+    with pytest.raises(RuntimeError, match="left out or used twice"):
+        balancer.on_train_batch_end(0)
+
+
+def test_old_measurements_are_dropped(strategy):
+    times = strategy.compute_times
+    summed = tf.zeros([2, 3])
+    for step in range(300):
+        times.record(tf.constant([step, 0, 0], tf.int64), summed)
+    rows = times.read_new()
+    assert [int(row.shares[0]) for row in rows] == list(range(300 - 256, 300))
+    assert times.read_new() == []
+    np.testing.assert_array_equal(rows[-1].seconds, np.zeros(3))

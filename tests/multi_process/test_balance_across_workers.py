@@ -1,0 +1,67 @@
+"""Workers of different speed balance themselves, agree, and train as one device does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forked_workers import cluster_environments
+
+from keras_het.launch.emulation import Emulation
+
+STEPS, PHASE, BATCH = 120, 40, 40
+
+
+@pytest.fixture(scope="module")
+def folder(start_for_session: Any, tmp_path_factory: Any) -> Path:
+    folder: Path = tmp_path_factory.mktemp("balance")
+    emulation = Emulation((3, 1), seconds_per_sample=0.003)
+    environments = [
+        {**environment, **emulation.environment_of(index)}
+        for index, environment in enumerate(cluster_environments({"worker": 2}))
+    ]
+    single = start_for_session("program_balance.py", arguments=[folder, 1])
+    workers = start_for_session(
+        "program_balance.py", arguments=[folder, 3], environments=environments
+    )
+    for worker in [*single.wait(), *workers.wait()]:
+        assert worker.exit_code == 0, worker.output
+    return folder
+
+
+def report(folder: Path, worker: int) -> dict[str, Any]:
+    return dict(json.loads((folder / f"worker_{worker}.json").read_text()))
+
+
+def test_all_workers_decide_the_same(folder: Path) -> None:
+    assert report(folder, 0) == report(folder, 1)
+
+
+def test_times_and_shares_of_every_step_are_known(folder: Path) -> None:
+    rows = report(folder, 0)["measurements"]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(sum(row["shares"]) == BATCH for row in rows)
+    for row in rows:
+        used = zip(row["shares"], row["seconds"], strict=True)
+        assert all(seconds > 0 for share, seconds in used if share)
+
+
+# Of 40 samples, speeds 3:1 give 30:10; replica 0 being three times slower gives 20:20.
+@pytest.mark.parametrize(
+    ("phase", "expected"), [(0, 30), (1, 20), (2, 30)], ids=["start", "slow-down", "recovery"]
+)
+def test_shares_follow_the_speeds(folder: Path, phase: int, expected: int) -> None:
+    rows = report(folder, 0)["measurements"][phase * PHASE : (phase + 1) * PHASE]
+    first_replica = [row["shares"][0] for row in rows]
+    assert abs(first_replica[-1] - expected) <= 4, first_replica
+
+
+def test_numbers_are_those_of_one_device(folder: Path) -> None:
+    with np.load(folder / "single.npz") as expected:
+        for worker in range(2):
+            with np.load(folder / f"worker_{worker}.npz") as actual:
+                for name in expected:
+                    np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=5e-6)

@@ -1,0 +1,83 @@
+"""The clock counts what a replica computes, not what it waits for."""
+
+import pytest
+import tensorflow as tf
+
+from keras_het.strategy import step_clock
+from keras_het.strategy.step_clock import StepClock
+
+
+@pytest.fixture
+def script(monkeypatch, cpu_devices):
+    """Makes the clock read scripted times, in the order in which it is read."""
+
+    def install(*times):
+        left = iter(times)
+
+        def timestamp():
+            value = tf.numpy_function(lambda: next(left), [], tf.float64)
+            value.set_shape([])
+            return value
+
+        monkeypatch.setattr(step_clock.tf, "timestamp", timestamp)
+
+    return install
+
+
+def test_collectives_inside_the_step_are_taken_out(script):
+    script(10.0, 11.0, 15.0, 17.0)
+
+    @tf.function
+    def step(x):
+        clock = StepClock(x, on_accelerator=False)
+        started, (reduced,) = clock.collective_starts([clock.inputs + 1])
+        clock.collective_ends(started, [reduced])
+        clock.stop([reduced + 1])
+        return clock.seconds
+
+    assert float(step(tf.constant(1.0))) == 3.0  # 7 seconds, of which 4 were waiting
+
+
+def test_the_last_stop_counts(script):
+    script(10.0, 11.0, 14.0)
+
+    @tf.function
+    def step(x):
+        clock = StepClock([x, None], on_accelerator=False)
+        y = clock.inputs[0] + 1
+        clock.stop([y])
+        with tf.control_dependencies([clock.seconds]):
+            z = y + 1
+        clock.stop([z])
+        return clock.seconds
+
+    assert float(step(tf.constant(1.0))) == 4.0
+
+
+def test_an_accelerator_is_waited_for_by_a_value_on_the_host():
+    @tf.function
+    def step(x):
+        clock = StepClock([x], on_accelerator=True)
+        clock.stop([clock.inputs[0] * 2])
+        return clock.seconds
+
+    graph = step.get_concrete_function(tf.TensorSpec([3, 2])).graph
+    stamps = [op for op in graph.get_operations() if op.type == "Timestamp"]
+    assert len(stamps) == 2
+    for stamp in stamps:
+        (copied,) = [op for op in stamp.control_inputs if op.type == "Identity"]
+        assert "CPU:0" in copied.device
+        assert copied.inputs[0].op.type in ("StridedSlice", "Reshape")
+
+
+def test_on_a_cpu_the_values_themselves_are_enough():
+    @tf.function
+    def step(x):
+        clock = StepClock([x], on_accelerator=False)
+        y = clock.inputs[0] * 2
+        clock.stop([y])
+        return y, clock.seconds
+
+    y, seconds = step(tf.constant([1.0]))
+    assert float(y[0]) == 2.0
+    assert float(seconds) >= 0
