@@ -39,23 +39,34 @@ def wait_until_computed(step: ExactStep, values: Sequence[Any]) -> list[Any]:
     """
     if step.emulated_device is None or step.clock is None:
         return list(values)
-    model = step.emulated_device.time_model
     flat = tf.nest.flatten(list(values), expand_composites=True)
-    with tf.control_dependencies(flat):
+    step.waited = _wait(step, flat)
+    # Of what has no side effect, nothing is run that is only waited for.
+    gate = tf.raw_ops.Assert(condition=step.waited >= 0, data=[step.waited])
+    with tf.control_dependencies([gate]):
+        delayed = [tf.identity(item) for item in flat]
+    return list(tf.nest.pack_sequence_as(list(values), delayed, expand_composites=True))
+
+
+def _wait(step: Any, values: Sequence[Any]) -> Any:
+    model, start_time = step.emulated_device.time_model, step.clock.start_time
+    with tf.control_dependencies(list(values)), tf.device("CPU:0"):
         waited = tf.numpy_function(
             _sleep_until,
             [
-                step.clock.start_time,
+                start_time,
                 step.replica_id,
                 step.samples,
                 model.fixed_seconds,
                 model.seconds_per_sample,
             ],
             tf.float64,
+            # Stateful operations of a function run one after the other: devices of one process
+            # would not be slow at the same time.
+            stateful=False,
         )
-    with tf.control_dependencies([waited]):
-        delayed = [tf.identity(item) for item in flat]
-    return list(tf.nest.pack_sequence_as(list(values), delayed, expand_composites=True))
+    waited.set_shape([])
+    return waited
 
 
 def _sleep_until(

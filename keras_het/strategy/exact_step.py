@@ -49,6 +49,7 @@ class ExactStep:
         self.clock: StepClock | None = None
         # Set for an emulated device only.
         self.emulated_device: Any = None
+        self.waited: Any = None
         # Optimizers whose loss already carries the weight, by id.
         self.weighted_optimizers: set[int] = set()
         self.gradients_are_reduced = False

@@ -54,10 +54,11 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
 
 
 def _gradients_are_computed(step: ExactStep, gradients: list[Any]) -> list[Any]:
-    gradients = emulated_device.wait_until_computed(step, gradients)
+    delayed = emulated_device.wait_until_computed(step, gradients)
     if step.clock is not None:
-        step.clock.stop(gradients)
-    return gradients
+        # The emulated device's end, not that of the gate, which opens for all local replicas.
+        step.clock.stop(gradients if step.waited is None else [step.waited])
+    return delayed
 
 
 _lock = threading.Lock()

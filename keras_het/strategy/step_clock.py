@@ -7,9 +7,11 @@ forward or backward pass (SyncBatchNormalization) are taken out.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -60,10 +62,23 @@ class StepClock:
             self._waits.append(waited)
 
     def _time_when_ready(self, values: Sequence[Any]) -> Any:
+        """Reads the clock once all values are there.
+
+        `tf.timestamp` will not do: TensorFlow runs stateful operations of a function one after the
+        other, so that a replica would wait with its start for the end of the one before it. A
+        stateless operation must depend on a value that is computed in the step, or it is taken for
+        a constant.
+        """
         if self._on_accelerator:
             values = _on_host(values)
         with tf.control_dependencies(list(values)), tf.device("CPU:0"):
-            return tf.timestamp()
+            now = tf.numpy_function(_now, [_first_element(values[0])], tf.float64, stateful=False)
+        now.set_shape([])
+        return now
+
+
+def _now(_: Any) -> np.float64:
+    return np.float64(time.time())
 
 
 def _after(time: Any, structure: Any) -> Any:
@@ -81,6 +96,10 @@ def _tensors(structure: Any) -> list[Any]:
 
 def _on_host(values: Sequence[Any]) -> list[Any]:
     """One element of each value, copied to the host once the device has computed it."""
-    firsts = [tf.reshape(value, [-1])[:1] for value in values if value.dtype != tf.string]
+    firsts = [_first_element(value) for value in values if value.dtype != tf.string]
     with tf.device("CPU:0"):
         return [tf.identity(first) for first in firsts]
+
+
+def _first_element(value: Any) -> Any:
+    return tf.reshape(value, [-1])[:1]

@@ -10,6 +10,8 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 FIELDS = {
     "data": {"policy", "mode", "throughput_ratio", "map_calls_ratio"},
+    "balance": {"policy"},
+    "solver": set(),
     "overhead": {"mode", "step_time_ratio", "lowest_ratio", "highest_ratio"},
 }
 

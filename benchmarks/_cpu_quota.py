@@ -1,0 +1,134 @@
+"""Two workers that compute for real, one of them throttled by a CPU quota of its cgroup."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from keras_het.launch.failure_report import describe_failures
+from keras_het.launch.local_cluster import LocalCluster
+
+EMULATED = "KERAS_HET_EMULATED_DEVICES"  # not here
+CGROUPS = Path("/sys/fs/cgroup")
+QUOTAS = (1.0, 0.35)  # of one core each
+PERIOD_MICROSECONDS = 5_000  # short against a step, so that a step does not see single periods
+TIMEOUT_SECONDS = 240
+
+
+def measure_with_quotas(quick: bool) -> list[dict[str, Any]]:
+    """One row for each policy, or one that says why there is none."""
+    reason = why_not()
+    if reason:
+        return [{"case": "cpu quotas", "policy": "boa", "skipped": reason}]
+    steps, rounds = (12, 1) if quick else (60, 5)
+    with cpu_quotas() as groups, tempfile.TemporaryDirectory() as folder:
+        arguments = [str(steps), str(rounds), folder, *map(str, groups)]
+        command = [sys.executable, str(Path(__file__)), *arguments]
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", EMULATED: ""}
+        with LocalCluster(command, 2, env=environment) as cluster:
+            cluster.wait(timeout=TIMEOUT_SECONDS)
+        if cluster.failures:
+            raise RuntimeError(describe_failures(cluster.failures, cluster.num_workers))
+        runs = json.loads((Path(folder) / "runs.json").read_text())
+    return [row_of(policy, runs) for policy in runs]
+
+
+def row_of(policy: str, runs: dict[str, list[float]]) -> dict[str, Any]:
+    ratios = sorted(ours / even for ours, even in zip(runs[policy], runs["even"], strict=True))
+    return {
+        "case": f"cpu quotas {QUOTAS[0]:g}:{QUOTAS[1]:g}",
+        "policy": policy,
+        "speedup_over_even": round(statistics.median(ratios), 3),
+        "lowest_ratio": round(ratios[0], 3),
+        "highest_ratio": round(ratios[-1], 3),
+        "num_runs": len(ratios),
+    }
+
+
+def why_not() -> str | None:
+    """Why CPU quotas cannot be set here, or None."""
+    if len(os.sched_getaffinity(0)) < 2:
+        return "fewer than two cores"
+    try:
+        with cpu_quotas():
+            return None
+    except OSError as error:
+        return f"CPU quotas are not permitted: {error}"
+
+
+@contextlib.contextmanager
+def cpu_quotas() -> Iterator[list[Path]]:
+    """Makes one cgroup for each worker; yields the files that take their process ids."""
+    version_1 = (CGROUPS / "cpu" / "cpu.cfs_period_us").exists()
+    root = CGROUPS / "cpu" if version_1 else CGROUPS
+    made: list[Path] = []
+    try:
+        for index, quota in enumerate(QUOTAS):
+            group = root / f"keras_het_{os.getpid()}_{index}"
+            group.mkdir()
+            made.append(group)
+            microseconds = int(quota * PERIOD_MICROSECONDS)
+            if version_1:
+                (group / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
+                (group / "cpu.cfs_quota_us").write_text(str(microseconds))
+            else:
+                (group / "cpu.max").write_text(f"{microseconds} {PERIOD_MICROSECONDS}")
+        yield [group / "cgroup.procs" for group in made]
+    finally:
+        for group in made:
+            group.rmdir()
+
+
+def worker() -> None:
+    """One of the two workers."""
+    steps, rounds, folder, *groups = sys.argv[1:]
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    import time
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import keras_het
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    strategy = keras_het.HeterogeneousStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(512)])
+        model.add(keras.layers.Dense(512, activation="relu"))
+        model.add(keras.layers.Dense(10))
+        model.compile("sgd", "mse")
+    rows = tf.zeros([512, 256]), tf.zeros([512, 10])
+    data = strategy.distribute(tf.data.Dataset.from_tensors(rows).repeat(int(steps)))
+    model.fit(data, verbose=0)  # Traces the step, before this process is slow.
+    Path(groups[index]).write_text(str(os.getpid()))
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.ends: list[float] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.ends.append(time.perf_counter())
+
+    runs: dict[str, list[float]] = {"even": [], "proportional": [], "boa": []}
+    for _ in range(int(rounds)):
+        for policy, done in runs.items():
+            strategy.set_shares([1, 1])
+            clock = Clock()
+            model.fit(data, verbose=0, callbacks=[keras_het.callbacks.BatchBalancer(policy), clock])
+            half = np.diff(clock.ends)[len(clock.ends) // 2 :]
+            done.append(512 / float(np.median(half)))
+    if strategy.is_chief:
+        (Path(folder) / "runs.json").write_text(json.dumps(runs))
+
+
+if __name__ == "__main__":
+    worker()

@@ -1,0 +1,325 @@
+"""Samples/s of the balance policies on clusters of emulated devices, against the best split.
+
+    python benchmarks/balance.py [--json FILE] [--quick]
+
+All replicas are logical devices of one process; a device is emulated by a delay that burns no CPU.
+Everything else is real: the data path, the step, its collective, the measurement in it, the policy.
+
+The limit is the same training with the shares that the solver finds for the true speeds, in the
+same run; in the dynamic case it changes them in the very steps in which the speed changes. Policies
+take turns in every round. `samples_per_s` is that of the second half of a static run (the median
+step) and of the whole of a dynamic one; `whole_run_ratio_to_limit` counts every step but the first.
+
+Two more parts: "cpu quotas", where two worker processes compute for real and one is throttled by a
+cgroup, and "accuracy", the digits of scikit-learn under the even split and under "boa".
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from _cpu_quota import measure_with_quotas
+from _report import environment, print_table, write_report
+from digits import global_batches, load_digits, make_model
+
+from keras_het import HeterogeneousStrategy
+from keras_het.callbacks import BatchBalancer
+from keras_het.planning import BalancePlan, LinearTimeModel, min_max_shares_of_models
+from keras_het.strategy import emulated_device
+from keras_het.strategy.emulated_device_config import KERAS_HET_EMULATED_DEVICES
+
+MOST_REPLICAS = 4
+POLICIES = ("even", "proportional", "lb_bsp", "lbb", "boa")
+WITHIN = 1.05  # a step this near to the best one is balanced
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Devices, and what happens to them.
+
+    Args:
+        speeds: relative speed of each device.
+        batch: samples of a step.
+        milliseconds: of one sample on a device of speed 1.
+        fixed_milliseconds: of every step of a device.
+        upper: largest share of each device, None for no bound.
+        slow_steps: first and last step in which the first device is three times slower.
+    """
+
+    speeds: tuple[float, ...]
+    batch: int
+    milliseconds: float
+    fixed_milliseconds: float = 0.0
+    upper: tuple[int | None, ...] | None = None
+    slow_steps: tuple[int, int] | None = None
+
+    def models(self, step: int = 0) -> list[LinearTimeModel]:
+        """True time models in a step."""
+        factors = [1.0] * len(self.speeds)
+        if self.slow_steps and self.slow_steps[0] <= step < self.slow_steps[1]:
+            factors[0] = 3.0
+        return [
+            LinearTimeModel(
+                factor * self.fixed_milliseconds / 1e3, factor * self.milliseconds / speed / 1e3
+            )
+            for factor, speed in zip(factors, self.speeds, strict=True)
+        ]
+
+    def best_shares(self, step: int = 0) -> tuple[int, ...]:
+        """What the solver gives for the true speeds."""
+        upper = None
+        if self.upper is not None:
+            upper = [self.batch if most is None else most for most in self.upper]
+        shares = min_max_shares_of_models(self.models(step), self.batch, upper=upper)
+        return tuple(int(share) for share in shares)
+
+    def seconds(self, shares: Sequence[int], step: int = 0) -> float:
+        """True compute time of a step."""
+        used = zip(self.models(step), shares, strict=True)
+        return max(model.seconds(share) if share else 0.0 for model, share in used)
+
+
+CLUSTERS = {
+    "1:1": Cluster((1, 1), 40, 2.0),
+    "2:1": Cluster((2, 1), 60, 2.0),
+    "4:2:1": Cluster((4, 2, 1), 140, 2.0),
+    "4:2:1:1": Cluster((4, 2, 1, 1), 160, 2.0),
+    "8:1": Cluster((8, 1), 180, 2.0),
+    "4:2:1 + 20 ms": Cluster((4, 2, 1), 140, 2.0, fixed_milliseconds=20.0),
+    "4:2:1, memory bound": Cluster((4, 2, 1), 140, 2.0, upper=(50, None, None)),
+    "4:2:1, one slows down": Cluster((4, 2, 1), 140, 2.0, slow_steps=(50, 100)),
+}
+
+
+class Limit:
+    """The policy that knows the true speeds."""
+
+    name = "limit"
+
+    def __init__(self, cluster: Cluster, lookahead: int) -> None:
+        self._cluster = cluster
+        self._lookahead = lookahead
+        self.shares: tuple[int, ...] = ()
+
+    def observe(self, step: int, shares: Any, seconds: Any) -> None:
+        """It knows."""
+
+    def propose(self, step: int) -> BalancePlan | None:
+        """Shares for the step in which they will be in effect."""
+        shares = self._cluster.best_shares(step + self._lookahead + 1)
+        if shares == self.shares:
+            return None
+        self.shares = shares
+        return BalancePlan(step, self.name, shares, "true speeds")
+
+    def set_upper(self, replica: int, samples: int) -> None:
+        """Not needed: the cluster has the bounds."""
+
+    def set_global_batch_size(self, samples: int) -> None:
+        """Not needed: the cluster has the size."""
+
+
+class Clock(keras.callbacks.Callback):
+    """Times steps and slows the first device down."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self._slow_steps = cluster.slow_steps
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends.append(time.perf_counter())
+        if self._slow_steps and len(self.ends) in self._slow_steps:
+            emulated_device.slow_down(0, 3.0 if len(self.ends) == self._slow_steps[0] else 1.0)
+
+    def step_seconds(self) -> list[float]:
+        return np.diff(self.ends).tolist()
+
+
+class Bench:
+    """One cluster: a strategy with emulated devices, trained anew under every policy."""
+
+    def __init__(self, cluster: Cluster, num_steps: int) -> None:
+        self.cluster = cluster
+        self.num_steps = num_steps
+        devices = [
+            {
+                "speed": speed,
+                "fixed_seconds": cluster.fixed_milliseconds / 1e3,
+                "seconds_per_sample": cluster.milliseconds / speed / 1e3,
+            }
+            for speed in cluster.speeds
+        ]
+        os.environ[KERAS_HET_EMULATED_DEVICES] = json.dumps(devices)
+        names = [f"CPU:{index}" for index in range(len(cluster.speeds))]
+        self.strategy = HeterogeneousStrategy(devices=names)
+        with self.strategy.scope():
+            self.model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            self.model.compile("sgd", "mse")
+        rows = tf.zeros([cluster.batch, 8]), tf.zeros([cluster.batch, 1])
+        self.lookahead = 2
+        self.data = self.strategy.distribute(
+            tf.data.Dataset.from_tensors(rows).repeat(num_steps), lookahead=self.lookahead
+        )
+
+    def run(self, policy: str) -> dict[str, Any]:
+        """Trains under a policy; returns what one run shows."""
+        emulated_device.slow_down(0, 1.0)
+        self.strategy.set_shares([1] * len(self.cluster.speeds))
+        given: Any = Limit(self.cluster, self.lookahead) if policy == "limit" else policy
+        if policy == "limit":
+            self.strategy.set_shares(self.cluster.best_shares())
+        bounds = {} if policy == "limit" else {"max_share": self.cluster.upper}
+        balancer = BatchBalancer(given, **bounds)
+        clock = Clock(self.cluster)
+        self.model.fit(self.data, epochs=1, verbose=0, callbacks=[balancer, clock])
+        seconds = clock.step_seconds()
+        shares = [tuple(row["shares"]) for row in balancer.measurements]
+        steady = seconds if self.cluster.slow_steps else seconds[len(seconds) // 2 :]
+        middle = statistics.mean if self.cluster.slow_steps else statistics.median
+        balanced = steps_to_balance(self.cluster, shares)
+        return {
+            "samples_per_s": self.cluster.batch / middle(steady),
+            "whole_run_samples_per_s": self.cluster.batch / statistics.mean(seconds),
+            "steps_to_balance": balanced,
+            "plan_changes": len(balancer.plans) - 1,
+            "plan_changes_after_balance": sum(
+                plan.step >= max(balanced, 0) for plan in balancer.plans
+            )
+            if balanced is not None
+            else None,
+        }
+
+
+def steps_to_balance(cluster: Cluster, shares: Sequence[tuple[int, ...]]) -> int | None:
+    """First step from which on all are near the best one; steps after the last change of speed."""
+    start = cluster.slow_steps[1] if cluster.slow_steps else 0
+    best = cluster.seconds(cluster.best_shares(start), start)
+    far = [
+        step
+        for step in range(start, len(shares))
+        if cluster.seconds(shares[step], step) > WITHIN * best
+    ]
+    if far and far[-1] == len(shares) - 1:
+        return None
+    return far[-1] + 1 - start if far else 0
+
+
+def compare(name: str, num_steps: int, rounds: int) -> list[dict[str, Any]]:
+    """One row for every policy on one cluster."""
+    bench = Bench(CLUSTERS[name], num_steps)
+    bench.run("even")  # Traces the step.
+    runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in ("limit", *POLICIES)}
+    for _ in range(rounds):
+        for policy, done in runs.items():
+            done.append(bench.run(policy))
+    return [row_of(name, policy, runs, num_steps) for policy in runs]
+
+
+def row_of(
+    name: str, policy: str, runs: dict[str, list[dict[str, Any]]], num_steps: int
+) -> dict[str, Any]:
+    def ratios(field: str, peer: str) -> list[float]:
+        pairs = zip(runs[policy], runs[peer], strict=True)
+        return sorted(ours[field] / theirs[field] for ours, theirs in pairs)
+
+    def middle(field: str) -> float | None:
+        values = [run[field] for run in runs[policy]]
+        return None if None in values else statistics.median(values)
+
+    to_limit = ratios("samples_per_s", "limit")
+    whole = ratios("whole_run_samples_per_s", "limit")
+    return {
+        "case": name,
+        "policy": policy,
+        "samples_per_s": round(middle("samples_per_s") or 0.0, 1),
+        "ratio_to_limit": round(statistics.median(to_limit), 4),
+        "lowest_ratio": round(to_limit[0], 4),
+        "highest_ratio": round(to_limit[-1], 4),
+        "whole_run_ratio_to_limit": round(statistics.median(whole), 4),
+        "speedup_over_even": round(statistics.median(ratios("samples_per_s", "even")), 3),
+        "steps_to_balance": middle("steps_to_balance"),
+        "plan_changes": middle("plan_changes"),
+        "plan_changes_after_balance": middle("plan_changes_after_balance"),
+        "num_steps": num_steps,
+        "num_runs": len(to_limit),
+    }
+
+
+def accuracy_rows(seeds: int, epochs: int) -> list[dict[str, Any]]:
+    """Test accuracy of the digits after training under the even split and under "boa"."""
+    devices = [
+        {"speed": s, "fixed_seconds": 0.0, "seconds_per_sample": 5e-4 / s} for s in (4, 2, 1)
+    ]
+    os.environ[KERAS_HET_EMULATED_DEVICES] = json.dumps(devices)
+    train, test = load_digits()
+    rows = []
+    for seed in range(seeds):
+        for policy in ("even", "boa"):
+            keras.utils.set_random_seed(seed)
+            strategy = HeterogeneousStrategy(devices=["CPU:0", "CPU:1", "CPU:2"])
+            with strategy.scope():
+                model = make_model()
+            balancer = BatchBalancer(policy)
+            model.fit(global_batches(*train, 56), epochs=epochs, verbose=0, callbacks=[balancer])
+            result = model.evaluate(global_batches(*test, 56), verbose=0, return_dict=True)
+            rows.append(
+                {
+                    "case": f"accuracy, seed {seed}",
+                    "policy": policy,
+                    "test_accuracy": round(float(result["accuracy"]), 5),
+                    "plan_changes": len(balancer.plans) - 1,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="few steps: form, not numbers")
+    parser.add_argument("--only", help="only the clusters whose name contains this")
+    options = parser.parse_args()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * MOST_REPLICAS
+    )
+    # A sleeping device keeps a thread.
+    tf.config.threading.set_inter_op_parallelism_threads(4 * MOST_REPLICAS)
+    names = [name for name in CLUSTERS if options.only is None or options.only in name]
+    if options.quick:
+        names = names[1:2] + names[-1:]
+    rows = []
+    for name in names:
+        dynamic = CLUSTERS[name].slow_steps is not None
+        num_steps = (150 if dynamic else 60) if not options.quick else 16
+        rows += compare(name, num_steps, 1 if options.quick else 5)
+        print(f"{name} done", file=sys.stderr, flush=True)
+    columns = ["samples_per_s", "ratio_to_limit", "whole_run_ratio_to_limit", "speedup_over_even"]
+    columns += ["steps_to_balance", "plan_changes", "plan_changes_after_balance"]
+    print_table(rows, ["case", "policy", *columns])
+    quotas = measure_with_quotas(quick=options.quick)
+    accuracy = accuracy_rows(1 if options.quick else 3, 1 if options.quick else 5)
+    print_table(quotas)
+    print_table(accuracy)
+    write_report("balance", [*rows, *quotas, *accuracy], options.json, environment())
+
+
+if __name__ == "__main__":
+    main()
