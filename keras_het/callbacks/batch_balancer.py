@@ -13,10 +13,19 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_het.callbacks.memory_bounds import (
+    MemoryBounds,
+    largest_share_that_fits,
+    note_out_of_memory,
+    replicas_without_memory,
+)
 from keras_het.callbacks.model_strategy import heterogeneous_strategy
 from keras_het.planning import BalancePlan, BalancePolicy, make_policy
 
 _logger = logging.getLogger("keras_het")
+
+Bound = int | Sequence[int | None] | Mapping[int, int] | None
+"""Samples: for all replicas, for each, for some, or none."""
 
 _FIXED_POLICIES = ("even", "static")
 
@@ -42,6 +51,8 @@ class BatchBalancer(keras.callbacks.Callback):
             replica to number.
         min_share: smallest share of each replica, likewise; 0 by default, so that a replica that
             is not worth using gets none.
+        memory_directory: directory, shared by all workers, that remembers over restarts which share
+            was too large for a replica's memory; such a bound is obeyed like `max_share`.
         verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
         keep_measurements: number of steps whose measurements are kept.
         **options: further arguments of the policy, such as `dead_band` of "boa" or `weights` of
@@ -67,8 +78,9 @@ class BatchBalancer(keras.callbacks.Callback):
         self,
         policy: str | BalancePolicy = "boa",
         *,
-        max_share: int | Sequence[int | None] | Mapping[int, int] | None = None,
-        min_share: int | Sequence[int | None] | Mapping[int, int] | None = None,
+        max_share: Bound = None,
+        min_share: Bound = None,
+        memory_directory: str | Path | None = None,
         verbose: int = 0,
         keep_measurements: int = 1000,
         **options: Any,
@@ -76,9 +88,15 @@ class BatchBalancer(keras.callbacks.Callback):
         super().__init__()
         if isinstance(policy, str):
             make_policy(policy, 1, 1)  # a wrong name is an error here, not after an hour
+        elif min_share is not None:
+            raise TypeError(
+                "min_share goes with a policy's name. Received: min_share="
+                f"{min_share!r} and the policy {policy!r}. Give the bounds to the policy itself."
+            )
         self._given_policy = policy
-        self._bounds = {"upper": max_share, "lower": min_share}
+        self._max_share, self._min_share = max_share, min_share
         self._options = options
+        self._memory = MemoryBounds(memory_directory) if memory_directory is not None else None
         self._verbose = verbose
         self._policy: BalancePolicy | None = None
         self._global_batch_size = 0
@@ -93,6 +111,15 @@ class BatchBalancer(keras.callbacks.Callback):
         strategy = heterogeneous_strategy(self.model, self)
         strategy.measure_compute_times(self.model)
         strategy.compute_times.read_new()  # steps of an earlier fit are not this balancer's
+        note_out_of_memory(self.model, self._out_of_memory)
+        # Keras has looked at the first batch, which tells the size of the global batch: bounds and
+        # weights count from the first step.
+        total = sum(strategy.latest_shares)
+        if self._policy is None and total:
+            before = strategy.latest_shares
+            self._start(strategy, total)
+            if self.plans[-1].shares != before:
+                strategy.iterated_data.cut_anew()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Decides after every step, or after every execution of several steps."""
@@ -118,22 +145,30 @@ class BatchBalancer(keras.callbacks.Callback):
             self._apply(strategy, self._policy.propose(self._step))
 
     def _start(self, strategy: Any, total: int) -> None:
-        num_replicas = len(strategy.shares)
-        options = dict(self._options)
-        if isinstance(self._given_policy, str):
-            for name, bound in self._bounds.items():
-                if bound is not None:
-                    no_bound = total if name == "upper" else 0
-                    options[name] = _bounds(bound, num_replicas, no_bound, total)
-            if self._given_policy == "static":
-                options.setdefault("weights", strategy.shares)
-        self._policy = make_policy(self._given_policy, num_replicas, total, **options)
         self._global_batch_size = total
-        if self._policy.name not in _FIXED_POLICIES and len(set(strategy.shares)) > 1:
-            start_from = getattr(self._policy, "start_from", None)
-            if start_from is not None:
-                start_from(strategy.shares)
+        self._policy = self._make_policy(strategy, total)
+        is_adaptive = self._policy.name not in _FIXED_POLICIES
+        if is_adaptive and len(set(strategy.shares)) > 1 and hasattr(self._policy, "start_from"):
+            self._policy.start_from(strategy.shares)
         self._apply(strategy, self._policy.propose(-1))
+
+    def _make_policy(self, strategy: Any, total: int) -> BalancePolicy:
+        num_replicas = len(strategy.shares)
+        upper = _bounds(self._max_share, num_replicas, total, total)
+        for replica, most in (self._memory.read() if self._memory else {}).items():
+            if replica < num_replicas:
+                upper[replica] = min(upper[replica], most)
+        if not isinstance(self._given_policy, str):
+            policy = make_policy(self._given_policy, num_replicas, total, **self._options)
+            for replica, most in enumerate(upper):
+                if most < total:
+                    policy.set_upper(replica, most)
+            return policy
+        options = {**self._options, "upper": upper}
+        options["lower"] = _bounds(self._min_share, num_replicas, 0, total)
+        if self._given_policy == "static":
+            options.setdefault("weights", strategy.shares)
+        return make_policy(self._given_policy, num_replicas, total, **options)
 
     def _apply(self, strategy: Any, plan: BalancePlan | None) -> None:
         if plan is None:
@@ -143,6 +178,28 @@ class BatchBalancer(keras.callbacks.Callback):
         _logger.info("%s", plan)
         if self._verbose and strategy.is_chief:
             sys.stdout.write(f"\n{plan}\n")
+
+    def _out_of_memory(self, message: str) -> str:
+        """Remembers the bound; returns what to tell the user."""
+        strategy = heterogeneous_strategy(self.model, self)
+        first = strategy.layout.local_replicas.start
+        devices = strategy.extended.worker_devices
+        shares = strategy.latest_shares
+        bounds = {
+            replica: largest_share_that_fits(replica, shares[replica], self.measurements)
+            for replica in replicas_without_memory(message, devices, first)
+        }
+        if self._memory is None:
+            return (
+                f"Out of memory on replica(s) {sorted(bounds)}. Start again with BatchBalancer("
+                f"max_share={bounds}), or with memory_directory=... to have it remembered."
+            )
+        for replica, samples in bounds.items():
+            self._memory.write(replica, samples)
+        return (
+            f"Out of memory on replica(s) {sorted(bounds)}. Start all workers again: BatchBalancer "
+            f"remembers max_share={bounds}."
+        )
 
     def set_max_share(self, replica: int, samples: int) -> None:
         """Bounds a replica's share from the next step on; call it on every worker.
@@ -188,27 +245,25 @@ def _check_same_shares(times: Any) -> None:
         )
 
 
-def _bounds(
-    bound: int | Sequence[int | None] | Mapping[int, int],
-    num_replicas: int,
-    missing: int,
-    most: int,
-) -> list[int]:
-    if isinstance(bound, Mapping):
-        wrong = [replica for replica in bound if replica not in range(num_replicas)]
+def _bounds(given: Bound, num_replicas: int, missing: int, most: int) -> list[int]:
+    """One bound for each replica."""
+    if isinstance(given, Mapping):
+        wrong = [replica for replica in given if replica not in range(num_replicas)]
         if wrong:
             raise ValueError(
-                f"Bounds name replicas that do not exist. Received: {dict(bound)}. Expected "
+                f"Bounds name replicas that do not exist. Received: {dict(given)}. Expected "
                 f"replicas from 0 to {num_replicas - 1}."
             )
-        bound = [bound.get(replica) for replica in range(num_replicas)]
-    if isinstance(bound, int):
-        bound = [bound] * num_replicas
-    if len(bound) != num_replicas:
+        bounds = [given.get(replica) for replica in range(num_replicas)]
+    elif given is None or isinstance(given, int):
+        bounds = [given] * num_replicas
+    else:
+        bounds = list(given)
+    if len(bounds) != num_replicas:
         raise ValueError(
-            f"There must be one bound for each of the {num_replicas} replicas. Received: {bound}."
+            f"There must be one bound for each of the {num_replicas} replicas. Received: {bounds}."
         )
-    return [missing if each is None else min(int(each), most) for each in bound]
+    return [missing if bound is None else min(int(bound), most) for bound in bounds]
 
 
 def _without_nan(rows: Any) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.pass_counter import PassCounter
 from keras_het.loader.run import Run
 from keras_het.loader.step_iterator import StepIterator, Wrap
+
+logger = logging.getLogger("keras_het")
 
 
 class DistributedSteps(adapter.DistributedDataset):
@@ -121,12 +124,25 @@ class DistributedSteps(adapter.DistributedDataset):
                 f"passes and step must be zero or more. Received: passes={passes}, step={step}."
             )
         gone_by = (True,) * passes if isinstance(passes, int) else tuple(map(bool, passes))
+        self._seek(gone_by)
         if self._looked_at is not None:
             self._looked_at.close()
         self._looked_at = self._last = None
-        self._seek(gone_by)
         self._passes.set_to(gone_by)
         self._first_step = step
+
+    def cut_anew(self) -> None:
+        """Makes weights that were set since a look at the first element count from the first step.
+
+        Where the pipeline cannot go back, they count `lookahead` steps later, as in any step.
+        """
+        run = self._looked_at
+        if run is None:
+            return
+        try:
+            self.start_at(self._passes.before(run.number), run.first_step)
+        except ValueError:
+            logger.info("The pipeline cannot go back: shares change in its first steps.")
 
     @abc.abstractmethod
     def _seek(self, passes: tuple[bool, ...]) -> None:

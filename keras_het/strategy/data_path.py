@@ -24,6 +24,7 @@ class DataPath:
     def __init__(self, strategy: Any) -> None:
         self._strategy = weakref.ref(strategy)
         self._latest: weakref.ref[Any] | None = None
+        self.latest_shares: tuple[int, ...] = ()
 
     def distribute(
         self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: Any
@@ -99,6 +100,7 @@ class _Wrapper:
         return _Wrapper(self._data_path, dataset)
 
     def __call__(self, local_batches: list[Any], sizes: np.ndarray) -> Any:
+        self._data_path.latest_shares = tuple(sizes.tolist())
         dataset = self._dataset() if self._dataset is not None else None
         if dataset is not None:
             passes = dataset.passes_started

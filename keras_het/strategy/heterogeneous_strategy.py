@@ -228,6 +228,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             model.make_train_function(force=True)
 
     @property
+    def latest_shares(self) -> tuple[int, ...]:
+        """Samples of each replica in the latest batch, empty before the first."""
+        return self._data_path.latest_shares
+
+    @property
     def iterated_data(self) -> Any:
         """The distributed data set that gave the latest step, None before the first step.
 

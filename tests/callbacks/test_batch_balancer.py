@@ -135,7 +135,8 @@ def test_static_policy(strategy, weights, shares):
     balancer = BatchBalancer("static", **weights)
     fit(balancer, 46, 2, strategy)
     assert [plan.shares for plan in balancer.plans] == [shares]
-    assert balancer.measurements[-2]["shares"] == list(shares)
+    whole = [row["shares"] for row in balancer.measurements if sum(row["shares"]) == 8]
+    assert whole == [list(shares)] * 10  # from the very first step
 
 
 @pytest.mark.parametrize("bound", [2, [2, None, None], {0: 2}])
@@ -175,7 +176,7 @@ def test_report(strategy, tmp_path, capsys):
     balancer.save(tmp_path / "balance.json")
     report = json.loads((tmp_path / "balance.json").read_text())
     assert [BalancePlan.from_dict(plan) for plan in report["plans"]] == balancer.plans
-    assert report["measurements"][0]["seconds"][1] > 0
+    assert report["measurements"][0]["seconds"][0] > 0
     assert report["measurements"][-1]["seconds"][1] is None
     assert str(balancer.plans[0]) in capsys.readouterr().out
 

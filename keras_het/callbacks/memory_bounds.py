@@ -1,0 +1,99 @@
+"""Shares that were too large for a device's memory, remembered over restarts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+
+class MemoryBounds:
+    """Largest shares that fit, in one small file for each replica.
+
+    TensorFlow cannot go on after one replica of a collective has failed, so that training has to be
+    started again; it then finds the bound.
+
+    Args:
+        directory: directory that all workers share.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory = Path(directory)
+
+    def read(self) -> dict[int, int]:
+        """The bounds that are known: replica to its largest share."""
+        bounds = {}
+        for path in sorted(self._directory.glob("replica-*.json")):
+            known = json.loads(path.read_text())
+            bounds[int(known["replica"])] = int(known["max_share"])
+        return bounds
+
+    def write(self, replica: int, samples: int) -> None:
+        """Remembers the largest share of a replica."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"replica-{replica}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"replica": replica, "max_share": samples}) + "\n")
+        temporary.replace(path)
+
+
+def largest_share_that_fits(
+    replica: int, failed: int, measurements: Sequence[Mapping[str, Any]]
+) -> int:
+    """The largest share below `failed` that a replica has computed, else half of it.
+
+    Args:
+        replica: id of the replica.
+        failed: share that was too large.
+        measurements: steps that were computed, as `BatchBalancer.measurements`.
+    """
+    fitted = [row["shares"][replica] for row in measurements]
+    return max((share for share in fitted if share < failed), default=0) or failed // 2
+
+
+def replicas_without_memory(message: str, devices: Sequence[str], first: int) -> list[int]:
+    """Which local replicas an error is about.
+
+    Args:
+        message: text of a `tf.errors.ResourceExhaustedError`, which names the device.
+        devices: full names of the local devices, in the order of their replicas.
+        first: id of the first local replica.
+
+    Returns:
+        Ids of the replicas; all local ones if the text does not name a device.
+    """
+    named = {match.lower() for match in re.findall(r"device:([A-Za-z]+:\d+)", message)}
+    hit = [
+        first + index
+        for index, device in enumerate(devices)
+        if device.rsplit("device:", 1)[-1].lower() in named
+    ]
+    return hit or [first + index for index in range(len(devices))]
+
+
+def note_out_of_memory(model: Any, note: Callable[[str], str]) -> None:
+    """Makes a model's training step tell a callback when memory ran out.
+
+    Args:
+        model: the model; its train function exists.
+        note: takes the error's text, and returns what to tell the user.
+    """
+    function = model.train_function
+    if hasattr(function, "notes_out_of_memory"):
+        return
+
+    def step(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except tf.errors.ResourceExhaustedError as error:
+            advice = note(str(error))
+            raise tf.errors.ResourceExhaustedError(
+                error.node_def, error.op, f"{advice}\n{error.message}"
+            ) from error
+
+    step.notes_out_of_memory = True  # type: ignore[attr-defined]
+    model.train_function = step
