@@ -1,4 +1,4 @@
-"""The picture of the quickstart: what each worker does during one step of each split."""
+"""The picture of the quickstart: compute times of each worker, and what they make of the speed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,25 +12,24 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 # Colours of Okabe and Ito, which differ for colour-blind readers and in print.
-COMPUTES, WAITS, INK = "#0072B2", "#E8E4DA", "#222222"
+COLORS, INK = ("#B9B4A7", "#0072B2"), "#222222"
+BAR_WIDTH = 0.38
 
 
 @dataclass(frozen=True)
 class SplitTimes:
-    """One step of one split.
+    """What was measured with one split.
 
     Args:
         title: name of the split.
         samples: samples of each worker in a step.
-        compute_seconds: emulated compute time of each worker for these samples, in seconds.
-        step_seconds: measured time of the whole step, in seconds.
-        samples_per_second: measured samples per second of all workers together.
+        compute_seconds: compute time of each worker for these samples, in seconds.
+        samples_per_second: of all workers together.
     """
 
     title: str
     samples: Sequence[int]
     compute_seconds: Sequence[float]
-    step_seconds: float
     samples_per_second: float
 
 
@@ -38,24 +37,21 @@ def draw(splits: Sequence[SplitTimes], speeds: Sequence[float], limit: float, pa
     """Writes the picture as a PNG.
 
     Args:
-        splits: what to draw, one below the other on one axis of time.
+        splits: the two splits to compare.
         speeds: relative speed of each worker.
         limit: sum of the speeds, in samples per second.
         path: file to write.
     """
-    plt.rcParams.update({"font.size": 11, "text.color": INK, "axes.labelcolor": INK})
-    height = 1.5 + 1.9 * len(splits)
-    figure, axes = plt.subplots(
-        len(splits), 1, sharex=True, figsize=(9, height), layout="constrained", squeeze=False
+    plt.rcParams.update({"font.size": 12, "text.color": INK, "axes.labelcolor": INK})
+    figure, (times, rates) = plt.subplots(
+        1, 2, figsize=(10, 4.6), layout="constrained", width_ratios=(2, 1)
     )
-    for axis, split in zip(axes[:, 0], splits, strict=True):
-        _draw_split(axis, split, speeds, limit)
-    widest = max(split.step_seconds for split in splits)
-    axes[-1, 0].set_xlim(0, 1000 * widest * 1.02)
-    for axis in axes[:-1, 0]:
-        axis.spines["bottom"].set_visible(False)
+    figure.get_layout_engine().set(wspace=0.08)
+    _draw_times(times, splits, speeds)
+    _draw_rates(rates, splits, limit)
+    for axis in times, rates:
+        axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="x", length=0)
-    axes[-1, 0].set_xlabel("time within one step (ms)")
     figure.suptitle(
         f"A global batch of {sum(splits[0].samples)} samples on EMULATED devices of speed "
         + ":".join(f"{speed:g}" for speed in speeds),
@@ -63,42 +59,36 @@ def draw(splits: Sequence[SplitTimes], speeds: Sequence[float], limit: float, pa
         ha="left",
         weight="bold",
     )
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _draw_split(axis: Axes, split: SplitTimes, speeds: Sequence[float], limit: float) -> None:
-    names = [f"worker {i} (speed {speed:g})" for i, speed in enumerate(speeds)]
-    step = 1000 * split.step_seconds
-    computes = [min(1000 * seconds, step) for seconds in split.compute_seconds]
-    axis.barh(names, computes, color=COMPUTES, height=0.7, label="computes (emulated)")
-    axis.barh(
-        names,
-        [step - time for time in computes],
-        left=computes,
-        color=WAITS,
-        height=0.7,
-        label="waits for the slowest, exchanges gradients (measured)",
+def _draw_times(axis: Axes, splits: Sequence[SplitTimes], speeds: Sequence[float]) -> None:
+    for place, (split, color) in enumerate(zip(splits, COLORS, strict=True)):
+        positions = [i + (place - 0.5) * (BAR_WIDTH + 0.02) for i in range(len(speeds))]
+        heights = [1000 * seconds for seconds in split.compute_seconds]
+        bars = axis.bar(positions, heights, BAR_WIDTH, color=color, label=split.title)
+        labels = [f"{samples}\nsamples" for samples in split.samples]
+        axis.bar_label(bars, labels, padding=3, fontsize=11)
+    axis.set_xticks(
+        range(len(speeds)), [f"worker {i}\n(speed {speed:g})" for i, speed in enumerate(speeds)]
     )
-    for row, (samples, seconds) in enumerate(zip(split.samples, computes, strict=True)):
-        axis.text(
-            seconds / 2,
-            row,
-            f"{samples} samples",
-            color="white",
-            ha="center",
-            va="center",
-            weight="bold",
-        )
-    axis.invert_yaxis()
-    axis.set_title(
-        f"{split.title.capitalize()}: {split.samples_per_second:.0f} samples/s, "
-        f"{split.samples_per_second / limit:.0%} of the sum of the speeds",
-        loc="left",
-        fontsize=11,
-        pad=8,
+    axis.set_ylabel("measured compute time of a step (ms)")
+    axis.margins(y=0.2)
+    axis.legend(loc="upper left", frameon=False)
+    axis.set_title("The slowest worker makes the step", loc="left", fontsize=12)
+
+
+def _draw_rates(axis: Axes, splits: Sequence[SplitTimes], limit: float) -> None:
+    rates = [split.samples_per_second for split in splits]
+    bars = axis.bar([split.title for split in splits], rates, 0.6, color=COLORS)
+    labels = [f"{rate:.0f}\n({rate / limit:.0%})" for rate in rates]
+    texts = axis.bar_label(bars, labels, label_type="center", fontsize=12, weight="bold")
+    texts[-1].set_color("white")
+    axis.axhline(limit, color=INK, linestyle="--", linewidth=1.2)
+    axis.set_xlim(-0.5, 1.5)
+    axis.text(
+        -0.48, limit * 1.015, f"limit: sum of the speeds, {limit:.0f}", va="bottom", fontsize=11
     )
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(0, limit * 1.12)
+    axis.set_ylabel("samples/s")

@@ -6,49 +6,34 @@ the one device to compare with.
 
 import argparse
 import contextlib
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 from digits import global_batches, load_digits, make_model
+from stopwatch import Stopwatch
+from workers import save
 
 import keras_het
 
-# Tracing and the first fill of the pipelines are not what training costs.
-SKIPPED_STEPS = 5
 
-
-class Stopwatch(keras.callbacks.Callback):
-    """Takes the time from the end of a step to the end of the next one within an epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: dict[tuple[int, int], float] = {}
-        self._epoch = 0
-        self._last = 0.0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        now = time.perf_counter()
-        if batch >= (SKIPPED_STEPS if self._epoch == 0 else 1):
-            self.seconds[self._epoch, batch] = now - self._last
-        self._last = now
+class PrintEpochs(keras.callbacks.Callback):
+    """One line an epoch."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         values = ", ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items())
-        print(f"  epoch {epoch + 1}: {values}", flush=True)
+        print(f"epoch {epoch + 1}: {values}", flush=True)
 
 
-def train(strategy: Any, epochs: int, batch_size: int) -> tuple[dict[str, Any], list[np.ndarray]]:
+def train(
+    strategy: Any, balancer: Any, epochs: int, batch_size: int
+) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Trains and tests a new model; returns numbers for the summary and the final weights.
 
     Args:
         strategy: the `HeterogeneousStrategy`, or None for plain Keras.
+        balancer: the `BatchBalancer`, or None for plain Keras.
         epochs: passes over the training data.
         batch_size: samples of a step over all workers.
     """
@@ -57,44 +42,61 @@ def train(strategy: Any, epochs: int, batch_size: int) -> tuple[dict[str, Any], 
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = make_model()
     stopwatch = Stopwatch()
+    # The balancer works between two steps, so that the stopwatch counts what it costs.
+    callbacks = [PrintEpochs(), *([balancer] if balancer else []), stopwatch]
     data = global_batches(*train_data, batch_size)
-    model.fit(data, epochs=epochs, verbose=0, callbacks=[stopwatch])
+    model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
     results = model.evaluate(global_batches(*test_data, batch_size), verbose=0, return_dict=True)
-    samples = {
-        step: min(batch_size, len(train_data[0]) - step[1] * batch_size)
-        for step in stopwatch.seconds
-    }
-    full = [s for step, s in stopwatch.seconds.items() if samples[step] == batch_size]
     numbers = {
-        "samples_per_second": sum(samples.values()) / sum(stopwatch.seconds.values()),
-        "step_seconds": float(np.median(full)),
         "test_accuracy": float(results["accuracy"]),
+        **step_times(stopwatch, len(train_data[0]), batch_size),
+        **(compute_times(balancer, batch_size) if balancer else {}),
     }
     return numbers, model.get_weights()
 
 
-def save(directory: Path, name: str, numbers: dict[str, Any], weights: list[np.ndarray]) -> None:
-    np.savez(directory / f"{name}.npz", *weights)
-    (directory / f"{name}.json").write_text(json.dumps(numbers))
+def step_times(stopwatch: Stopwatch, num_samples: int, batch_size: int) -> dict[str, Any]:
+    """Speed over all steps on the stopwatch, and the median time of those with a full batch."""
+    samples = {
+        step: min(batch_size, num_samples - step[1] * batch_size) for step in stopwatch.seconds
+    }
+    full = [s for step, s in stopwatch.seconds.items() if samples[step] == batch_size]
+    return {
+        "samples_per_second": sum(samples.values()) / sum(stopwatch.seconds.values()),
+        "step_seconds": float(np.median(full)),
+    }
+
+
+def compute_times(
+    balancer: keras_het.callbacks.BatchBalancer, batch_size: int
+) -> dict[str, list[Any]]:
+    """The latest split of a full batch, and the median compute time of each replica with it."""
+    full = [row for row in balancer.measurements if sum(row["shares"]) == batch_size]
+    shares = full[-1]["shares"]
+    seconds = [row["seconds"] for row in full if row["shares"] == shares]
+    return {"shares": shares, "compute_seconds": np.median(seconds, axis=0).tolist()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shares", type=float, nargs="+", help="default: plain Keras, one device")
+    parser.add_argument("--alone", action="store_true", help="plain Keras on one device")
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True, help="for the chief's results")
     options = parser.parse_args()
-    if options.shares is None:
-        print("One device, plain Keras without a strategy", flush=True)
-        save(options.directory, "one", *train(None, options.epochs, options.batch_size))
+    if options.alone:
+        print("One device, plain Keras without a strategy:", flush=True)
+        save(options.directory, "one", *train(None, None, options.epochs, options.batch_size))
         return
-    strategy = keras_het.HeterogeneousStrategy(shares=options.shares)
-    for name, shares in ("uneven", options.shares), ("even", [1.0] * len(options.shares)):
-        # Shares may change at any time; here between two trainings, to compare them.
-        strategy.set_shares(shares)
-        print(f"Three workers, shares {':'.join(f'{share:g}' for share in shares)}", flush=True)
-        outcome = train(strategy, options.epochs, options.batch_size)
+    strategy = keras_het.HeterogeneousStrategy()
+    # The policy "even" changes nothing; it is here for its measurements.
+    for name, policy in ("even", "even"), ("balanced", "boa"):
+        if strategy.is_chief:
+            print(f'Three workers, BatchBalancer("{policy}"):', flush=True)
+        # Without other shares, every training starts from the even split.
+        strategy.set_shares([1.0] * strategy.num_workers)
+        balancer = keras_het.callbacks.BatchBalancer(policy, verbose=1)
+        outcome = train(strategy, balancer, options.epochs, options.batch_size)
         if strategy.is_chief:
             save(options.directory, name, *outcome)
 

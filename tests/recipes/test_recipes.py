@@ -10,13 +10,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
 TIMEOUT = 280
 # Not recipes but parts of them.
-PARTS = {"digits.py", "quickstart_figure.py", "quickstart_worker.py"}
+PARTS = {
+    "digits.py",
+    "quickstart_figure.py",
+    "quickstart_worker.py",
+    "stopwatch.py",
+    "straggler_figure.py",
+    "workers.py",
+}
 LAUNCHER = ("-m", "keras_het.launch", "run")
 
 pytestmark = [pytest.mark.slow, pytest.mark.multi_process, pytest.mark.timeout(TIMEOUT + 20)]
@@ -64,26 +72,60 @@ def test_every_recipe_is_tested() -> None:
     assert {name for name in recipes if f'RECIPES / "{name}"' not in source} == set()
 
 
+def samples(cell: str) -> list[int]:
+    """The shares in a table's cell."""
+    return [int(share) for share in cell.split("+")]
+
+
+def assert_is_picture(path: Path) -> None:
+    header = path.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG")
+    assert min(struct.unpack(">II", header[16:24])) > 300
+
+
 def test_quickstart(tmp_path: Path) -> None:
     text = run(RECIPES / "quickstart.py", "--epochs", 2, cwd=tmp_path)
 
     assert "EMULATION: device speeds 4:2:1" in text
-    even, uneven = cells("even split", text), cells("4:2:1 split", text)
+    even, balanced = cells("even split", text), cells("balanced", text)
     one, limit = cells("one device", text), cells("sum of the speeds", text)
     assert even[1] == "19 + 19 + 18"
-    assert uneven[1] == "32 + 16 + 8"
-    # Emulated times are lower bounds: 18 samples take 288 ms on the slowest device, 8 take 128 ms.
+    assert sum(samples(balanced[1])) == 56
+    # The balancer was not told the speeds 4:2:1, nor these shares.
+    assert np.abs(np.subtract(samples(balanced[1]), [32, 16, 8])).max() <= 4
+    assert re.search(r"step \d+: shares [\d ]+ \(boa: ", text), "plans are shown"
+    # Emulated times are lower bounds: 18 samples take 288 ms on the slowest device.
     assert numbers(r"(\d+) ms", even[2])[0] >= 288
-    assert numbers(r"(\d+) ms", uneven[2])[0] >= 128
-    assert float(even[3]) < float(uneven[3]) <= float(limit[3]) == 438
-    assert numbers(r"Speed-up .*: ([\d.]+) x", text)[0] > 1
-    assert max(float(even[5]), float(uneven[5])) < 1e-4
-    assert even[4] == uneven[4] == one[4]
+    assert float(even[3]) <= 56 / 0.288
+    assert float(balanced[3]) <= float(limit[3]) == 438
+    assert numbers(r"Speed-up .*: ([\d.]+) x", text)
+    assert max(float(even[5]), float(balanced[5])) < 1e-4
+    assert even[4] == balanced[4] == one[4]
     assert float(one[4].rstrip("%")) > 50  # Chance is 10 %.
+    assert "recipes/straggler.py" in text
     assert text.splitlines()[-1].strip().startswith("docs/")
-    header = (tmp_path / "quickstart.png").read_bytes()[:24]
-    assert header.startswith(b"\x89PNG")
-    assert min(struct.unpack(">II", header[16:24])) > 300
+    assert_is_picture(tmp_path / "quickstart.png")
+
+
+def test_straggler_is_followed_both_ways(tmp_path: Path) -> None:
+    text = run(RECIPES / "straggler.py", "--steps-per-phase", 25, cwd=tmp_path)
+
+    assert "EMULATION: device speeds 1:1:1" in text
+    for title, expected in (
+        ("before", [20, 20, 20]),
+        ("slow", [26, 8, 26]),
+        ("recovered", [20, 20, 20]),
+    ):
+        last_shares = samples(cells(f"│ {title} ", text)[-1])
+        assert sum(last_shares) == 60
+        assert np.abs(np.subtract(last_shares, expected)).max() <= 4, title
+    slow, recovered = numbers(r"balanced after (\d+) steps", text)
+    assert 0 < slow <= 20
+    assert recovered <= 20
+    # With the even split the slow worker needs 300 ms for its 20 samples.
+    assert numbers(r"(\d+) ms", cells("│ slow ", text)[1])[0] >= 300
+    assert numbers(r"from the even split's: (\S+)", text)[0] < 1e-4
+    assert_is_picture(tmp_path / "straggler.png")
 
 
 def test_static_split_gives_the_numbers_of_one_device(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Starts the workers of a recipe on this machine and shows what the chief prints."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from keras_het.launch.emulation import Emulation
+from keras_het.launch.failure_report import describe_failures
+from keras_het.launch.line_splitter import OutputLine
+from keras_het.launch.local_cluster import LocalCluster
+
+ENVIRONMENT = {
+    "KERAS_BACKEND": "tensorflow",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    # Emulated devices are slower than this machine's processor; a GPU would only start slowly.
+    "CUDA_VISIBLE_DEVICES": "",
+}
+TIMEOUT_SECONDS = 300
+
+# Numbers and weights of one training.
+Results = tuple[dict[str, Any], list[np.ndarray]]
+
+
+def run_workers(
+    console: Console,
+    script: Path,
+    arguments: Sequence[str],
+    emulation: Emulation | None,
+    names: Sequence[str],
+) -> list[Results]:
+    """Runs a script as several workers, or alone without an emulation.
+
+    Args:
+        console: where the chief's output is shown.
+        script: what each worker runs; it gets `--directory` for `save`.
+        arguments: further arguments of the script.
+        emulation: devices of the workers.
+        names: names under which the chief saves results.
+
+    Returns:
+        What was saved under these names.
+    """
+
+    def show(worker_index: int, stream: str, line: OutputLine) -> None:
+        if worker_index == 0 and stream == "stdout" and line.is_final and line.text.strip():
+            console.print(f"  {line.text}", highlight=False, markup=False, soft_wrap=True)
+
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, str(script), "--directory", directory, *arguments]
+        cluster = LocalCluster(
+            command, emulation=emulation, env=ENVIRONMENT, on_line=show, keep_lines=200
+        )
+        # Leaving the block ends all workers, also after Ctrl-C.
+        with cluster:
+            cluster.wait(timeout=TIMEOUT_SECONDS)
+        if cluster.failures:
+            sys.exit(describe_failures(cluster.failures, cluster.num_workers))
+        return [_load(Path(directory), name) for name in names]
+
+
+def save(directory: Path, name: str, numbers: dict[str, Any], weights: list[np.ndarray]) -> None:
+    """Keeps what a training found; for the chief."""
+    np.savez(directory / f"{name}.npz", *weights)
+    (directory / f"{name}.json").write_text(json.dumps(numbers))
+
+
+def _load(directory: Path, name: str) -> Results:
+    numbers = json.loads((directory / f"{name}.json").read_text())
+    with np.load(directory / f"{name}.npz") as arrays:
+        return numbers, [arrays[key] for key in arrays.files]
+
+
+def largest_difference(weights: list[np.ndarray], reference: list[np.ndarray]) -> float:
+    """Returns the largest absolute difference between two lists of weights."""
+    pairs = zip(weights, reference, strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
