@@ -116,3 +116,26 @@ def test_all_workers_resume_at_the_same_step():
     assert batches == expected[2:]
     assert len({worker.fingerprint for worker in resumed}) == 1
     assert np.all([worker.fingerprint is not None for worker in resumed])
+
+
+@pytest.mark.parametrize("name", ["map_shuffle", "no_map", "shuffled_arrays", "map_after_batch"])
+def test_weights_set_after_a_look_count_from_the_first_step(name):
+    expected = one_epoch(make_workers(ALL[name], (1,), [[1]])[0])
+    worker = make_workers(ALL[name], (2,), [[1, 1]])[0]
+    next(iter(worker))
+    worker._weights = lambda: [1, 0]
+    worker.cut_anew()
+    batches, sizes = collect([iter(worker)], (2,))
+    assert batches == expected
+    assert all(size[1] == 0 for size in sizes)
+
+
+def test_without_a_look_there_is_nothing_to_cut_anew():
+    worker = make_workers(ALL["map_shuffle"], (1,), [[1]])[0]
+    worker.cut_anew()
+    iterator = iter(worker)
+    next(iterator)
+    worker.cut_anew()  # in the middle of an epoch: no effect on it
+    assert len(one_epoch(make_workers(ALL["map_shuffle"], (1,), [[1]])[0])) == 1 + len(
+        collect([iterator], (1,))[0]
+    )
