@@ -30,6 +30,7 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
+from tensorflow.python.distribute.experimental.rpc import rpc_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import random_seed
 from tensorflow.python.framework import type_spec as type_spec_lib
@@ -39,6 +40,8 @@ PerReplica = distribute_values.PerReplica
 StrategyExtended = distribute_lib.StrategyExtendedV2
 CollectiveKeys = cross_device_utils.CollectiveKeys
 CommunicationOptions = collective_util.Options
+RpcClient = rpc_ops.GrpcClient
+RpcServer = rpc_ops.GrpcServer
 regroup = distribute_utils.regroup
 type_spec_from_value = type_spec_lib.type_spec_from_value
 
@@ -50,6 +53,8 @@ __all__ = [
     "KerasTensorFlowVariable",
     "Mirrored",
     "PerReplica",
+    "RpcClient",
+    "RpcServer",
     "StrategyExtended",
     "abort_collectives",
     "distribute_lib",

@@ -106,6 +106,19 @@ SIGNATURES = [
         ["self", "per_replica_values", "axis", "options"],
     ),
     (private_api.CollectiveKeys, "__init__", ["self", "group_key_start"]),
+    (private_api.RpcServer, "__init__", ["self", "address"]),
+    (private_api.RpcServer, "register", ["self", "method_name", "func"]),
+    (private_api.RpcServer, "start", ["self"]),
+    (
+        private_api.RpcClient,
+        "__init__",
+        ["self", "address", "name", "list_registered_methods", "timeout_in_ms"],
+    ),
+    (
+        private_api.RpcClient,
+        "call",
+        ["self", "method_name", "args", "output_specs", "timeout_in_ms"],
+    ),
 ]
 
 

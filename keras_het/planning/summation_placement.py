@@ -1,0 +1,242 @@
+r"""Which machine sums which bytes of the gradients.
+
+n workers hold a gradient of M bytes each; k spare machines hold none, but can sum. Every byte is
+summed on one machine: a worker that sums x bytes sends the other M - x bytes of its own gradient
+away and returns x summed bytes to n - 1 others; a spare machine that sums y bytes returns them to
+n workers. Every link carries the same in both directions:
+
+.. math:: worker: M + (n - 2) x_i \qquad spare: n y_j \qquad \sum_i x_i + \sum_j y_j = M
+
+The plan minimises the time of the most loaded link. With k = 0 that is the traffic of a ring
+all-reduce, with k = n (equal links) that of parameter servers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from keras_het.planning.shares import apportion
+
+
+@dataclasses.dataclass(frozen=True)
+class SummationPlan:
+    """How many bytes every machine sums, and what that costs.
+
+    Machines are numbered workers first, then spare machines.
+
+    Args:
+        gradient_bytes: bytes of one worker's gradients, M.
+        worker_rates: bytes per second and direction of every worker's link.
+        spare_rates: the same of every spare machine.
+        worker_bytes: bytes summed on every worker.
+        spare_bytes: bytes summed on every spare machine; with the workers' they sum to M.
+    """
+
+    gradient_bytes: int
+    worker_rates: tuple[float, ...]
+    spare_rates: tuple[float, ...]
+    worker_bytes: tuple[int, ...]
+    spare_bytes: tuple[int, ...]
+
+    @property
+    def machine_bytes(self) -> tuple[int, ...]:
+        """Bytes summed on every machine."""
+        return self.worker_bytes + self.spare_bytes
+
+    @property
+    def link_bytes(self) -> tuple[int, ...]:
+        """Bytes that every machine's link carries a step in, and as many out."""
+        n = len(self.worker_bytes)
+        if n == 1:
+            # What the only worker sums itself goes nowhere.
+            return (sum(self.spare_bytes), *self.spare_bytes)
+        workers = (self.gradient_bytes + (n - 2) * own for own in self.worker_bytes)
+        return (*workers, *(n * own for own in self.spare_bytes))
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the most loaded link."""
+        rates = self.worker_rates + self.spare_rates
+        return max(load / rate for load, rate in zip(self.link_bytes, rates, strict=True))
+
+    @property
+    def all_reduce_seconds(self) -> float:
+        """Predicted time of a ring all-reduce of the workers, at the slowest worker's rate."""
+        n = len(self.worker_rates)
+        return 2 * (n - 1) / n * self.gradient_bytes / min(self.worker_rates)
+
+    @property
+    def parameter_server_seconds(self) -> float:
+        """Predicted time if the spare machines alone sum; infinite without any."""
+        if not self.spare_rates:
+            return math.inf
+        servers = len(self.worker_rates) * self.gradient_bytes / math.fsum(self.spare_rates)
+        return max(self.gradient_bytes / min(self.worker_rates), servers)
+
+    @property
+    def speedup_over_all_reduce(self) -> float:
+        """Time of the ring all-reduce over the plan's; (n^2 + kn - 2k) / n^2 on equal links."""
+        return self.all_reduce_seconds / self.seconds if self.seconds else 1.0
+
+    @property
+    def speedup_over_parameter_servers(self) -> float:
+        """Time of the parameter servers over the plan's; infinite without spare machines."""
+        return self.parameter_server_seconds / self.seconds if self.seconds else math.inf
+
+
+def equal_links_split(
+    num_workers: int, num_spare: int, gradient_bytes: int
+) -> tuple[Fraction, Fraction]:
+    r"""The paper's closed form for links of one rate.
+
+    .. math:: D = n^2 + kn - 2k, \quad M_g = \frac{n - k}{D} M, \quad M_c = \frac{2(n - 1)}{D} M
+
+    for k <= n; beyond that spare machines alone sum, M / k each. It takes 2n(n - 1) M / (D B)
+    seconds, D / n^2 times less than a ring all-reduce and D / (2k(n - 1)) times less than k
+    parameter servers.
+
+    Args:
+        num_workers: n, at least 2.
+        num_spare: k, at least 0.
+        gradient_bytes: M.
+
+    Returns:
+        Bytes summed on one worker (M_g) and on one spare machine (M_c; 0 if k = 0), exactly.
+
+    Raises:
+        ValueError: if there are fewer than two workers or the number of spare ones is negative.
+
+    Reference:
+        Jiang, Zhu, Lan, Yi, Cui and Guo, "A Unified Architecture for Accelerating Distributed DNN
+        Training in Heterogeneous GPU/CPU Clusters", OSDI 2020, section 4.1.
+    """
+    n, k = num_workers, num_spare
+    if n < 2 or k < 0:
+        raise ValueError(
+            "The split needs at least two workers and no negative number of spare machines. "
+            f"Received: num_workers={n}, num_spare={k}. One worker has nothing to exchange."
+        )
+    if k > n:
+        return Fraction(0), Fraction(gradient_bytes, k)
+    denominator = n * n + k * n - 2 * k
+    worker = Fraction((n - k) * gradient_bytes, denominator)
+    return worker, Fraction(2 * (n - 1) * gradient_bytes, denominator) if k else Fraction(0)
+
+
+def plan_summation(
+    gradient_bytes: int, worker_rates: Sequence[float], spare_rates: Sequence[float] = ()
+) -> SummationPlan:
+    r"""Splits the summation so that the most loaded link is done as early as possible.
+
+    Within t seconds a worker can sum (t B_i - M) / (n - 2) bytes, a spare machine t C_j / n, and no
+    worker is done before M / B_i. Both bounds are linear in t, so the smallest t at which they sum
+    to M is a formula, of which the paper's is the case of equal rates:
+
+    .. math:: t = \max\left(\frac{M}{\min_i B_i},
+              \frac{2(n - 1) M}{\sum_i B_i + \frac{n - 2}{n} \sum_j C_j}\right)
+
+    Where the first term decides there is room left, and every machine gets less in proportion. Two
+    workers exchange M bytes wherever these are summed: then spare machines sum what their links
+    carry meanwhile, as in the paper's formula, and the workers the rest in proportion to rates.
+
+    Args:
+        gradient_bytes: bytes of one worker's gradients, M.
+        worker_rates: full-duplex rate of every worker's link in bytes per second, B_i.
+        spare_rates: the same of every spare machine, C_j.
+
+    Returns:
+        The plan, in whole bytes; each differs by less than one from the real-valued optimum.
+
+    Raises:
+        ValueError: if there is no worker, no byte, or a rate is not positive and finite.
+
+    Reference:
+        Jiang et al., OSDI 2020, for equal links. The generalisation to unequal rates is
+        reconstructed from the traffic above; it is not the authors' text.
+    """
+    workers, spare = (
+        _exact_rates("worker_rates", worker_rates),
+        _exact_rates("spare_rates", spare_rates),
+    )
+    if gradient_bytes != int(gradient_bytes) or gradient_bytes < 1 or not workers:
+        raise ValueError(
+            "A summation plan needs at least one worker and a whole number of bytes, at least 1. "
+            f"Received: gradient_bytes={gradient_bytes!r}, worker_rates={list(worker_rates)}."
+        )
+    total = int(gradient_bytes)
+    shares = apportion(total, _real_shares(Fraction(total), workers, spare))
+    return SummationPlan(
+        gradient_bytes=total,
+        worker_rates=tuple(float(rate) for rate in worker_rates),
+        spare_rates=tuple(float(rate) for rate in spare_rates),
+        worker_bytes=shares[: len(workers)],
+        spare_bytes=shares[len(workers) :],
+    )
+
+
+def _real_shares(total: Fraction, workers: list[Fraction], spare: list[Fraction]) -> list[Fraction]:
+    """The optimal split up to a common factor; exact, so that rounding decides nothing."""
+    n = len(workers)
+    if n == 1:
+        return [Fraction(1)] + [Fraction(0)] * len(spare)
+    shortest = total / min(workers)
+    if n == 2:
+        from_spare = [min(total, shortest * rate / 2) for rate in spare]
+        rest = max(total - sum(from_spare), Fraction(0))
+        return [rest * rate / sum(workers) for rate in workers] + from_spare
+    common = sum(workers) + Fraction(n - 2, n) * sum(spare)
+    seconds = max(shortest, 2 * (n - 1) * total / common)
+    on_workers = [min(total, (seconds * rate - total) / (n - 2)) for rate in workers]
+    return on_workers + [min(total, seconds * rate / n) for rate in spare]
+
+
+def _exact_rates(name: str, rates: Sequence[float]) -> list[Fraction]:
+    for rate in rates:
+        if not math.isfinite(rate) or rate <= 0:
+            raise ValueError(
+                f"Every rate in {name} must be positive and finite, in bytes per second. "
+                f"Received: {rate!r} in {list(rates)}. Leave out machines that cannot be reached."
+            )
+    return [Fraction(float(rate)) for rate in rates]
+
+
+def assign_partitions(plan: SummationPlan, partition_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Gives every partition of the gradients the machine that sums it.
+
+    A weighted round robin: among the machines that are below their plan, the one that would be
+    least far through it with this partition. Partitions that follow each other so go to different
+    machines, and every link is busy from the first one on.
+
+    No machine's bytes differ from the plan by more than the largest partition. Not above: only who
+    is below gets one. Not below: as long as a machine lacks more than one partition, nobody who is
+    preferred to it goes beyond his plan, so the sums could not agree.
+
+    Args:
+        plan: bytes of every machine.
+        partition_bytes: bytes of every partition, at least 1 each; they sum to the plan's.
+
+    Returns:
+        The machine of every partition, workers first, then spare machines.
+
+    Raises:
+        ValueError: if a partition is empty, or the sum is not the plan's.
+    """
+    if any(size < 1 for size in partition_bytes) or sum(partition_bytes) != plan.gradient_bytes:
+        raise ValueError(
+            f"Partitions must have at least one byte each and {plan.gradient_bytes} together. "
+            f"Received: {len(partition_bytes)} partitions with {sum(partition_bytes)} bytes, the "
+            f"smallest with {min(partition_bytes, default=0)}. Plan for the bytes that are sent."
+        )
+    assigned = [0] * len(plan.machine_bytes)
+    owners = []
+    for size in partition_bytes:
+        owner = min(
+            (m for m, planned in enumerate(plan.machine_bytes) if assigned[m] < planned),
+            key=lambda m: Fraction(assigned[m] + size, plan.machine_bytes[m]),
+        )
+        assigned[owner] += size
+        owners.append(owner)
+    return tuple(owners)

@@ -1,0 +1,154 @@
+"""Talks to the parameter service from inside a training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.partitions import Partitions
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What came back from the service, tensors that are there when the messages are.
+
+    Args:
+        statuses: `Status` of each partition, -1 where no answer came in time; int32 of shape
+            [num_partitions].
+        versions: version of each partition, -1 where there is no answer; int64 likewise.
+        partitions: the values of each partition; where there is no answer, those given as fallback.
+    """
+
+    statuses: Any
+    versions: Any
+    partitions: list[Any]
+
+
+NO_ANSWER = -1
+
+
+class ParameterClient:
+    """Pulls from and pushes to a `ParameterService`.
+
+    `pull` and `push` may be called in a `tf.function`: all partitions are on their way at once, and
+    the graph goes on until an answer is read. Nothing raises in the graph; an answer that did not
+    come in time has the status `NO_ANSWER`.
+
+    Args:
+        address: "host:port" of the service.
+        partitions: how the weights are cut, as the service has it.
+        credential: as the service has it.
+        client: number of this worker, from 0.
+        timeout_seconds: for each message.
+
+    Raises:
+        ConnectionError: if the service does not answer in time.
+        PermissionError: if it refuses the credential: another secret, model or rule.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        partitions: Partitions,
+        credential: bytes,
+        client: int,
+        timeout_seconds: float = 10.0,
+    ) -> None:
+        self.partitions = partitions
+        self._credential = tf.constant(credential)
+        self._client = tf.constant(client, tf.int32)
+        self._timeout_ms = int(timeout_seconds * 1000)
+        # TensorFlow shares clients of one name, and frees them with the first of their owners.
+        name = f"keras_het_{uuid.uuid4().hex}"
+        self._rpc = private_api.RpcClient(
+            address, name, list_registered_methods=False, timeout_in_ms=self._timeout_ms
+        )
+        self._say_hello(address)
+
+    def _say_hello(self, address: str) -> None:
+        spec = tf.TensorSpec([], tf.int32)
+        answer = self._rpc.call("hello", [self._credential], output_specs=spec)
+        if not bool(answer.is_ok()):
+            code, message = answer.get_error()
+            raise ConnectionError(
+                f"The parameter service at {address} did not answer within "
+                f"{self._timeout_ms / 1000:g} s. Received: error {int(code)}, "
+                f"{message.numpy().decode(errors='replace')!r}. Start it first, and check that the "
+                "address can be reached from here."
+            )
+        if int(answer.get_value()) != Status.OK:
+            raise PermissionError(
+                f"The parameter service at {address} refused this worker: its shared secret, model "
+                "(names, shapes and types of the weights) or update rule differs. Use the same "
+                "script and secret on every task."
+            )
+
+    def pull(self, fallback: Sequence[Any]) -> Answer:
+        """Reads the center.
+
+        Args:
+            fallback: values of each partition to go on with where no answer comes.
+        """
+        calls = [
+            self._call(f"pull_{index}", [self._credential])
+            for index in range(len(self.partitions.sizes))
+        ]
+        return _collect(calls, fallback)
+
+    def push(
+        self, changes: Sequence[Any], versions: Any, samples: Any, fallback: Sequence[Any]
+    ) -> Answer:
+        """Sends a change of every partition and gets the rule's answer.
+
+        Args:
+            changes: float32 vector of each partition.
+            versions: version of each partition that this worker last got, int64 of shape
+                [num_partitions].
+            samples: samples behind the change, scalar.
+            fallback: values of each partition to go on with where no answer comes.
+        """
+        samples = tf.cast(samples, tf.float32)
+        calls = [
+            self._call(
+                f"push_{index}",
+                [self._credential, self._client, samples, versions[index], change],
+            )
+            for index, change in enumerate(changes)
+        ]
+        return _collect(calls, fallback)
+
+    def _call(self, method: str, arguments: list[Any]) -> Any:
+        specs = (
+            tf.TensorSpec([], tf.int32),
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([None], tf.float32),
+        )
+        return self._rpc.call(method, arguments, output_specs=specs, timeout_in_ms=self._timeout_ms)
+
+
+def _collect(calls: Sequence[Any], fallback: Sequence[Any]) -> Answer:
+    """Waits for all answers, in the graph."""
+    results = [_result(call, values) for call, values in zip(calls, fallback, strict=True)]
+    statuses, versions, partitions = zip(*results, strict=True)
+    return Answer(tf.stack(statuses), tf.stack(versions), list(partitions))
+
+
+def _result(call: Any, fallback: Any) -> tuple[Any, Any, Any]:
+    def received() -> tuple[Any, Any, Any]:
+        status, version, values = call.get_value()
+        accepted = tf.equal(status, int(Status.OK))
+        return status, version, tf.cond(accepted, lambda: values, lambda: fallback)
+
+    def nothing() -> tuple[Any, Any, Any]:
+        return tf.constant(NO_ANSWER), tf.constant(-1, tf.int64), fallback
+
+    status, version, values = tf.cond(call.is_ok(), received, nothing)
+    for scalar in (status, version):
+        scalar.set_shape([])
+    return status, version, tf.ensure_shape(values, fallback.shape)

@@ -1,0 +1,72 @@
+"""Cuts one long vector of all weights into messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+LARGEST_MESSAGE_BYTES = 4_096_000
+"""Bytes of a partition's values. TensorFlow's RPC takes 4,194,304 bytes a message, all included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitions:
+    """Where each variable lies in the vector, and where the vector is cut.
+
+    Variables are packed one after the other in their order, not one message each: a message costs
+    as much time as many bytes.
+
+    Args:
+        shapes: shape of each variable.
+        partition_size: float32 elements of a partition; the last one may be smaller.
+
+    Raises:
+        ValueError: if there is nothing to cut, or a partition would not fit into a message.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    partition_size: int = LARGEST_MESSAGE_BYTES // 4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.partition_size * 4 <= LARGEST_MESSAGE_BYTES:
+            raise ValueError(
+                f"A partition must have 1 to {LARGEST_MESSAGE_BYTES // 4} float32 elements. "
+                f"Received: partition_size={self.partition_size}."
+            )
+        if self.size == 0:
+            raise ValueError(f"There are no weights to keep. Received shapes: {self.shapes}.")
+
+    @property
+    def size(self) -> int:
+        """Elements of all variables."""
+        return sum(int(np.prod(shape)) for shape in self.shapes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each partition."""
+        whole, rest = divmod(self.size, self.partition_size)
+        return (self.partition_size,) * whole + ((rest,) if rest else ())
+
+    def pack(self, tensors: Sequence[Any]) -> list[Any]:
+        """One float32 vector for each partition; in the graph or eagerly.
+
+        Args:
+            tensors: one for each variable.
+        """
+        vector = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], axis=0)
+        return [vector] if len(self.sizes) == 1 else list(tf.split(vector, self.sizes))
+
+    def unpack(self, partitions: Sequence[Any]) -> list[Any]:
+        """One float32 tensor for each variable.
+
+        Args:
+            partitions: one vector for each partition.
+        """
+        vector = partitions[0] if len(partitions) == 1 else tf.concat(list(partitions), axis=0)
+        sizes = [int(np.prod(shape)) for shape in self.shapes]
+        parts = [vector] if len(sizes) == 1 else tf.split(vector, sizes)
+        return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]

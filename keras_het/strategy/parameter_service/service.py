@@ -1,0 +1,178 @@
+"""Holds the center and lets workers push to it and pull from it, over TensorFlow's RPC."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.partitions import Partitions
+from keras_het.strategy.rules import PushMeta, UpdateRule
+
+
+class ParameterService:
+    """Real variables in this process, updated and read by functions that others call.
+
+    Each partition of the center has a version that counts its updates; a push tells which version
+    the worker last saw. Rules that are atomic update a partition under a lock of its own, so that
+    no push is lost and versions count every one. A request with the wrong credential, an unknown
+    client or a value that is not finite changes nothing.
+
+    Args:
+        address: "host:port" to listen on; use 127.0.0.1 unless other machines must connect.
+        partitions: how the weights are cut.
+        rule: combines pushes with the center.
+        credential: what every request must carry, see `admission.credential`.
+        num_clients: workers that may push; clients are numbered from 0.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        partitions: Partitions,
+        rule: UpdateRule,
+        credential: bytes,
+        num_clients: int,
+    ) -> None:
+        self.address = address
+        self.partitions = partitions
+        self._rule = rule
+        self._num_clients = num_clients
+        # Hashes under a key that nobody knows are compared, not the bytes one by one: how long the
+        # comparison takes says nothing about the credential.
+        self._key = [secrets.randbits(63), secrets.randbits(63)]
+        self._expected = int(self._hash(tf.constant(credential)))
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._parts = [_Part(size, rule) for size in partitions.sizes]
+        self._server = private_api.RpcServer(address)
+        for index, part in enumerate(self._parts):
+            self._server.register(f"push_{index}", self._push_function(part))
+            self._server.register(f"pull_{index}", self._pull_function(part))
+        self._server.register("hello", self._hello_function())
+
+    def start(self) -> None:
+        """Starts to answer."""
+        self._server.start()
+
+    def set_center(self, tensors: Sequence[Any]) -> None:
+        """Sets the weights; versions stay.
+
+        Args:
+            tensors: one for each variable.
+        """
+        for part, values in zip(self._parts, self.partitions.pack(tensors), strict=True):
+            part.center.assign(values)
+
+    def center(self) -> list[Any]:
+        """The weights, one float32 tensor for each variable."""
+        return self.partitions.unpack([part.center.read_value() for part in self._parts])
+
+    def versions(self) -> np.ndarray:
+        """Updates of each partition so far, int64 of shape [num_partitions]."""
+        return np.array([int(part.version) for part in self._parts], np.int64)
+
+    def exchange_locally(self, client: int, samples: float, changes: Sequence[Any]) -> list[Any]:
+        """A push from this process, without a message; the rule's answer for each partition."""
+        who, weight = tf.constant(client), tf.constant(samples, tf.float32)
+        return [
+            self._update(part, who, weight, part.version.read_value(), change)[1]
+            for part, change in zip(self._parts, changes, strict=True)
+        ]
+
+    def _hash(self, credential: Any) -> Any:
+        return tf.strings.to_hash_bucket_strong(credential, 2**62, key=self._key)
+
+    def _is_admitted(self, credential: Any) -> Any:
+        return tf.equal(self._hash(credential), self._expected)
+
+    def _hello_function(self) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+        def hello(credential: Any) -> Any:
+            refused = tf.constant(int(Status.REFUSED))
+            return tf.where(self._is_admitted(credential), int(Status.OK), refused)
+
+        return hello
+
+    def _pull_function(self, part: _Part) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+        def pull(credential: Any) -> Any:
+            return tf.cond(
+                self._is_admitted(credential),
+                lambda: (
+                    tf.constant(int(Status.OK)),
+                    part.version.read_value(),
+                    part.center.read_value(),
+                ),
+                lambda: _nothing(Status.REFUSED),
+            )
+
+        return pull
+
+    def _push_function(self, part: _Part) -> Any:
+        signature = [
+            tf.TensorSpec([], tf.string),
+            tf.TensorSpec([], tf.int32),
+            tf.TensorSpec([], tf.float32),
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([part.size], tf.float32),
+        ]
+
+        @tf.function(input_signature=signature)
+        def push(credential: Any, client: Any, samples: Any, version: Any, change: Any) -> Any:
+            def update() -> Any:
+                new_version, answer = self._update(part, client, samples, version, change)
+                return tf.constant(int(Status.OK)), new_version, answer
+
+            finite = tf.reduce_all(tf.math.is_finite(change)) & tf.math.is_finite(samples)
+            known = (client >= 0) & (client < self._num_clients) & (version >= 0)
+            return tf.cond(
+                self._is_admitted(credential),
+                lambda: tf.cond(
+                    known,
+                    lambda: tf.cond(finite, update, lambda: _nothing(Status.NOT_FINITE)),
+                    lambda: _nothing(Status.UNKNOWN_CLIENT),
+                ),
+                lambda: _nothing(Status.REFUSED),
+            )
+
+        return push
+
+    def _update(
+        self, part: _Part, client: Any, samples: Any, version: Any, change: Any
+    ) -> tuple[Any, Any]:
+        """Applies the rule; the new version and the rule's answer."""
+
+        def update() -> tuple[Any, Any]:
+            staleness = tf.cast(tf.maximum(part.version - version, 0), tf.float32)
+            meta = PushMeta(client, samples, staleness)
+            answer = self._rule.update(part.center, part.slots, change, meta)
+            with tf.control_dependencies([answer]):
+                return part.version.assign_add(1, read_value=True), tf.identity(answer)
+
+        if not self._rule.is_atomic:
+            return update()
+        version_and_answer: tuple[Any, Any] = part.lock.execute(update)
+        return version_and_answer
+
+
+class _Part:
+    """One partition of the center, and what belongs to it."""
+
+    def __init__(self, size: int, rule: UpdateRule) -> None:
+        self.size = size
+        self.center = tf.Variable(tf.zeros([size]), trainable=False)
+        self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        self.slots = {
+            name: tf.Variable(tf.zeros(shape), trainable=False)
+            for name, shape in rule.slots(size).items()
+        }
+        self.lock = tf.CriticalSection()
+
+
+def _nothing(status: Status) -> tuple[Any, Any, Any]:
+    return tf.constant(int(status)), tf.constant(-1, tf.int64), tf.zeros([0])

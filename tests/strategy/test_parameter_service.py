@@ -1,0 +1,229 @@
+"""The service and its client over a real connection, and who is let in."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_het.launch.free_ports import ReservedPorts
+from keras_het.strategy.parameter_service import (
+    NO_ANSWER,
+    ParameterClient,
+    ParameterService,
+    Partitions,
+    Status,
+    credential,
+    model_fingerprint,
+)
+from keras_het.strategy.parameter_service.admission import read_secret
+from keras_het.strategy.rules import AsyncSGD, Delta, ElasticAveraging
+
+SHAPES = ((3, 4), (5,), ())
+PARTITIONS = Partitions(SHAPES, partition_size=7)  # 18 elements: 7 + 7 + 4
+GOOD = credential(b"0123456789abcdef", "model")
+
+
+def free_address():
+    ports = ReservedPorts(1)
+    ports.release()
+    ports.close()
+    return ports.addresses[0]
+
+
+def start(rule, num_clients=4):
+    service = ParameterService(free_address(), PARTITIONS, rule, GOOD, num_clients)
+    service.set_center([tf.ones(shape) for shape in SHAPES])
+    service.start()
+    return service
+
+
+def connect(service, client=0, proof=GOOD, **options):
+    return ParameterClient(service.address, PARTITIONS, proof, client, **options)
+
+
+@pytest.fixture
+def service(cpu_devices):
+    return start(Delta())
+
+
+def zeros():
+    return [tf.zeros([size]) for size in PARTITIONS.sizes]
+
+
+def ramp(scale=1.0):
+    return PARTITIONS.pack([scale * tf.reshape(tf.range(18.0)[:12], (3, 4)), tf.ones([5]), 2.0])
+
+
+def flat(partitions):
+    return np.concatenate([np.array(part) for part in partitions])
+
+
+def test_partitions_cut_and_join(cpu_devices):
+    assert PARTITIONS.sizes == (7, 7, 4)
+    tensors = [tf.random.normal(shape) for shape in SHAPES]
+    for got, want in zip(PARTITIONS.unpack(PARTITIONS.pack(tensors)), tensors, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert Partitions(((1000, 1024), (1,))).sizes == (1_024_000, 1)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "size", "match"), [((), 5, "no weights"), (((3,),), 1_100_000, "float32 elements")]
+)
+def test_wrong_partitions(shapes, size, match):
+    with pytest.raises(ValueError, match=match):
+        Partitions(shapes, size)
+
+
+def test_pull_gives_the_center_and_its_version(service):
+    answer = connect(service).pull(zeros())
+    np.testing.assert_array_equal(answer.statuses, [Status.OK] * 3)
+    np.testing.assert_array_equal(answer.versions, [0] * 3)
+    np.testing.assert_array_equal(flat(answer.partitions), np.ones(18))
+
+
+def test_push_changes_the_center(service):
+    client = connect(service)
+    for count in (1, 2):
+        answer = client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros())
+        np.testing.assert_array_equal(answer.versions, [count] * 3)
+        np.testing.assert_allclose(flat(answer.partitions), 1 + count * flat(ramp()))
+    np.testing.assert_allclose(
+        np.concatenate([np.ravel(value) for value in service.center()]), 1 + 2 * flat(ramp())
+    )
+
+
+def test_push_in_a_function(service):
+    client = connect(service)
+
+    @tf.function
+    def steps(number):
+        versions = tf.zeros([3], tf.int64)
+        partitions = zeros()
+        for _ in tf.range(number):
+            answer = client.push(ramp(), versions, 8, zeros())
+            versions, partitions = answer.versions, answer.partitions
+        return versions, partitions
+
+    versions, partitions = steps(5)
+    np.testing.assert_array_equal(versions, [5] * 3)
+    np.testing.assert_allclose(flat(partitions), 1 + 5 * flat(ramp()))
+    steps(5)
+    np.testing.assert_array_equal(service.versions(), [10] * 3)
+
+
+def test_no_push_of_simultaneous_clients_is_lost(cpu_devices):
+    service = start(AsyncSGD(learning_rate=0.5, momentum=0.5))
+    errors = []
+
+    def work(number):
+        try:
+            client = connect(service, number)
+            for _ in range(25):
+                client.push(ramp(), tf.zeros([3], tf.int64), 1, zeros())
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert errors == []
+    np.testing.assert_array_equal(service.versions(), [100] * 3)
+    # the sum of 100 momentum steps with the same gradient, whoever made them
+    momentum, total = 0.0, 0.0
+    for _ in range(100):
+        momentum = 0.5 * momentum + 1
+        total += momentum
+    expected = 1 - 0.5 * total * flat(ramp())
+    center = np.concatenate([np.ravel(value) for value in service.center()])
+    np.testing.assert_allclose(center, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_local_and_remote_exchanges_are_the_same(cpu_devices):
+    remote, local = start(ElasticAveraging(0.3)), start(ElasticAveraging(0.3))
+    client = connect(remote, 1)
+    for scale in (1.0, 3.0):
+        answer = client.push(ramp(scale), tf.zeros([3], tf.int64), 4, zeros())
+        expected = local.exchange_locally(1, 4.0, ramp(scale))
+        np.testing.assert_array_equal(flat(answer.partitions), flat(expected))
+    for got, want in zip(remote.center(), local.center(), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "client", "version", "samples", "status"),
+    [
+        (np.nan, 0, 0, 1, Status.NOT_FINITE),
+        (np.inf, 0, 0, 1, Status.NOT_FINITE),
+        (1.0, 0, 0, np.nan, Status.NOT_FINITE),
+        (1.0, 4, 0, 1, Status.UNKNOWN_CLIENT),
+        (1.0, -1, 0, 1, Status.UNKNOWN_CLIENT),
+        (1.0, 0, -5, 1, Status.UNKNOWN_CLIENT),
+    ],
+)
+def test_bad_pushes_change_nothing(service, change, client, version, samples, status):
+    changes = [tf.fill([size], tf.constant(change, tf.float32)) for size in PARTITIONS.sizes]
+    versions = tf.fill([3], tf.constant(version, tf.int64))
+    answer = connect(service, client).push(changes, versions, samples, ramp())
+    np.testing.assert_array_equal(answer.statuses, [status] * 3)
+    np.testing.assert_array_equal(flat(answer.partitions), flat(ramp()))  # the fallback
+    np.testing.assert_array_equal(service.versions(), [0] * 3)
+    np.testing.assert_array_equal(service.center()[0], np.ones((3, 4)))
+
+
+@pytest.mark.parametrize(
+    "proof", [b"", GOOD[:-1], GOOD + b"x", credential(b"0123456789abcdef", "another model")]
+)
+def test_a_wrong_credential_is_refused(service, proof):
+    with pytest.raises(PermissionError, match="secret, model"):
+        connect(service, proof=proof)
+    client = connect(service)
+    client._credential = tf.constant(proof)  # says hello well and then tries
+    for answer in (
+        client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros()),
+        client.pull(zeros()),
+    ):
+        np.testing.assert_array_equal(answer.statuses, [Status.REFUSED] * 3)
+        np.testing.assert_array_equal(flat(answer.partitions), np.zeros(18))
+    np.testing.assert_array_equal(service.versions(), [0] * 3)
+
+
+def test_a_push_of_another_size_changes_nothing(service):
+    client = connect(service)
+    longer = [tf.ones([size + 1]) for size in PARTITIONS.sizes]
+    answer = client.push(longer, tf.zeros([3], tf.int64), 8, zeros())
+    np.testing.assert_array_equal(answer.statuses, [NO_ANSWER] * 3)
+    np.testing.assert_array_equal(service.versions(), [0] * 3)
+    np.testing.assert_array_equal(service.center()[1], np.ones(5))
+
+
+def test_no_service_is_an_error_that_says_so(cpu_devices):
+    with pytest.raises(ConnectionError, match=r"did not answer within 0\.5 s.*Start it first"):
+        ParameterClient(free_address(), PARTITIONS, GOOD, 0, timeout_seconds=0.5)
+
+
+def test_fingerprint_depends_on_everything():
+    given = (["a", "b"], [(2, 3), (4,)], ["float32"] * 2, "delta")
+    others = [
+        (["a", "c"], *given[1:]),
+        (given[0], [(3, 2), (4,)], *given[2:]),
+        (*given[:2], ["float32", "float16"], given[3]),
+        (*given[:3], "async_sgd"),
+    ]
+    prints = {model_fingerprint(*each) for each in (given, *others)}
+    assert len(prints) == 5
+
+
+def test_secret(tmp_path):
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    file = {"KERAS_HET_SERVICE_SECRET_FILE": str(tmp_path / "secret")}
+    text = {"KERAS_HET_SERVICE_SECRET": "0123456789abcdef"}
+    assert read_secret(file) == read_secret(text) == b"0123456789abcdef"
+    for environ, match in (({}, "neither"), ({**file, **text}, "both")):
+        with pytest.raises(ValueError, match=match):
+            read_secret(environ)
+    with pytest.raises(ValueError, match="at least 16 bytes"):
+        read_secret({"KERAS_HET_SERVICE_SECRET": "short"})
