@@ -2,6 +2,12 @@
 
 from keras_het.planning.balance import BalancePlan, BalancePolicy, make_policy
 from keras_het.planning.bounded_shares import proportional_shares
+from keras_het.planning.local_steps import (
+    LocalStepsPlan,
+    compression_ratios,
+    local_steps,
+    plan_local_steps,
+)
 from keras_het.planning.min_max import (
     min_max_shares,
     min_max_shares_linear,
@@ -9,8 +15,21 @@ from keras_het.planning.min_max import (
 )
 from keras_het.planning.overlapped_time_model import OverlappedTimeModel
 from keras_het.planning.piecewise_time_model import PiecewiseLinearTimeModel
+from keras_het.planning.push_rates import (
+    PushPlan,
+    accumulated_samples,
+    learning_rate_factor,
+    plan_pushes,
+    warm_up,
+)
 from keras_het.planning.replica_layout import ReplicaLayout
 from keras_het.planning.shares import apportion
+from keras_het.planning.summation_placement import (
+    SummationPlan,
+    assign_partitions,
+    equal_links_split,
+    plan_summation,
+)
 from keras_het.planning.time_model import LinearTimeModel, TimeModel
 from keras_het.planning.time_model_fit import TimeModelFit
 
@@ -18,15 +37,28 @@ __all__ = [
     "BalancePlan",
     "BalancePolicy",
     "LinearTimeModel",
+    "LocalStepsPlan",
     "OverlappedTimeModel",
     "PiecewiseLinearTimeModel",
+    "PushPlan",
     "ReplicaLayout",
+    "SummationPlan",
     "TimeModel",
     "TimeModelFit",
+    "accumulated_samples",
     "apportion",
+    "assign_partitions",
+    "compression_ratios",
+    "equal_links_split",
+    "learning_rate_factor",
+    "local_steps",
     "make_policy",
     "min_max_shares",
     "min_max_shares_linear",
     "min_max_shares_of_models",
+    "plan_local_steps",
+    "plan_pushes",
+    "plan_summation",
     "proportional_shares",
+    "warm_up",
 ]

