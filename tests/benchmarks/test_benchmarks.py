@@ -11,6 +11,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 FIELDS = {
     "data": {"policy", "mode", "throughput_ratio", "map_calls_ratio"},
     "balance": {"policy"},
+    "parameter_service": {"gb_per_s", "ratio_to_socket", "ratio_to_remote_variables"},
     "solver": set(),
     "overhead": {"mode", "step_time_ratio", "lowest_ratio", "highest_ratio"},
 }

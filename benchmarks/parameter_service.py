@@ -1,0 +1,288 @@
+"""Push and pull of all weights: the parameter service against two peers.
+
+    python benchmarks/parameter_service.py [--json FILE] [--quick]
+
+Clients are processes of their own that exchange as fast as they can: each sends a change of every
+weight and gets the center back. Peers in the same run, in turn with ours: (a) `remote_variables`,
+the same bytes through variables on a standard `tf.distribute.Server`; (b) `socket`, a raw loopback
+connection that sends and returns the same bytes, the physical limit here. `gb_per_s` counts both
+directions of all clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from _report import environment, print_table, write_report
+
+from keras_het.launch.free_ports import ReservedPorts
+
+KINDS = ("service", "remote_variables", "socket")
+SECRET = b"of this benchmark only"
+
+
+def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] in ROLES:
+        ROLES[sys.argv[1]](*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="little data: form, not numbers")
+    options = parser.parse_args()
+    sizes, clients = ((4,), (2,)) if options.quick else ((4, 40, 400), (1, 2, 4))
+    rows = [
+        row for size in sizes for count in clients for row in measure(size, count, options.quick)
+    ]
+    print_table(rows)
+    write_report("parameter_service", rows, options.json, environment())
+
+
+def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]:
+    """One row: all kinds are alive and take turns."""
+    rounds, exchanges = (2, 3) if quick else (7, max(2, 400 // size_mb // num_clients))
+    groups = [Group(kind, size_mb, num_clients) for kind in KINDS]
+    try:
+        for group in groups:
+            group.run(exchanges)  # warms up
+        times = [[group.run(exchanges) for group in groups] for _ in range(rounds)]
+        memory = groups[0].server_memory_mb()
+    finally:
+        for group in groups:
+            group.close()
+    rates = [[2e-3 * size_mb * num_clients / seconds for seconds in turn] for turn in times]
+    ours, variables, raw = (list(rate) for rate in zip(*rates, strict=True))
+    to_variables = sorted(a / b for a, b in zip(ours, variables, strict=True))
+    to_socket = sorted(a / b for a, b in zip(ours, raw, strict=True))
+    return [
+        {
+            "case": f"{size_mb} MB, {num_clients} client(s)",
+            "size_mb": size_mb,
+            "clients": num_clients,
+            "gb_per_s": round(statistics.median(ours), 3),
+            "ratio_to_remote_variables": round(statistics.median(to_variables), 3),
+            "lowest_ratio": round(to_variables[0], 3),
+            "highest_ratio": round(to_variables[-1], 3),
+            "ratio_to_socket": round(statistics.median(to_socket), 3),
+            "remote_variables_gb_per_s": round(statistics.median(variables), 3),
+            "socket_gb_per_s": round(statistics.median(raw), 3),
+            "server_memory_mb": memory,
+            "num_runs": rounds,
+        }
+    ]
+
+
+class Group:
+    """One kind of server and its clients."""
+
+    def __init__(self, kind: str, size_mb: int, num_clients: int) -> None:
+        self._ports = ReservedPorts(1 + num_clients)
+        self._ports.release()
+        addresses = list(self._ports.addresses)
+        self._server = _start(f"{kind}-server", size_mb, *addresses)
+        _read(self._server)
+        self._clients = [
+            _start(f"{kind}-client", size_mb, index, *addresses) for index in range(num_clients)
+        ]
+        for client in self._clients:
+            _read(client)
+
+    def run(self, exchanges: int) -> float:
+        """Seconds for one exchange of every client, all at the same time."""
+        for client in self._clients:
+            client.stdin.write(f"{exchanges}\n")
+            client.stdin.flush()
+        return max(float(_read(client)) for client in self._clients) / exchanges
+
+    def server_memory_mb(self) -> int:
+        """Resident memory of the server process."""
+        import psutil
+
+        return round(psutil.Process(self._server.pid).memory_info().rss / 1e6)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for process in (*self._clients, self._server):
+            process.kill()
+            process.wait()
+        self._ports.close()
+
+
+def _start(role: str, *arguments: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, __file__, role, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if "--debug" in sys.argv else subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def _read(process: subprocess.Popen[str]) -> str:
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{process.args} ended with exit code {process.wait()}.")
+    return line.strip()
+
+
+def _serve_blocks(run: Any) -> None:
+    """The client's side of `Group.run`."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(int(line)):
+            run()
+        print(time.perf_counter() - start, flush=True)
+
+
+def _elements(size_mb: str) -> int:
+    return int(size_mb) * 250_000
+
+
+def service_server(size_mb: str, address: str, *_: str) -> None:
+    from keras_het.strategy.parameter_service import ParameterService, Partitions
+    from keras_het.strategy.rules import Delta
+
+    service = ParameterService(address, Partitions(((_elements(size_mb),),)), Delta(), SECRET, 4)
+    service.start()
+    print("ready", flush=True)
+    threading.Event().wait()
+
+
+def service_client(size_mb: str, index: str, address: str, *_: str) -> None:
+    import tensorflow as tf
+
+    from keras_het.strategy.parameter_service import ParameterClient, Partitions
+
+    partitions = Partitions(((_elements(size_mb),),))
+    client = ParameterClient(address, partitions, SECRET, int(index), timeout_seconds=60)
+    change = [tf.ones([size]) for size in partitions.sizes]
+
+    @tf.function
+    def exchange(change: Any, versions: Any) -> Any:
+        answer = client.push(change, versions, 1, change)
+        return answer.statuses, answer.versions, answer.partitions
+
+    state = [tf.zeros([len(change)], tf.int64)]
+
+    def run() -> None:
+        statuses, state[0], values = exchange(change, state[0])
+        if int(tf.reduce_sum(tf.abs(statuses))) or not values:
+            raise RuntimeError(f"statuses {statuses}")
+
+    run()
+    _serve_blocks(run)
+
+
+def remote_variables_server(size_mb: str, *addresses: str) -> None:
+    import tensorflow as tf
+
+    server, *clients = addresses
+    cluster = tf.train.ClusterSpec({"ps": [server], "worker": clients})
+    standing = tf.distribute.Server(cluster, job_name="ps", task_index=0, protocol="grpc")
+    print("ready", flush=True)
+    threading.Event().wait()
+    del standing
+
+
+def remote_variables_client(size_mb: str, index: str, server: str, *clients: str) -> None:
+    import tensorflow as tf
+
+    job = f"client{index}"
+    view = tf.train.ClusterSpec({"ps": [server], job: [clients[int(index)]]})
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        view, task_type=job, task_id=0, rpc_layer="grpc"
+    )
+    tf.config.experimental_connect_to_cluster(
+        resolver, job_name=job, task_index=0, protocol="grpc", make_master_device_default=False
+    )
+    place = "/job:ps/replica:0/task:0/device:CPU:0"
+    size = _elements(size_mb)
+    with tf.device(place):
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.float32, shape=[size], shared_name="weights", container="benchmark"
+        )
+        if not tf.raw_ops.VarIsInitializedOp(resource=handle).numpy():
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([size]))
+    change = tf.ones([size])
+
+    @tf.function
+    def exchange(handle: Any, change: Any) -> Any:
+        with tf.device(place):
+            tf.raw_ops.AssignAddVariableOp(resource=handle, value=change)
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+        return tf.identity(value)
+
+    def run() -> None:
+        float(exchange(handle, change)[0])
+
+    run()
+    _serve_blocks(run)
+
+
+def socket_server(size_mb: str, address: str, *_: str) -> None:
+    host, port = address.rsplit(":", 1)
+    size = 4 * _elements(size_mb)
+
+    def echo(connection: socket.socket) -> None:
+        # sends while it receives, as an exchange in partitions does
+        buffer = bytearray(4_096_000)
+        view = memoryview(buffer)
+        while True:
+            left = size
+            while left:
+                got = connection.recv_into(view[: min(left, len(buffer))])
+                if not got:
+                    return
+                connection.sendall(view[:got])
+                left -= got
+
+    with socket.create_server((host, int(port))) as listening:
+        print("ready", flush=True)
+        while True:
+            connection, _ = listening.accept()
+            threading.Thread(target=echo, args=(connection,), daemon=True).start()
+
+
+def socket_client(size_mb: str, index: str, address: str, *_: str) -> None:
+    host, port = address.rsplit(":", 1)
+    size = 4 * _elements(size_mb)
+    data = bytes(size)
+    received = memoryview(bytearray(size))
+    connection = socket.create_connection((host, int(port)))
+
+    def run() -> None:
+        sender = threading.Thread(target=connection.sendall, args=(data,))
+        sender.start()
+        have = 0
+        while have < size:
+            have += connection.recv_into(received[have:])
+        sender.join()
+
+    run()
+    _serve_blocks(run)
+
+
+ROLES = {
+    "service-server": service_server,
+    "service-client": service_client,
+    "remote_variables-server": remote_variables_server,
+    "remote_variables-client": remote_variables_client,
+    "socket-server": socket_server,
+    "socket-client": socket_client,
+}
+
+
+if __name__ == "__main__":
+    main()
