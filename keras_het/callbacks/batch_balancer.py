@@ -6,7 +6,6 @@ import collections
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from keras_het.callbacks.memory_bounds import (
     replicas_without_memory,
 )
 from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.callbacks.share_bounds import Bound, each_bound
 from keras_het.planning import BalancePlan, BalancePolicy, make_policy
 
 _logger = logging.getLogger("keras_het")
-
-Bound = int | Sequence[int | None] | Mapping[int, int] | None
-"""Samples: for all replicas, for each, for some, or none."""
 
 _FIXED_POLICIES = ("even", "static")
 
@@ -154,7 +151,7 @@ class BatchBalancer(keras.callbacks.Callback):
 
     def _make_policy(self, strategy: Any, total: int) -> BalancePolicy:
         num_replicas = len(strategy.shares)
-        upper = _bounds(self._max_share, num_replicas, total, total)
+        upper = each_bound(self._max_share, num_replicas, total, total)
         for replica, most in (self._memory.read() if self._memory else {}).items():
             if replica < num_replicas:
                 upper[replica] = min(upper[replica], most)
@@ -165,7 +162,7 @@ class BatchBalancer(keras.callbacks.Callback):
                     policy.set_upper(replica, most)
             return policy
         options = {**self._options, "upper": upper}
-        options["lower"] = _bounds(self._min_share, num_replicas, 0, total)
+        options["lower"] = each_bound(self._min_share, num_replicas, 0, total)
         if self._given_policy == "static":
             options.setdefault("weights", strategy.shares)
         return make_policy(self._given_policy, num_replicas, total, **options)
@@ -243,27 +240,6 @@ def _check_same_shares(times: Any) -> None:
             f"{times.mean_shares.round(2).tolist()} on average over all replicas. Use the same "
             "callbacks with the same arguments on every worker."
         )
-
-
-def _bounds(given: Bound, num_replicas: int, missing: int, most: int) -> list[int]:
-    """One bound for each replica."""
-    if isinstance(given, Mapping):
-        wrong = [replica for replica in given if replica not in range(num_replicas)]
-        if wrong:
-            raise ValueError(
-                f"Bounds name replicas that do not exist. Received: {dict(given)}. Expected "
-                f"replicas from 0 to {num_replicas - 1}."
-            )
-        bounds = [given.get(replica) for replica in range(num_replicas)]
-    elif given is None or isinstance(given, int):
-        bounds = [given] * num_replicas
-    else:
-        bounds = list(given)
-    if len(bounds) != num_replicas:
-        raise ValueError(
-            f"There must be one bound for each of the {num_replicas} replicas. Received: {bounds}."
-        )
-    return [missing if bound is None else min(int(bound), most) for bound in bounds]
 
 
 def _without_nan(rows: Any) -> list[dict[str, Any]]:

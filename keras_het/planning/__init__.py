@@ -4,8 +4,8 @@ from keras_het.planning.balance import BalancePlan, BalancePolicy, make_policy
 from keras_het.planning.bounded_shares import proportional_shares
 from keras_het.planning.local_steps import (
     LocalStepsPlan,
+    choose_local_steps,
     compression_ratios,
-    local_steps,
     plan_local_steps,
 )
 from keras_het.planning.min_max import (
@@ -48,10 +48,10 @@ __all__ = [
     "accumulated_samples",
     "apportion",
     "assign_partitions",
+    "choose_local_steps",
     "compression_ratios",
     "equal_links_split",
     "learning_rate_factor",
-    "local_steps",
     "make_policy",
     "min_max_shares",
     "min_max_shares_linear",

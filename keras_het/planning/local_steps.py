@@ -47,7 +47,7 @@ class LocalStepsPlan:
         return apportion(total, self.steps)
 
 
-def local_steps(
+def choose_local_steps(
     iteration_seconds: Sequence[float],
     push_seconds: Sequence[float],
     pull_seconds: Sequence[float],
@@ -134,7 +134,7 @@ def compression_ratios(
     if len(steps) != len(iteration) or min(steps) < 1:
         raise ValueError(
             f"Every one of {len(iteration)} workers needs at least one local step. "
-            f"Received: steps={list(steps)}. Use local_steps to choose them."
+            f"Received: steps={list(steps)}. Use choose_local_steps to choose them."
         )
     base = iteration * np.asarray(steps) + compress_seconds + pull
     left = (base + push * preset_ratio).max() - base
@@ -166,10 +166,10 @@ def plan_local_steps(
         The plan.
 
     Raises:
-        ValueError: as `local_steps` and `compression_ratios` do.
+        ValueError: as `choose_local_steps` and `compression_ratios` do.
     """
     times = (iteration_seconds, push_seconds, pull_seconds)
-    steps = local_steps(*times, preset_steps)
+    steps = choose_local_steps(*times, preset_steps)
     ratios = compression_ratios(*times, steps, preset_ratio, compress_seconds)
     iteration, push, pull = _times(*times)
     seconds = iteration * np.asarray(steps) + compress_seconds + push * np.asarray(ratios) + pull

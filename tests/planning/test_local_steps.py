@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.local_steps import compression_ratios, local_steps, plan_local_steps
+from keras_het.planning.local_steps import choose_local_steps, compression_ratios, plan_local_steps
 
 WORKERS = st.lists(
     st.tuples(st.floats(0.01, 5), st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=6
@@ -16,14 +16,14 @@ WORKERS = st.lists(
 def test_algorithm_1_by_hand():
     # T_update = 4 * 1 + 2 + 1 = 7, 4 * 0.5 + 1 + 1 = 4, 4 * 0.25 + 0.5 + 0.5 = 2
     # H = (7 - 3) / 1, (7 - 2) / 0.5, (7 - 1) / 0.25
-    steps = local_steps([1.0, 0.5, 0.25], [2.0, 1.0, 0.5], [1.0, 1.0, 0.5], preset_steps=4)
+    steps = choose_local_steps([1.0, 0.5, 0.25], [2.0, 1.0, 0.5], [1.0, 1.0, 0.5], preset_steps=4)
     assert steps == (4, 10, 24)
 
 
 def test_steps_are_rounded_to_the_nearest():
-    assert local_steps([1.0, 0.3], [0.0, 0.0], [0.0, 0.0], 4) == (4, 13)  # 13.33
-    assert local_steps([1.0, 0.7], [0.0, 0.0], [0.0, 0.0], 4) == (4, 6)  # 5.71
-    assert local_steps([1.0, 0.5], [0.0, 0.25], [0.0, 0.0], 1) == (1, 2)  # 1.5
+    assert choose_local_steps([1.0, 0.3], [0.0, 0.0], [0.0, 0.0], 4) == (4, 13)  # 13.33
+    assert choose_local_steps([1.0, 0.7], [0.0, 0.0], [0.0, 0.0], 4) == (4, 6)  # 5.71
+    assert choose_local_steps([1.0, 0.5], [0.0, 0.25], [0.0, 0.0], 1) == (1, 2)  # 1.5
 
 
 def test_algorithm_2_by_hand():
@@ -77,15 +77,15 @@ def test_everyone_is_done_when_the_slowest_is(workers, preset, ratio):
 
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(ValueError, match=r"Received: preset_steps=0"):
-        local_steps([1.0], [1.0], [1.0], 0)
+        choose_local_steps([1.0], [1.0], [1.0], 0)
     with pytest.raises(ValueError, match=r"Received: iteration_seconds=\[0.0\]"):
-        local_steps([0.0], [1.0], [1.0], 1)
+        choose_local_steps([0.0], [1.0], [1.0], 1)
     with pytest.raises(ValueError, match=r"a push and a pull. Received: .* push_seconds=\[1.0\]"):
-        local_steps([1.0, 1.0], [1.0], [1.0, 1.0], 1)
+        choose_local_steps([1.0, 1.0], [1.0], [1.0, 1.0], 1)
     with pytest.raises(ValueError, match=r"Received: iteration_seconds=\[\]"):
-        local_steps([], [], [], 1)
+        choose_local_steps([], [], [], 1)
     with pytest.raises(ValueError, match=r"at least 0. Received: push_seconds=\[-1.0\]"):
-        local_steps([1.0], [-1.0], [1.0], 1)
+        choose_local_steps([1.0], [-1.0], [1.0], 1)
     with pytest.raises(ValueError, match=r"Received: preset_ratio=0.0"):
         compression_ratios([1.0], [1.0], [1.0], [1], 0.0)
     with pytest.raises(ValueError, match=r"compress_seconds=-1.0"):

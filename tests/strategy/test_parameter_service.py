@@ -9,10 +9,12 @@ import tensorflow as tf
 from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.parameter_service import (
     NO_ANSWER,
+    FloatWire,
     ParameterClient,
     ParameterService,
     Partitions,
     Status,
+    TopKWire,
     credential,
     model_fingerprint,
 )
@@ -31,8 +33,8 @@ def free_address():
     return ports.addresses[0]
 
 
-def start(rule, num_clients=4):
-    service = ParameterService(free_address(), PARTITIONS, rule, GOOD, num_clients)
+def start(rule, num_clients=4, **options):
+    service = ParameterService(free_address(), PARTITIONS, rule, GOOD, num_clients, **options)
     service.set_center([tf.ones(shape) for shape in SHAPES])
     service.start()
     return service
@@ -227,3 +229,75 @@ def test_secret(tmp_path):
             read_secret(environ)
     with pytest.raises(ValueError, match="at least 16 bytes"):
         read_secret({"KERAS_HET_SERVICE_SECRET": "short"})
+
+
+@pytest.mark.parametrize(
+    ("wire", "step"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8), ("float32", 0.0)]
+)
+def test_half_precision(cpu_devices, wire, step):
+    service = start(Delta(), wire=FloatWire(wire))
+    client = connect(service, wire=FloatWire(wire))
+    changes = [part / 3 for part in ramp()]
+    answer = client.push(changes, tf.zeros([3], tf.int64), 8, zeros())
+    np.testing.assert_array_equal(answer.statuses, [Status.OK] * 3)
+    np.testing.assert_allclose(flat(answer.partitions), 1 + flat(changes), rtol=2 * step + 1e-7)
+    assert (np.abs(flat(answer.residuals)) <= step * np.abs(flat(changes)) + 1e-9).all()
+    assert bool(np.abs(flat(answer.residuals)).max() > 0) == (wire != "float32")
+
+
+def test_error_feedback_loses_nothing(cpu_devices):
+    # numpy's reference: what is not sent is kept and added to the next change
+    service = start(Delta(), wire=TopKWire(0.3))
+    client = connect(service, wire=TopKWire(0.3))
+    random = np.random.default_rng(0)
+    kept = [np.zeros(size, "float32") for size in PARTITIONS.sizes]
+    center = [np.ones(size, "float32") for size in PARTITIONS.sizes]
+    residuals = zeros()
+    total = np.zeros(18)
+    for _ in range(20):
+        change = [random.normal(size=size).astype("float32") for size in PARTITIONS.sizes]
+        total += flat(change)
+        changes = [a + b for a, b in zip(change, residuals, strict=True)]
+        answer = client.push(changes, tf.zeros([3], tf.int64), 8, zeros())
+        residuals = answer.residuals
+        for index, part in enumerate(change):
+            wanted = kept[index] + part
+            count = max(1, round(0.3 * len(part)))
+            largest = np.argsort(-np.abs(wanted))[:count]
+            center[index][largest] += wanted[largest]
+            wanted[largest] = 0
+            kept[index] = wanted
+        np.testing.assert_allclose(flat(answer.partitions), flat(center), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(flat(residuals), flat(kept), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(flat(center) - 1 + flat(kept), total, rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_not_accepted_is_kept(service):
+    client = connect(service, client=7)  # unknown
+    answer = client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros())
+    np.testing.assert_array_equal(flat(answer.residuals), flat(ramp()))
+
+
+def test_places_that_do_not_exist_change_nothing(cpu_devices):
+    class Wrong(TopKWire):
+        def encode(self, values):
+            (sent, places), left = super().encode(values)
+            return [sent, places + 100], left
+
+    service = start(Delta(), wire=TopKWire(0.5))
+    answer = connect(service, wire=Wrong(0.5)).push(ramp(), tf.zeros([3], tf.int64), 8, zeros())
+    np.testing.assert_array_equal(answer.statuses, [Status.NOT_FINITE] * 3)
+    np.testing.assert_array_equal(service.versions(), [0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: FloatWire("int8"), "float16"),
+        (lambda: TopKWire(0), "above 0"),
+        (lambda: TopKWire(1.5), "at most 1"),
+    ],
+)
+def test_wrong_wires(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()

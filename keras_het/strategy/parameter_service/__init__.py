@@ -4,14 +4,18 @@ from keras_het.strategy.parameter_service.admission import Status, credential, m
 from keras_het.strategy.parameter_service.client import NO_ANSWER, Answer, ParameterClient
 from keras_het.strategy.parameter_service.partitions import Partitions
 from keras_het.strategy.parameter_service.service import ParameterService
+from keras_het.strategy.parameter_service.wire import FloatWire, TopKWire, Wire
 
 __all__ = [
     "NO_ANSWER",
     "Answer",
+    "FloatWire",
     "ParameterClient",
     "ParameterService",
     "Partitions",
     "Status",
+    "TopKWire",
+    "Wire",
     "credential",
     "model_fingerprint",
 ]

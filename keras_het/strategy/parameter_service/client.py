@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.strategy.parameter_service.admission import Status
 from keras_het.strategy.parameter_service.partitions import Partitions
+from keras_het.strategy.parameter_service.wire import FloatWire, Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +24,13 @@ class Answer:
             [num_partitions].
         versions: version of each partition, -1 where there is no answer; int64 likewise.
         partitions: the values of each partition; where there is no answer, those given as fallback.
+        residuals: what a push did not carry, for each partition; empty for a pull.
     """
 
     statuses: Any
     versions: Any
     partitions: list[Any]
+    residuals: list[Any] = dataclasses.field(default_factory=list)
 
 
 NO_ANSWER = -1
@@ -46,6 +49,7 @@ class ParameterClient:
         credential: as the service has it.
         client: number of this worker, from 0.
         timeout_seconds: for each message.
+        wire: how values travel, as the service has it.
 
     Raises:
         ConnectionError: if the service does not answer in time.
@@ -59,7 +63,9 @@ class ParameterClient:
         credential: bytes,
         client: int,
         timeout_seconds: float = 10.0,
+        wire: Wire | None = None,
     ) -> None:
+        self._wire = wire or FloatWire()
         self.partitions = partitions
         self._credential = tf.constant(credential)
         self._client = tf.constant(client, tf.int32)
@@ -112,22 +118,32 @@ class ParameterClient:
                 [num_partitions].
             samples: samples behind the change, scalar.
             fallback: values of each partition to go on with where no answer comes.
+
+        Returns:
+            The answer. Its `residuals` are what the format could not carry, and the whole change
+            where the service did not accept it: add them to the next change.
         """
         samples = tf.cast(samples, tf.float32)
+        encoded = [self._wire.encode(change) for change in changes]
         calls = [
             self._call(
                 f"push_{index}",
-                [self._credential, self._client, samples, versions[index], change],
+                [self._credential, self._client, samples, versions[index], *sent],
             )
-            for index, change in enumerate(changes)
+            for index, (sent, _) in enumerate(encoded)
         ]
-        return _collect(calls, fallback)
+        answer = _collect(calls, fallback)
+        residuals = [
+            tf.where(tf.equal(answer.statuses[index], int(Status.OK)), residual, change)
+            for index, ((_, residual), change) in enumerate(zip(encoded, changes, strict=True))
+        ]
+        return dataclasses.replace(answer, residuals=residuals)
 
     def _call(self, method: str, arguments: list[Any]) -> Any:
         specs = (
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([None], tf.float32),
+            tf.TensorSpec([None], self._wire.answer_type()),
         )
         return self._rpc.call(method, arguments, output_specs=specs, timeout_in_ms=self._timeout_ms)
 
@@ -141,9 +157,13 @@ def _collect(calls: Sequence[Any], fallback: Sequence[Any]) -> Answer:
 
 def _result(call: Any, fallback: Any) -> tuple[Any, Any, Any]:
     def received() -> tuple[Any, Any, Any]:
-        status, version, values = call.get_value()
+        status, version, received_values = call.get_value()
         accepted = tf.equal(status, int(Status.OK))
-        return status, version, tf.cond(accepted, lambda: values, lambda: fallback)
+        return (
+            status,
+            version,
+            tf.cond(accepted, lambda: tf.cast(received_values, tf.float32), lambda: fallback),
+        )
 
     def nothing() -> tuple[Any, Any, Any]:
         return tf.constant(NO_ANSWER), tf.constant(-1, tf.int64), fallback

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.strategy.parameter_service.admission import Status
 from keras_het.strategy.parameter_service.partitions import Partitions
+from keras_het.strategy.parameter_service.wire import FloatWire, Wire
 from keras_het.strategy.rules import PushMeta, UpdateRule
 
 
@@ -29,6 +30,7 @@ class ParameterService:
         rule: combines pushes with the center.
         credential: what every request must carry, see `admission.credential`.
         num_clients: workers that may push; clients are numbered from 0.
+        wire: how values travel.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class ParameterService:
         rule: UpdateRule,
         credential: bytes,
         num_clients: int,
+        wire: Wire | None = None,
     ) -> None:
         self.address = address
+        self._wire = wire or FloatWire()
         self.partitions = partitions
         self._rule = rule
         self._num_clients = num_clients
@@ -106,9 +110,9 @@ class ParameterService:
                 lambda: (
                     tf.constant(int(Status.OK)),
                     part.version.read_value(),
-                    part.center.read_value(),
+                    self._answer(part.center.read_value()),
                 ),
-                lambda: _nothing(Status.REFUSED),
+                lambda: self._nothing(Status.REFUSED),
             )
 
         return pull
@@ -119,14 +123,16 @@ class ParameterService:
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.float32),
             tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([part.size], tf.float32),
+            *self._wire.signature(part.size),
         ]
 
         @tf.function(input_signature=signature)
-        def push(credential: Any, client: Any, samples: Any, version: Any, change: Any) -> Any:
+        def push(credential: Any, client: Any, samples: Any, version: Any, *sent: Any) -> Any:
+            change = self._wire.decode(list(sent), part.size)
+
             def update() -> Any:
                 new_version, answer = self._update(part, client, samples, version, change)
-                return tf.constant(int(Status.OK)), new_version, answer
+                return tf.constant(int(Status.OK)), new_version, self._answer(answer)
 
             finite = tf.reduce_all(tf.math.is_finite(change)) & tf.math.is_finite(samples)
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
@@ -134,13 +140,19 @@ class ParameterService:
                 self._is_admitted(credential),
                 lambda: tf.cond(
                     known,
-                    lambda: tf.cond(finite, update, lambda: _nothing(Status.NOT_FINITE)),
-                    lambda: _nothing(Status.UNKNOWN_CLIENT),
+                    lambda: tf.cond(finite, update, lambda: self._nothing(Status.NOT_FINITE)),
+                    lambda: self._nothing(Status.UNKNOWN_CLIENT),
                 ),
-                lambda: _nothing(Status.REFUSED),
+                lambda: self._nothing(Status.REFUSED),
             )
 
         return push
+
+    def _answer(self, values: Any) -> Any:
+        return tf.cast(values, self._wire.answer_type())
+
+    def _nothing(self, status: Status) -> tuple[Any, Any, Any]:
+        return tf.constant(int(status)), tf.constant(-1, tf.int64), self._answer(tf.zeros([0]))
 
     def _update(
         self, part: _Part, client: Any, samples: Any, version: Any, change: Any
@@ -172,7 +184,3 @@ class _Part:
             for name, shape in rule.slots(size).items()
         }
         self.lock = tf.CriticalSection()
-
-
-def _nothing(status: Status) -> tuple[Any, Any, Any]:
-    return tf.constant(int(status)), tf.constant(-1, tf.int64), tf.zeros([0])

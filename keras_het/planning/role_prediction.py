@@ -1,0 +1,251 @@
+r"""What a cluster would train per second with given roles of its workers.
+
+A sync group of m workers with balanced shares of the global batch B, model of M bytes, takes
+
+.. math:: step = \min_b \max_i (f_i + b_i / s_i) + \frac{2 (m - 1)}{m} \frac{M}{\min_i L_i}
+
+with speeds s, fixed times f and link rates L. Async workers do steps that take about as long as
+the group's and push after as many of them as hide the exchange; the group does not wait for them.
+The model is this package's own (reconstructed; no publication has it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from keras_het.planning.min_max import min_max_shares_linear
+from keras_het.planning.time_model import check_not_negative
+
+Role = Literal["sync", "async", "out"]
+Mode = Literal["balanced", "leave_out", "hybrid"]
+
+NOISE_SCALE_IN_GLOBAL_BATCHES = 16.0
+"""Assumed gradient noise scale, where none was measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSpeeds:
+    """Measured speeds of a cluster, in the order of its workers.
+
+    Args:
+        samples_per_second: speed of every worker's computation.
+        link_bytes_per_second: rate of every worker's link to the others, in each direction.
+        model_bytes: bytes of the gradients, and of the weights, that travel.
+        global_batch: samples of a step of the sync group.
+        fixed_seconds: time of a step of every worker that does not depend on its samples; by
+            default 0.
+        noise_scale: gradient noise scale in samples; by default 16 global batches, which is an
+            assumption and no measurement.
+
+    Raises:
+        TypeError: if a number is none.
+        ValueError: if there is no worker, the lists differ in length, or a number is out of range.
+    """
+
+    samples_per_second: tuple[float, ...]
+    link_bytes_per_second: tuple[float, ...]
+    model_bytes: int
+    global_batch: int
+    fixed_seconds: tuple[float, ...] = ()
+    noise_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.samples_per_second)
+        if not self.fixed_seconds:
+            object.__setattr__(self, "fixed_seconds", (0.0,) * n)
+        if not 0 < n == len(self.link_bytes_per_second) == len(self.fixed_seconds):
+            raise ValueError(
+                "Every worker needs a speed, a link rate and, if any has one, a fixed time. "
+                f"Received: {n} speeds, {len(self.link_bytes_per_second)} link rates and "
+                f"{len(self.fixed_seconds)} fixed times. Measure all workers."
+            )
+        for name in ("samples_per_second", "link_bytes_per_second", "fixed_seconds"):
+            for value in getattr(self, name):
+                check_not_negative(name, value)
+        check_not_negative("noise_scale", self.noise_scale or 0.0)
+        check_not_negative("model_bytes", self.model_bytes)
+        rates = (*self.samples_per_second, *self.link_bytes_per_second)
+        if min(rates) <= 0 or self.global_batch < 1:
+            raise ValueError(
+                "Speeds and link rates must be above 0, and the global batch at least 1. "
+                f"Received: {self}. Leave out workers that do nothing."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModePrediction:
+    """What is predicted for one mode with its best roles.
+
+    Args:
+        mode: "balanced" (all in the sync group), "leave_out" (some not used) or "hybrid" (some
+            asynchronous).
+        roles: role of every worker.
+        samples_per_second: samples that all workers compute.
+        effective_samples_per_second: these, discounted for staleness.
+        step_seconds: time of one step of the sync group.
+        shares: samples of every worker in one such step.
+        pushed_samples: samples of every async worker in one push; 0 for the others.
+    """
+
+    mode: Mode
+    roles: tuple[Role, ...]
+    samples_per_second: float
+    effective_samples_per_second: float
+    step_seconds: float
+    shares: tuple[int, ...]
+    pushed_samples: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _AsyncWorker:
+    samples_per_second: float
+    pushed_samples: int
+    age_seconds: float
+
+
+def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePrediction:
+    """Predicts a sync group with balanced shares; all other workers are left out.
+
+    Args:
+        cluster: measured speeds.
+        members: workers of the sync group, at least one.
+
+    Returns:
+        The prediction.
+    """
+    group = sorted(members)
+    fixed = [cluster.fixed_seconds[i] for i in group]
+    per_sample = [1 / cluster.samples_per_second[i] for i in group]
+    split = min_max_shares_linear(fixed, per_sample, cluster.global_batch).tolist()
+    compute = max(
+        f + a * b for f, a, b in zip(fixed, per_sample, split, strict=True) if b
+    )  # a share of 0 takes no time
+    slowest = min(cluster.link_bytes_per_second[i] for i in group)
+    step = compute + _ring_bytes(cluster, len(group)) / slowest
+    shares = dict(zip(group, split, strict=True))
+    workers = range(len(cluster.samples_per_second))
+    return ModePrediction(
+        mode="balanced" if len(group) == len(workers) else "leave_out",
+        roles=tuple("sync" if i in shares else "out" for i in workers),
+        samples_per_second=cluster.global_batch / step,
+        effective_samples_per_second=cluster.global_batch / step,
+        step_seconds=step,
+        shares=tuple(shares.get(i, 0) for i in workers),
+        pushed_samples=(0,) * len(workers),
+    )
+
+
+def predict_hybrid(
+    cluster: ClusterSpeeds, sync: ModePrediction, asynchronous: Sequence[int]
+) -> ModePrediction:
+    """Predicts a sync group with async workers beside it.
+
+    The parameter service is at the member of the sync group with the fastest link. Its async
+    workers share equally what the all-reduce leaves of this link.
+
+    Args:
+        cluster: measured speeds.
+        sync: prediction of the sync group alone.
+        asynchronous: the async workers, none of the sync group, at least one.
+
+    Returns:
+        The prediction; workers that are in neither group are left out.
+    """
+    beside = {i: _async_worker(cluster, sync, i, len(asynchronous)) for i in asynchronous}
+    everyone = sync.samples_per_second + sum(w.samples_per_second for w in beside.values())
+    effective = sync.samples_per_second * statistical_efficiency(
+        cluster, everyone * sync.step_seconds
+    ) + sum(
+        worker.samples_per_second * statistical_efficiency(cluster, everyone * worker.age_seconds)
+        for worker in beside.values()
+    )
+    return ModePrediction(
+        mode="hybrid",
+        roles=tuple("async" if i in beside else role for i, role in enumerate(sync.roles)),
+        samples_per_second=everyone,
+        effective_samples_per_second=effective,
+        step_seconds=sync.step_seconds,
+        shares=sync.shares,
+        pushed_samples=tuple(
+            beside[i].pushed_samples if i in beside else 0 for i in range(len(sync.roles))
+        ),
+    )
+
+
+def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> float:
+    r"""What a sample is worth whose gradient arrives when others are under way.
+
+    Samples that all workers compute between the pull of the weights and the arrival of the
+    gradient, Q, do not know of each other, as in one batch of Q samples. A sample of a batch Q is
+    worth, relative to one of the global batch B, with the gradient noise scale phi,
+
+    .. math:: E = \frac{\phi + B}{\phi + \max(B, Q)}
+
+    With a large noise scale staleness is free; as it goes to 0, E is B / Q, one over the number of
+    global batches in flight, like the damping 1 / tau of staleness-aware learning rates.
+
+    Args:
+        cluster: gives phi and B.
+        samples_in_flight: Q.
+
+    Returns:
+        The efficiency, above 0, at most 1.
+
+    Reference:
+        Efficiency of a batch size: McCandlish et al., "An Empirical Model of Large-Batch Training",
+        2018, as Qiao et al., "Pollux", OSDI 2021, use it. Applying it to samples in flight is
+        reconstructed.
+    """
+    batch = float(cluster.global_batch)
+    noise = cluster.noise_scale
+    phi = NOISE_SCALE_IN_GLOBAL_BATCHES * batch if noise is None else noise
+    return (phi + batch) / (phi + max(batch, samples_in_flight))
+
+
+def async_age_seconds(cluster: ClusterSpeeds, sync: ModePrediction, worker: int) -> float:
+    """Predicts the time from pull to arrival of a push, if a worker alone is asynchronous.
+
+    Args:
+        cluster: measured speeds.
+        sync: prediction of the sync group.
+        worker: index of the worker.
+
+    Returns:
+        Seconds.
+    """
+    return _async_worker(cluster, sync, worker, 1).age_seconds
+
+
+def _async_worker(
+    cluster: ClusterSpeeds, sync: ModePrediction, worker: int, num_async: int
+) -> _AsyncWorker:
+    speed, fixed = cluster.samples_per_second[worker], cluster.fixed_seconds[worker]
+    # 1e-9: a product that is a whole number but for rounding
+    fitting = math.floor((sync.step_seconds - fixed) * speed + 1e-9)
+    batch = min(max(1, fitting), cluster.global_batch)
+    batch_seconds = fixed + batch / speed
+    exchange = _exchange_seconds(cluster, sync, worker, num_async)
+    batches = max(1, math.ceil(exchange / batch_seconds - 1e-9))
+    return _AsyncWorker(
+        samples_per_second=batch / batch_seconds,
+        pushed_samples=batches * batch,
+        age_seconds=batches * batch_seconds + exchange,
+    )
+
+
+def _exchange_seconds(
+    cluster: ClusterSpeeds, sync: ModePrediction, worker: int, num_async: int
+) -> float:
+    """Push and pull at the same time, over the slower of the worker's link and its part of ours."""
+    group = [i for i, role in enumerate(sync.roles) if role == "sync"]
+    leader = max(cluster.link_bytes_per_second[i] for i in group)
+    # above 0, as no all-reduce fills the time of the computation
+    left = leader - _ring_bytes(cluster, len(group)) / sync.step_seconds
+    return cluster.model_bytes / min(cluster.link_bytes_per_second[worker], left / num_async)
+
+
+def _ring_bytes(cluster: ClusterSpeeds, members: int) -> float:
+    return 2 * (members - 1) / members * cluster.model_bytes

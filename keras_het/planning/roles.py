@@ -1,0 +1,207 @@
+"""Who joins the sync group, who trains beside it, and who is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+from keras_het.planning.role_prediction import (
+    ClusterSpeeds,
+    Mode,
+    ModePrediction,
+    Role,
+    async_age_seconds,
+    predict_hybrid,
+    predict_sync,
+)
+from keras_het.planning.time_model import check_not_negative
+
+EXHAUSTIVE_WORKERS = 8
+"""Up to so many workers, all sync groups are tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolePlan:
+    """The role of every worker, and what was predicted for each mode.
+
+    `str(plan)` explains the choice in one line.
+
+    Args:
+        predictions: the best roles of every mode that was tried, simplest mode first.
+        chosen: the prediction whose roles are used.
+        margin: gain below which a simpler mode is preferred.
+    """
+
+    predictions: tuple[ModePrediction, ...]
+    chosen: ModePrediction
+    margin: float
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that was chosen."""
+        return self.chosen.mode
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The role of every worker."""
+        return self.chosen.roles
+
+    @property
+    def samples_per_second(self) -> dict[str, float]:
+        """Predicted samples per second of every mode."""
+        return {p.mode: p.samples_per_second for p in self.predictions}
+
+    @property
+    def effective_samples_per_second(self) -> dict[str, float]:
+        """Predicted samples per second of every mode, discounted for staleness; these decide."""
+        return {p.mode: p.effective_samples_per_second for p in self.predictions}
+
+    def __str__(self) -> str:
+        names = {"sync": "in the sync group", "async": "asynchronous", "out": "left out"}
+        groups = (
+            f"{_ids(i for i, own in enumerate(self.roles) if own == role)} {name}"
+            for role, name in names.items()
+            if role in self.roles
+        )
+        predicted = (
+            f"{p.mode} {p.effective_samples_per_second:.4g} (computed {p.samples_per_second:.4g})"
+            for p in self.predictions
+        )
+        return (
+            f"{self.mode}: workers {', '.join(groups)}. Predicted effective samples/s: "
+            f"{', '.join(predicted)}; the simplest mode within {self.margin:.0%} of the best."
+        )
+
+
+def advise_roles(cluster: ClusterSpeeds, margin: float = 0.05) -> RolePlan:
+    """Chooses among all workers in the sync group, some left out, and some asynchronous.
+
+    Every mode is predicted with the best sync group: of all groups for up to 8 workers, of those of
+    `likely_groups` and their neighbours for more. For hybrid, the others are asynchronous in the
+    order of the age of their pushes, as long as that helps. Then the simplest mode is taken
+    (balanced, then leave_out, then hybrid) over which the best one gains no more than the margin.
+
+    Args:
+        cluster: measured speeds.
+        margin: gain below which a simpler mode is preferred, at least 0.
+
+    Returns:
+        The plan. A single worker has the mode balanced alone.
+
+    Raises:
+        TypeError: if the margin is no number.
+        ValueError: if the margin is negative or not finite.
+    """
+    check_not_negative("margin", margin)
+    everyone = range(len(cluster.samples_per_second))
+    predictions = [predict_sync(cluster, everyone)]
+    if len(everyone) > 1:
+        few = len(everyone) <= EXHAUSTIVE_WORKERS
+        predictions += search_all(cluster) if few else search_likely(cluster)
+    best = max(p.effective_samples_per_second for p in predictions)
+    chosen = next(p for p in predictions if p.effective_samples_per_second * (1 + margin) >= best)
+    return RolePlan(tuple(predictions), chosen, margin)
+
+
+def search_all(cluster: ClusterSpeeds) -> tuple[ModePrediction, ModePrediction]:
+    """Finds the best sync groups among all, without the group of all workers.
+
+    Args:
+        cluster: measured speeds of at least two workers.
+
+    Returns:
+        The best predictions of leave_out and hybrid. They are exact, but for the async workers of
+        hybrid, which are chosen by `best_hybrid`.
+    """
+    workers = range(len(cluster.samples_per_second))
+    sizes = (itertools.combinations(workers, size) for size in workers[1:])
+    groups = [predict_sync(cluster, group) for group in itertools.chain(*sizes)]
+    return _best(groups), _best(best_hybrid(cluster, group) for group in groups)
+
+
+def search_likely(cluster: ClusterSpeeds) -> tuple[ModePrediction, ModePrediction]:
+    """Finds good sync groups among the likely ones, without the group of all workers.
+
+    The best likely group of hybrid is improved as long as one worker more, less or another one
+    does so.
+
+    Args:
+        cluster: measured speeds of at least two workers.
+
+    Returns:
+        The best predictions found of leave_out and hybrid. Leave_out is exact if all workers have
+        the same fixed time: a faster member never hurts.
+    """
+    groups = [predict_sync(cluster, group) for group in likely_groups(cluster)]
+    hybrid = _best(best_hybrid(cluster, group) for group in groups)
+    while True:
+        neighbours = (predict_sync(cluster, group) for group in _neighbours(hybrid))
+        better = _best(itertools.chain([hybrid], (best_hybrid(cluster, g) for g in neighbours)))
+        if better.effective_samples_per_second <= hybrid.effective_samples_per_second:
+            return _best(groups), hybrid
+        hybrid = better
+
+
+def likely_groups(cluster: ClusterSpeeds) -> list[tuple[int, ...]]:
+    """Lists sync groups that may be best, without the group of all workers.
+
+    Of the workers with at least a certain link rate, the first 1, 2, ... by the time of an even
+    share, by speed, and by link rate: 3 n^2 groups at most.
+
+    Args:
+        cluster: measured speeds.
+
+    Returns:
+        Groups of ascending worker indices, each once.
+    """
+    speed, link = cluster.samples_per_second, cluster.link_bytes_per_second
+    workers = range(len(speed))
+    even = cluster.global_batch / len(speed)
+    time = [cluster.fixed_seconds[i] + even / speed[i] for i in workers]
+    groups = {}
+    for slowest in sorted(set(link), reverse=True):
+        reachable = [i for i in workers if link[i] >= slowest]
+        for order in (
+            sorted(reachable, key=lambda i: (time[i], -link[i])),
+            sorted(reachable, key=lambda i: (-speed[i], time[i])),
+            sorted(reachable, key=lambda i: (-link[i], time[i])),
+        ):
+            for size in range(1, min(len(order), len(speed) - 1) + 1):
+                groups[tuple(sorted(order[:size]))] = None
+    return list(groups)
+
+
+def _neighbours(prediction: ModePrediction) -> Iterable[set[int]]:
+    """Sync groups with one worker more, one less, or one exchanged."""
+    group = {i for i, role in enumerate(prediction.roles) if role == "sync"}
+    others = set(range(len(prediction.roles))) - group
+    if len(others) > 1:
+        yield from (group | {new} for new in others)
+    if len(group) > 1:
+        yield from (group - {old} for old in group)
+    yield from (group - {old} | {new} for old in group for new in others)
+
+
+def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction:
+    """Chooses the async workers beside a sync group.
+
+    Args:
+        cluster: measured speeds.
+        sync: prediction of the sync group, which is not all workers.
+
+    Returns:
+        The best prediction with the others asynchronous, at least one of them, in the order of the
+        age of their pushes; the rest is left out.
+    """
+    others = (i for i, role in enumerate(sync.roles) if role == "out")
+    order = sorted(others, key=lambda i: async_age_seconds(cluster, sync, i))
+    return _best(predict_hybrid(cluster, sync, order[: k + 1]) for k in range(len(order)))
+
+
+def _best(predictions: Iterable[ModePrediction]) -> ModePrediction:
+    return max(predictions, key=lambda p: p.effective_samples_per_second)
+
+
+def _ids(workers: Iterable[int]) -> str:
+    return ", ".join(map(str, workers))

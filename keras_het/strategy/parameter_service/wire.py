@@ -1,0 +1,124 @@
+"""How the values of a partition travel: in full, at half precision, or the largest ones only."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+
+class Wire(Protocol):
+    """A format of messages; client and service use the same.
+
+    A push loses what the format cannot carry; `encode` returns that as the residual, which the
+    client adds to its next push (error feedback), so that nothing is lost for good.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the format, part of what client and service must agree on."""
+
+    def signature(self, size: int) -> list[tf.TensorSpec]:
+        """Types of a push of `size` elements."""
+
+    def encode(self, values: Any) -> tuple[list[Any], Any]:
+        """Tensors to send for float32 values of shape [size], and the residual likewise."""
+
+    def decode(self, tensors: list[Any], size: int) -> Any:
+        """The float32 values of shape [size] that were sent; the rest is zero."""
+
+    def answer_type(self) -> tf.DType:
+        """Element type of what the service sends back, which is always dense."""
+
+
+class FloatWire:
+    """Float values, all of them.
+
+    Args:
+        dtype: "float32", "float16" or "bfloat16". float16 holds values up to 65,504.
+
+    Raises:
+        ValueError: for another type.
+    """
+
+    def __init__(self, dtype: str = "float32") -> None:
+        if dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(
+                f"dtype must be 'float32', 'float16' or 'bfloat16'. Received: {dtype!r}."
+            )
+        self._dtype = tf.as_dtype(dtype)
+
+    @property
+    def name(self) -> str:
+        """Name of the format."""
+        return str(self._dtype.name)
+
+    def signature(self, size: int) -> list[tf.TensorSpec]:
+        """One vector."""
+        return [tf.TensorSpec([size], self._dtype)]
+
+    def encode(self, values: Any) -> tuple[list[Any], Any]:
+        """Rounds the values."""
+        rounded = tf.cast(values, self._dtype)
+        return [rounded], values - tf.cast(rounded, tf.float32)
+
+    def decode(self, tensors: list[Any], size: int) -> Any:
+        """Widens the values."""
+        del size
+        return tf.cast(tensors[0], tf.float32)
+
+    def answer_type(self) -> tf.DType:
+        """The same type both ways."""
+        return self._dtype
+
+
+class TopKWire:
+    """The values of largest magnitude, with their places.
+
+    Args:
+        ratio: part of the values that are sent, above 0 and at most 1; at least one is.
+
+    Raises:
+        ValueError: if the ratio is out of range.
+
+    Reference:
+        Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio must be above 0 and at most 1. Received: {ratio}.")
+        self._ratio = ratio
+
+    @property
+    def name(self) -> str:
+        """Name of the format."""
+        return f"top-{self._ratio:g}"
+
+    def count(self, size: int) -> int:
+        """Values that are sent of `size`."""
+        return max(1, min(size, round(self._ratio * size)))
+
+    def signature(self, size: int) -> list[tf.TensorSpec]:
+        """Values and their places."""
+        count = self.count(size)
+        return [tf.TensorSpec([count], tf.float32), tf.TensorSpec([count], tf.int32)]
+
+    def encode(self, values: Any) -> tuple[list[Any], Any]:
+        """Selects the largest values."""
+        _, places = tf.math.top_k(tf.abs(values), self.count(int(values.shape[0])), sorted=False)
+        sent = tf.gather(values, places)
+        left = tf.tensor_scatter_nd_update(values, places[:, None], tf.zeros_like(sent))
+        return [sent, places], left
+
+    def decode(self, tensors: list[Any], size: int) -> Any:
+        """Puts the values in their places; places that do not exist make the values not finite."""
+        sent, places = tensors
+        valid = tf.reduce_all((places >= 0) & (places < size))
+        sent = tf.where(valid, sent, tf.fill(tf.shape(sent), float("nan")))
+        places = tf.clip_by_value(places, 0, size - 1)
+        return tf.scatter_nd(places[:, None], sent, [size])
+
+    def answer_type(self) -> tf.DType:
+        """The answer comes in full."""
+        return tf.float32
