@@ -37,7 +37,7 @@ class BatchBalancer(keras.callbacks.Callback):
 
     Compute times are measured inside the training step, before the collective: an all-reduce is a
     barrier, which makes step times equal on all replicas. They travel in the collective that a step
-    has anyway. All workers see the same times and decide the same.
+    has anyway, and so does the chief's decision: all workers change shares after the same step.
 
     Args:
         policy: "boa" (the exact min-max program over fitted times), "even", "static",
@@ -56,7 +56,8 @@ class BatchBalancer(keras.callbacks.Callback):
             "static".
 
     Attributes:
-        plans: all `keras_het.planning.BalancePlan`s so far, oldest first.
+        plans: all `keras_het.planning.BalancePlan`s so far, oldest first; on workers other than the
+            chief with the shares only.
         measurements: the latest steps as dicts of "step", "shares" (samples) and "seconds" (compute
             time), each with one number for each replica.
 
@@ -97,6 +98,7 @@ class BatchBalancer(keras.callbacks.Callback):
         self._verbose = verbose
         self._policy: BalancePolicy | None = None
         self._global_batch_size = 0
+        self._used_shares: tuple[int, ...] = ()
         self._step = 0
         self.plans: list[BalancePlan] = []
         self.measurements: collections.deque[dict[str, Any]] = collections.deque(
@@ -107,7 +109,10 @@ class BatchBalancer(keras.callbacks.Callback):
         """Switches on the measurement."""
         strategy = heterogeneous_strategy(self.model, self)
         strategy.measure_compute_times(self.model)
-        strategy.compute_times.read_new()  # steps of an earlier fit are not this balancer's
+        if self._policy is None:
+            # steps and wishes of an earlier fit are not this balancer's
+            strategy.compute_times.read_new()
+            strategy.compute_times.want([0] * len(strategy.shares))
         note_out_of_memory(self.model, self._out_of_memory)
         # Keras has looked at the first batch, which tells the size of the global batch: bounds and
         # weights count from the first step.
@@ -121,10 +126,13 @@ class BatchBalancer(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Decides after every step, or after every execution of several steps."""
         strategy = heterogeneous_strategy(self.model, self)
-        for times in strategy.compute_times.read_new():
+        steps = strategy.compute_times.read_new()
+        for times in steps:
             _check_same_shares(times)
             self._observe(strategy, times)
             self._step += 1
+        if steps:
+            self._follow(strategy, tuple(steps[-1].wanted_shares.tolist()))
 
     def _observe(self, strategy: Any, times: Any) -> None:
         total = int(times.shares.sum())
@@ -137,17 +145,49 @@ class BatchBalancer(keras.callbacks.Callback):
         seconds = np.where(times.shares > 0, times.seconds, np.nan)
         row = {"step": self._step, "shares": times.shares.tolist(), "seconds": seconds.tolist()}
         self.measurements.append(row)
-        if self._policy is not None:
+        if self._policy is not None and strategy.is_chief:
             self._policy.observe(self._step, times.shares, seconds)
-            self._apply(strategy, self._policy.propose(self._step))
+            self._decided(strategy, self._policy.propose(self._step))
 
     def _start(self, strategy: Any, total: int) -> None:
+        """The first plan, which depends on nothing measured: the same on all workers."""
         self._global_batch_size = total
         self._policy = self._make_policy(strategy, total)
         is_adaptive = self._policy.name not in _FIXED_POLICIES
         if is_adaptive and len(set(strategy.shares)) > 1 and hasattr(self._policy, "start_from"):
             self._policy.start_from(strategy.shares)
-        self._apply(strategy, self._policy.propose(-1))
+        plan = self._policy.propose(-1)
+        if plan is not None:
+            self._note(strategy, plan)
+            self._used_shares = plan.shares
+            strategy.set_shares(plan.shares)
+            strategy.compute_times.want(plan.shares)
+
+    def _decided(self, strategy: Any, plan: BalancePlan | None) -> None:
+        """The chief's decision goes to all workers with the next step."""
+        if plan is None:
+            return
+        self._note(strategy, plan)
+        strategy.compute_times.want(plan.shares)
+        if strategy.num_workers == 1:
+            self._used_shares = plan.shares
+            strategy.set_shares(plan.shares)
+
+    def _follow(self, strategy: Any, wanted: tuple[int, ...]) -> None:
+        """Applies what the chief wants, on all workers after the same step."""
+        if strategy.num_workers == 1 or not any(wanted) or wanted == self._used_shares:
+            return
+        self._used_shares = wanted
+        strategy.set_shares(wanted)
+        if not strategy.is_chief:
+            name = self._policy.name if self._policy is not None else ""
+            self._note(strategy, BalancePlan(self._step - 1, name, wanted, "the chief's decision"))
+
+    def _note(self, strategy: Any, plan: BalancePlan) -> None:
+        self.plans.append(plan)
+        _logger.info("%s", plan)
+        if self._verbose and strategy.is_chief:
+            sys.stdout.write(f"\n{plan}\n")
 
     def _make_policy(self, strategy: Any, total: int) -> BalancePolicy:
         num_replicas = len(strategy.shares)
@@ -166,15 +206,6 @@ class BatchBalancer(keras.callbacks.Callback):
         if self._given_policy == "static":
             options.setdefault("weights", strategy.shares)
         return make_policy(self._given_policy, num_replicas, total, **options)
-
-    def _apply(self, strategy: Any, plan: BalancePlan | None) -> None:
-        if plan is None:
-            return
-        strategy.set_shares(plan.shares)
-        self.plans.append(plan)
-        _logger.info("%s", plan)
-        if self._verbose and strategy.is_chief:
-            sys.stdout.write(f"\n{plan}\n")
 
     def _out_of_memory(self, message: str) -> str:
         """Remembers the bound; returns what to tell the user."""

@@ -197,6 +197,19 @@ def test_mistakes(strategy, arguments, error, match):
         fit(BatchBalancer(**arguments), 8, 1, strategy)
 
 
+def test_a_second_balancer_starts_anew(strategy):
+    with strategy.scope():
+        model = dense_model()
+    data = strategy.distribute(batches(64))
+    first = BatchBalancer("static", weights=(1, 0, 3))
+    model.fit(data, verbose=0, callbacks=[first])
+    second = BatchBalancer("even")
+    model.fit(data, verbose=0, callbacks=[second])
+    assert [row["shares"] for row in first.measurements] == [[2, 0, 6]] * 8
+    assert [row["shares"] for row in second.measurements] == [[3, 3, 2]] * 8
+    assert [row["step"] for row in second.measurements] == list(range(8))
+
+
 def test_another_strategy_is_refused():
     model = dense_model()
     with pytest.raises(ValueError, match=r"BatchBalancer needs a model.*HeterogeneousStrategy"):
@@ -207,7 +220,7 @@ def test_workers_with_different_shares_are_noticed(strategy):
     balancer = BatchBalancer("even")
     fit(balancer, 8, 1, strategy)
     times = strategy.compute_times
-    wrong = tf.constant([[3.0, 2.5, 2.5], [0.1, 0.1, 0.1]])
+    wrong = tf.constant([[3.0, 2.5, 2.5], [0.1, 0.1, 0.1], [0.0, 0.0, 0.0]])
     times.record(tf.constant([4, 2, 2], tf.int64), wrong)
     with pytest.raises(RuntimeError, match="left out or used twice"):
         balancer.on_train_batch_end(0)
@@ -215,7 +228,7 @@ def test_workers_with_different_shares_are_noticed(strategy):
 
 def test_old_measurements_are_dropped(strategy):
     times = strategy.compute_times
-    summed = tf.zeros([2, 3])
+    summed = tf.zeros([3, 3])
     for step in range(300):
         times.record(tf.constant([step, 0, 0], tf.int64), summed)
     rows = times.read_new()
