@@ -23,6 +23,8 @@ from keras_het.planning.push_rates import (
     warm_up,
 )
 from keras_het.planning.replica_layout import ReplicaLayout
+from keras_het.planning.role_prediction import ClusterSpeeds, ModePrediction
+from keras_het.planning.roles import RolePlan, advise_roles
 from keras_het.planning.shares import apportion
 from keras_het.planning.summation_placement import (
     SummationPlan,
@@ -36,16 +38,20 @@ from keras_het.planning.time_model_fit import TimeModelFit
 __all__ = [
     "BalancePlan",
     "BalancePolicy",
+    "ClusterSpeeds",
     "LinearTimeModel",
     "LocalStepsPlan",
+    "ModePrediction",
     "OverlappedTimeModel",
     "PiecewiseLinearTimeModel",
     "PushPlan",
     "ReplicaLayout",
+    "RolePlan",
     "SummationPlan",
     "TimeModel",
     "TimeModelFit",
     "accumulated_samples",
+    "advise_roles",
     "apportion",
     "assign_partitions",
     "choose_local_steps",

@@ -74,6 +74,15 @@ class ClusterSpeeds:
                 f"Received: {self}. Leave out workers that do nothing."
             )
 
+    @property
+    def even_share_seconds(self) -> tuple[float, ...]:
+        """Computation of an even share of the global batch on every worker."""
+        even = self.global_batch / len(self.samples_per_second)
+        return tuple(
+            fixed + even / speed
+            for fixed, speed in zip(self.fixed_seconds, self.samples_per_second, strict=True)
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class ModePrediction:

@@ -19,6 +19,8 @@ from keras_het.planning.time_model import check_not_negative
 
 EXHAUSTIVE_WORKERS = 8
 """Up to so many workers, all sync groups are tried."""
+CLEARLY_SLOWER = 0.1
+"""An async worker computes, or sends, by this part slower than every member of the sync group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +60,9 @@ class RolePlan:
         return {p.mode: p.effective_samples_per_second for p in self.predictions}
 
     def __str__(self) -> str:
-        names = {"sync": "in the sync group", "async": "asynchronous", "out": "left out"}
+        names = {"sync": "sync group", "async": "asynchronous", "out": "left out"}
         groups = (
-            f"{_ids(i for i, own in enumerate(self.roles) if own == role)} {name}"
+            f"{name} {_ids(i for i, own in enumerate(self.roles) if own == role)}"
             for role, name in names.items()
             if role in self.roles
         )
@@ -69,7 +71,7 @@ class RolePlan:
             for p in self.predictions
         )
         return (
-            f"{self.mode}: workers {', '.join(groups)}. Predicted effective samples/s: "
+            f"{self.mode} (workers: {'; '.join(groups)}). Predicted effective samples/s: "
             f"{', '.join(predicted)}; the simplest mode within {self.margin:.0%} of the best."
         )
 
@@ -87,7 +89,7 @@ def advise_roles(cluster: ClusterSpeeds, margin: float = 0.05) -> RolePlan:
         margin: gain below which a simpler mode is preferred, at least 0.
 
     Returns:
-        The plan. A single worker has the mode balanced alone.
+        The plan. A single worker has the mode balanced alone, equal workers no hybrid.
 
     Raises:
         TypeError: if the margin is no number.
@@ -104,23 +106,23 @@ def advise_roles(cluster: ClusterSpeeds, margin: float = 0.05) -> RolePlan:
     return RolePlan(tuple(predictions), chosen, margin)
 
 
-def search_all(cluster: ClusterSpeeds) -> tuple[ModePrediction, ModePrediction]:
+def search_all(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
     """Finds the best sync groups among all, without the group of all workers.
 
     Args:
         cluster: measured speeds of at least two workers.
 
     Returns:
-        The best predictions of leave_out and hybrid. They are exact, but for the async workers of
-        hybrid, which are chosen by `best_hybrid`.
+        The best predictions of leave_out and, if it is possible, hybrid. They are exact, but for
+        the async workers of hybrid, which are chosen by `best_hybrid`.
     """
     workers = range(len(cluster.samples_per_second))
     sizes = (itertools.combinations(workers, size) for size in workers[1:])
     groups = [predict_sync(cluster, group) for group in itertools.chain(*sizes)]
-    return _best(groups), _best(best_hybrid(cluster, group) for group in groups)
+    return _best(groups), *_best_hybrids(cluster, groups)
 
 
-def search_likely(cluster: ClusterSpeeds) -> tuple[ModePrediction, ModePrediction]:
+def search_likely(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
     """Finds good sync groups among the likely ones, without the group of all workers.
 
     The best likely group of hybrid is improved as long as one worker more, less or another one
@@ -130,17 +132,18 @@ def search_likely(cluster: ClusterSpeeds) -> tuple[ModePrediction, ModePredictio
         cluster: measured speeds of at least two workers.
 
     Returns:
-        The best predictions found of leave_out and hybrid. Leave_out is exact if all workers have
-        the same fixed time: a faster member never hurts.
+        The best predictions found of leave_out and, if it is possible, hybrid. Leave_out is exact
+        if all workers have the same fixed time: a faster member never hurts.
     """
     groups = [predict_sync(cluster, group) for group in likely_groups(cluster)]
-    hybrid = _best(best_hybrid(cluster, group) for group in groups)
-    while True:
-        neighbours = (predict_sync(cluster, group) for group in _neighbours(hybrid))
-        better = _best(itertools.chain([hybrid], (best_hybrid(cluster, g) for g in neighbours)))
-        if better.effective_samples_per_second <= hybrid.effective_samples_per_second:
-            return _best(groups), hybrid
-        hybrid = better
+    hybrids = _best_hybrids(cluster, groups)
+    while hybrids:
+        neighbours = [predict_sync(cluster, group) for group in _neighbours(hybrids[0])]
+        better = _best([*hybrids, *_best_hybrids(cluster, neighbours)])
+        if better is hybrids[0]:
+            break
+        hybrids = [better]
+    return _best(groups), *hybrids
 
 
 def likely_groups(cluster: ClusterSpeeds) -> list[tuple[int, ...]]:
@@ -157,9 +160,8 @@ def likely_groups(cluster: ClusterSpeeds) -> list[tuple[int, ...]]:
     """
     speed, link = cluster.samples_per_second, cluster.link_bytes_per_second
     workers = range(len(speed))
-    even = cluster.global_batch / len(speed)
-    time = [cluster.fixed_seconds[i] + even / speed[i] for i in workers]
-    groups = {}
+    time = cluster.even_share_seconds
+    groups: dict[tuple[int, ...], None] = {}
     for slowest in sorted(set(link), reverse=True):
         reachable = [i for i in workers if link[i] >= slowest]
         for order in (
@@ -183,20 +185,43 @@ def _neighbours(prediction: ModePrediction) -> Iterable[set[int]]:
     yield from (group - {old} | {new} for old in group for new in others)
 
 
-def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction:
+def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction | None:
     """Chooses the async workers beside a sync group.
+
+    Only workers that are clearly slower than every member, in computation or in their link, may be
+    asynchronous: they would hold the group up. Among equals there is no reason for stale gradients.
 
     Args:
         cluster: measured speeds.
-        sync: prediction of the sync group, which is not all workers.
+        sync: prediction of the sync group.
 
     Returns:
-        The best prediction with the others asynchronous, at least one of them, in the order of the
-        age of their pushes; the rest is left out.
+        The best prediction with the first of the slower workers asynchronous, at least one, in the
+        order of the age of their pushes, and the rest left out; None if no worker is slower.
     """
-    others = (i for i, role in enumerate(sync.roles) if role == "out")
-    order = sorted(others, key=lambda i: async_age_seconds(cluster, sync, i))
-    return _best(predict_hybrid(cluster, sync, order[: k + 1]) for k in range(len(order)))
+    order = sorted(_slower(cluster, sync), key=lambda i: async_age_seconds(cluster, sync, i))
+    prefixes = (order[: size + 1] for size in range(len(order)))
+    hybrids = [predict_hybrid(cluster, sync, prefix) for prefix in prefixes]
+    return _best(hybrids) if hybrids else None
+
+
+def _slower(cluster: ClusterSpeeds, sync: ModePrediction) -> list[int]:
+    link, time = cluster.link_bytes_per_second, cluster.even_share_seconds
+    group = [i for i, role in enumerate(sync.roles) if role == "sync"]
+    enough = min(link[i] for i in group) * (1 - CLEARLY_SLOWER)
+    longest = max(time[i] for i in group) / (1 - CLEARLY_SLOWER)
+    return [
+        i
+        for i, role in enumerate(sync.roles)
+        if role == "out" and (link[i] < enough or time[i] > longest)
+    ]
+
+
+def _best_hybrids(cluster: ClusterSpeeds, groups: Iterable[ModePrediction]) -> list[ModePrediction]:
+    """The best hybrid of all groups, in a list that is empty if there is none."""
+    hybrids = [best_hybrid(cluster, group) for group in groups]
+    possible = [hybrid for hybrid in hybrids if hybrid is not None]
+    return [_best(possible)] if possible else []
 
 
 def _best(predictions: Iterable[ModePrediction]) -> ModePrediction:

@@ -1,0 +1,198 @@
+"""The advisor of roles: what it chooses, and that no sync group would have been better."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from keras_het.planning.role_prediction import ClusterSpeeds, predict_hybrid, predict_sync
+from keras_het.planning.roles import advise_roles, best_hybrid, likely_groups, search_likely
+
+GIGABIT, FAST, SLOW = 125e6, 1.25e9, 6.25e6
+MODEL = 4_000_000
+
+
+def random_cluster(random, n, fixed=True):
+    """Speeds and links of very different kinds, with ties."""
+    kind = random.integers(3)
+    speed = 10 ** random.uniform(1, 3, n) if kind else random.choice([100.0, 200.0, 400.0], n)
+    link = 10 ** random.uniform(6, 9, n) if kind != 1 else random.choice([6e6, 1e8, 1e9], n)
+    return ClusterSpeeds(
+        tuple(speed.tolist()),
+        tuple(link.tolist()),
+        int(10 ** random.uniform(5, 8)),
+        int(random.choice([32, 128, 512])),
+        tuple(random.uniform(0, 0.05, n).tolist()) if fixed and random.random() < 0.5 else (),
+        random.choice([None, 0.0, 100.0, 1e4]),
+    )
+
+
+def brute_force(cluster):
+    """Best effective samples/s of leave_out and hybrid over all sync groups."""
+    n = len(cluster.samples_per_second)
+    groups = [
+        predict_sync(cluster, group)
+        for size in range(1, n)
+        for group in itertools.combinations(range(n), size)
+    ]
+    hybrids = [best_hybrid(cluster, group) for group in groups]
+    return (
+        max(p.effective_samples_per_second for p in groups),
+        max((p.effective_samples_per_second for p in hybrids if p), default=None),
+    )
+
+
+@pytest.mark.parametrize("n", range(2, 7))
+def test_small_clusters_get_the_best_of_all_groups(n):
+    random = np.random.default_rng(n)
+    for _ in range(10):
+        cluster = random_cluster(random, n)
+        leave_out, hybrid = brute_force(cluster)
+        found = advise_roles(cluster).effective_samples_per_second
+        assert found["leave_out"] == leave_out
+        assert found.get("hybrid") == hybrid
+
+
+@pytest.mark.parametrize(("n", "clusters"), [(4, 20), (6, 20), (9, 3), (10, 2)])
+def test_the_search_for_large_clusters_finds_the_best_of_all_groups(n, clusters):
+    random = np.random.default_rng(10 * n)
+    for trial in range(clusters):
+        cluster = random_cluster(random, n, fixed=trial % 2 == 0)
+        leave_out, hybrid = brute_force(cluster)
+        found = {p.mode: p.effective_samples_per_second for p in search_likely(cluster)}
+        if not any(cluster.fixed_seconds):
+            assert found["leave_out"] == pytest.approx(leave_out, rel=1e-12)
+        assert found["leave_out"] >= 0.98 * leave_out
+        assert (hybrid is None) == ("hybrid" not in found)
+        if hybrid is not None:
+            assert found["hybrid"] >= 0.98 * hybrid
+            assert found["hybrid"] <= hybrid * (1 + 1e-12)
+
+
+def test_async_workers_are_nearly_the_best_of_all_roles():
+    random = np.random.default_rng(3)
+    ratios = []
+    for _ in range(40):
+        cluster = random_cluster(random, 5)
+        best = 0.0
+        for roles in itertools.product(("sync", "async", "out"), repeat=5):
+            group = [i for i, role in enumerate(roles) if role == "sync"]
+            beside = [i for i, role in enumerate(roles) if role == "async"]
+            if not group or not beside or not is_slower(cluster, group, beside):
+                continue
+            hybrid = predict_hybrid(cluster, predict_sync(cluster, group), beside)
+            best = max(best, hybrid.effective_samples_per_second)
+        if best:
+            ratios.append(advise_roles(cluster).effective_samples_per_second["hybrid"] / best)
+    assert len(ratios) > 20
+    assert min(ratios) >= 0.9 and np.median(ratios) == pytest.approx(1.0)
+
+
+def is_slower(cluster, group, beside):
+    """Whether all of `beside` are 10 % slower than every member, in computation or link."""
+    link, time = cluster.link_bytes_per_second, cluster.even_share_seconds
+    return all(
+        all(link[i] < 0.9 * link[m] for m in group) or all(time[i] * 0.9 > time[m] for m in group)
+        for i in beside
+    )
+
+
+def test_only_slower_workers_are_asynchronous():
+    random = np.random.default_rng(4)
+    for _ in range(40):
+        cluster = random_cluster(random, 5)
+        for prediction in advise_roles(cluster).predictions:
+            group = [i for i, role in enumerate(prediction.roles) if role == "sync"]
+            beside = [i for i, role in enumerate(prediction.roles) if role == "async"]
+            assert is_slower(cluster, group, beside)
+            assert bool(beside) == (prediction.mode == "hybrid")
+            assert ("out" in prediction.roles) or prediction.mode != "leave_out"
+
+
+def test_equal_workers_with_fast_links_are_balanced():
+    plan = advise_roles(ClusterSpeeds((400.0,) * 4, (FAST,) * 4, MODEL, 64))
+    assert plan.mode == "balanced"
+    assert plan.roles == ("sync",) * 4
+    assert set(plan.samples_per_second) == {"balanced", "leave_out"}  # no one is slower
+
+
+def test_unequal_workers_with_fast_links_are_balanced():
+    speeds = (400.0, 400.0, 200.0, 200.0, 200.0, 200.0)
+    plan = advise_roles(ClusterSpeeds(speeds, (100 * FAST,) * 6, MODEL, 64))
+    assert plan.mode == "balanced"
+    assert plan.chosen.shares == (16, 16, 8, 8, 8, 8)
+    assert plan.samples_per_second["balanced"] == pytest.approx(1600.0, rel=0.01)
+
+
+def test_slow_links_make_slow_workers_asynchronous():
+    speeds = (400.0, 400.0, 200.0, 200.0, 200.0, 200.0)
+    plan = advise_roles(ClusterSpeeds(speeds, (GIGABIT,) * 2 + (SLOW,) * 4, MODEL, 64))
+    assert plan.mode == "hybrid"
+    assert plan.roles == ("sync",) * 2 + ("async",) * 4
+    computed, effective = plan.samples_per_second, plan.effective_samples_per_second
+    # step 0.08 + 4e6 / 125e6 s; all 200 samples/s of each slow worker
+    assert computed["leave_out"] == pytest.approx(64 / 0.112)
+    assert computed["hybrid"] == pytest.approx(64 / 0.112 + 800)
+    assert computed["balanced"] < 60
+    assert effective["leave_out"] * 1.05 < effective["hybrid"] < computed["hybrid"]
+    assert str(plan).startswith(
+        "hybrid (workers: sync group 0, 1; asynchronous 2, 3, 4, 5). "
+        "Predicted effective samples/s: balanced 57.83 (computed 57.83), leave_out 571.4 "
+    )
+    assert "\n" not in str(plan)
+
+
+def test_stale_samples_that_are_worth_nothing_are_left_out():
+    cluster = ClusterSpeeds((400.0, 400.0, 20.0), (GIGABIT, GIGABIT, 1e5), MODEL, 64, (), 0.0)
+    plan = advise_roles(cluster)
+    assert plan.roles == ("sync", "sync", "out")
+    assert plan.mode == "leave_out"
+    assert "left out 2" in str(plan)
+
+
+def test_the_simplest_mode_within_the_margin():
+    # Alone 100 samples/s, with a second worker of 4 samples/s behind a slow link a bit more.
+    cluster = ClusterSpeeds((100.0, 4.0), (1e6, 1e5), 10_000, 100, (), 1e9)
+    bold, careful = advise_roles(cluster, margin=0.0), advise_roles(cluster)
+    assert bold.mode == "hybrid"
+    effective = bold.effective_samples_per_second
+    assert effective["hybrid"] == pytest.approx(104.0, rel=1e-4)
+    assert effective["leave_out"] == pytest.approx(100.0)
+    assert careful.mode == "leave_out" and careful.predictions == bold.predictions
+    assert advise_roles(cluster, margin=0.2).mode == "balanced"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_choice_is_within_the_margin_of_the_best_and_simplest(seed):
+    random = np.random.default_rng(seed)
+    for _ in range(20):
+        plan = advise_roles(random_cluster(random, 4))
+        rates = list(plan.effective_samples_per_second.values())
+        within = [rate * 1.05 >= max(rates) for rate in rates]
+        assert plan.chosen is plan.predictions[within.index(True)]
+
+
+def test_order_of_workers_does_not_matter():
+    speeds, links = (400.0, 30.0, 300.0, 100.0), (GIGABIT, SLOW, GIGABIT, 3 * SLOW)
+    plan = advise_roles(ClusterSpeeds(speeds, links, MODEL, 64))
+    turned = advise_roles(ClusterSpeeds(speeds[::-1], links[::-1], MODEL, 64))
+    assert turned.roles == plan.roles[::-1]
+
+
+def test_a_large_cluster_is_planned():
+    random = np.random.default_rng(0)
+    cluster = random_cluster(random, 16)
+    plan = advise_roles(cluster)
+    assert len(plan.roles) == 16 and "sync" in plan.roles
+    assert len(likely_groups(cluster)) <= 3 * 16**2
+
+
+def test_one_worker_is_a_sync_group():
+    plan = advise_roles(ClusterSpeeds((400.0,), (GIGABIT,), MODEL, 64))
+    assert plan.roles == ("sync",) and plan.mode == "balanced"
+    assert plan.samples_per_second == {"balanced": pytest.approx(400.0)}
+
+
+def test_a_negative_margin_is_refused():
+    with pytest.raises(ValueError, match="`margin` must be finite and at least 0"):
+        advise_roles(ClusterSpeeds((400.0,), (GIGABIT,), MODEL, 64), margin=-0.1)
