@@ -120,7 +120,7 @@ class BatchBalancer(keras.callbacks.Callback):
         if self._policy is None and total:
             before = strategy.latest_shares
             self._start(strategy, total)
-            if self.plans[-1].shares != before:
+            if self._used_shares and self._used_shares != before:
                 strategy.iterated_data.cut_anew()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -230,7 +230,7 @@ class BatchBalancer(keras.callbacks.Callback):
         )
 
     def set_max_share(self, replica: int, samples: int) -> None:
-        """Bounds a replica's share from the next step on; call it on every worker.
+        """Bounds a replica's share from the next plan on; call it on the chief at least.
 
         Args:
             replica: id of the replica among those of all workers.

@@ -84,16 +84,18 @@ def note_out_of_memory(model: Any, note: Callable[[str], str]) -> None:
     """
     function = model.train_function
     if hasattr(function, "notes_out_of_memory"):
+        function.notes_out_of_memory[:] = [note]
         return
+    notes = [note]
 
     def step(*arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
         except tf.errors.ResourceExhaustedError as error:
-            advice = note(str(error))
+            advice = notes[0](str(error))
             raise tf.errors.ResourceExhaustedError(
                 error.node_def, error.op, f"{advice}\n{error.message}"
             ) from error
 
-    step.notes_out_of_memory = True  # type: ignore[attr-defined]
+    step.notes_out_of_memory = notes  # type: ignore[attr-defined]
     model.train_function = step

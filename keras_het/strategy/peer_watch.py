@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -128,6 +129,7 @@ def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Call
         connection, and passes every other error on.
     """
 
+    @functools.wraps(function)
     def step(*args: object, **kwargs: object) -> object:
         try:
             return function(*args, **kwargs)

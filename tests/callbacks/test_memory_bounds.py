@@ -1,10 +1,14 @@
 """What is remembered of shares that did not fit, and whose they were."""
 
+import types
+
 import pytest
+import tensorflow as tf
 
 from keras_het.callbacks.memory_bounds import (
     MemoryBounds,
     largest_share_that_fits,
+    note_out_of_memory,
     replicas_without_memory,
 )
 
@@ -34,3 +38,17 @@ def test_the_message_names_the_device():
     )
     assert replicas_without_memory(message, GPUS, first=4) == [6]
     assert replicas_without_memory("no device here", GPUS, first=4) == [4, 5, 6]
+
+
+def test_the_latest_callback_is_told():
+    def train_function(_):
+        raise tf.errors.ResourceExhaustedError(None, None, "on device:GPU:1")
+
+    model = types.SimpleNamespace(train_function=train_function)
+    note_out_of_memory(model, lambda message: "the first")
+    note_out_of_memory(model, lambda message: f"the second: {message}")
+    with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
+        model.train_function(None)
+    assert caught.value.message.startswith("the second: ")
+    assert caught.value.message.endswith("on device:GPU:1")
+    assert "the first" not in caught.value.message
