@@ -71,6 +71,7 @@ __all__ = [
     "keras_tf_optimizer",
     "peer_is_healthy",
     "regroup",
+    "run_independently",
     "type_spec_from_value",
 ]
 
@@ -146,3 +147,21 @@ def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
 def abort_collectives(message: str) -> None:
     """Makes every pending and later collective fail with `UnavailableError(message)`."""
     eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def run_independently(tensor: Any) -> Any:
+    """Lets a stateful operation of a `tf.function` run in parallel with the other stateful ones.
+
+    TensorFlow runs them one after the other otherwise, those of other replicas too.
+
+    Args:
+        tensor: output of the operation; nothing happens to an eager one.
+
+    Returns:
+        The tensor.
+    """
+    graph = getattr(tensor, "graph", None) if not tf.executing_eagerly() else None
+    manager = getattr(graph, "experimental_acd_manager", None)
+    if manager is not None:
+        manager.run_independently(tensor.op)
+    return tensor

@@ -78,13 +78,17 @@ class ComputeTimes:
 
     def read_new(self) -> list[StepTimes]:
         """The steps since the last call, oldest first; at most the latest `CAPACITY`."""
-        count = int(self._count.numpy())
+        # operations instead of the variables' methods, which take longer than they
+        count = int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
         first = max(self._read, count - CAPACITY)
         self._read = count
         if first == count:
             return []
-        rows = self._rows.numpy()
-        return [_step_times(rows[step % CAPACITY]) for step in range(first, count)]
+        places = np.arange(first, count, dtype=np.int64) % CAPACITY
+        rows = tf.raw_ops.ResourceGather(
+            resource=self._rows.handle, indices=places, dtype=tf.float64
+        )
+        return [_step_times(row) for row in rows.numpy()]
 
 
 def _step_times(row: Any) -> StepTimes:

@@ -7,12 +7,12 @@ forward or backward pass (SyncBatchNormalization) are taken out.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
+
+from keras_het import private_api
 
 
 class StepClock:
@@ -64,21 +64,13 @@ class StepClock:
     def _time_when_ready(self, values: Sequence[Any]) -> Any:
         """Reads the clock once all values are there.
 
-        `tf.timestamp` will not do: TensorFlow runs stateful operations of a function one after the
-        other, so that a replica would wait with its start for the end of the one before it. A
-        stateless operation must depend on a value that is computed in the step, or it is taken for
-        a constant.
+        Independently of other stateful operations: a replica would have to wait with its start for
+        the end of the one before it.
         """
         if self._on_accelerator:
             values = _on_host(values)
         with tf.control_dependencies(list(values)), tf.device("CPU:0"):
-            now = tf.numpy_function(_now, [_first_element(values[0])], tf.float64, stateful=False)
-        now.set_shape([])
-        return now
-
-
-def _now(_: Any) -> np.float64:
-    return np.float64(time.time())
+            return private_api.run_independently(tf.timestamp())
 
 
 def _after(time: Any, structure: Any) -> Any:

@@ -14,7 +14,13 @@ def script(monkeypatch, cpu_devices):
 
     def install(*times):
         left = iter(times)
-        monkeypatch.setattr(step_clock, "_now", lambda _: np.float64(next(left)))
+
+        def timestamp():
+            value = tf.numpy_function(lambda: np.float64(next(left)), [], tf.float64)
+            value.set_shape([])
+            return value
+
+        monkeypatch.setattr(step_clock.tf, "timestamp", timestamp)
 
     return install
 
@@ -57,15 +63,16 @@ def test_an_accelerator_is_waited_for_by_a_value_on_the_host():
         return clock.seconds
 
     graph = step.get_concrete_function(tf.TensorSpec([3, 2])).graph
-    reads = [op for op in graph.get_operations() if op.type == "PyFuncStateless"]
-    assert len(reads) == 2
-    for read in reads:
-        (copied,) = read.inputs[0].op.inputs[0].op.inputs[0].op.inputs or (None,)
-        assert copied is not None
+    stamps = [op for op in graph.get_operations() if op.type == "Timestamp"]
+    assert len(stamps) == 2
+    for stamp in stamps:
+        (copied,) = [op for op in stamp.control_inputs if op.type == "Identity"]
+        assert "CPU:0" in copied.device
+        assert copied.inputs[0].op.type == "StridedSlice"
 
 
 def test_replicas_of_one_process_run_side_by_side():
-    # TensorFlow would run stateful operations of one function one after the other.
+    # TensorFlow runs the stateful operations of a function one after the other.
     @tf.function
     def step(x):
         clock = StepClock([x], on_accelerator=False)
@@ -73,10 +80,9 @@ def test_replicas_of_one_process_run_side_by_side():
         return clock.seconds
 
     graph = step.get_concrete_function(tf.TensorSpec([3, 2])).graph
-    reads = [op for op in graph.get_operations() if op.type == "PyFuncStateless"]
-    assert len(reads) == 2
-    assert not any(other in read.control_inputs for read in reads for other in reads)
-    assert not [op.type for op in graph.get_operations() if op.op_def.is_stateful and op.inputs]
+    stamps = [op for op in graph.get_operations() if op.type == "Timestamp"]
+    assert len(stamps) == 2
+    assert not any(other in stamp.control_inputs for stamp in stamps for other in stamps)
 
 
 def test_on_a_cpu_the_values_themselves_are_enough():
