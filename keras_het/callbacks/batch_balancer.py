@@ -46,8 +46,9 @@ class BatchBalancer(keras.callbacks.Callback):
         max_share: largest share of each replica in samples, for instance what its memory holds: one
             number for all, a list with one for each replica (None for no bound), or a dict from
             replica to number.
-        min_share: smallest share of each replica, likewise; 0 by default, so that a replica that
-            is not worth using gets none.
+        min_share: smallest share of each replica, likewise. By default 1 for the policies that
+            measure, as a device without a share computes a row of zeros all the same; 0 allows them
+            to give a replica nothing.
         memory_directory: directory, shared by all workers, that remembers over restarts which share
             was too large for a replica's memory; such a bound is obeyed like `max_share`.
         verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
@@ -202,10 +203,24 @@ class BatchBalancer(keras.callbacks.Callback):
                     policy.set_upper(replica, most)
             return policy
         options = {**self._options, "upper": upper}
-        options["lower"] = each_bound(self._min_share, num_replicas, 0, total)
+        least = self._least_share(strategy, total)
+        lower = each_bound(self._min_share, num_replicas, least, total)
+        if self._min_share is None:
+            lower = [min(pair) for pair in zip(lower, upper, strict=True)]
+        options["lower"] = lower
         if self._given_policy == "static":
             options.setdefault("weights", strategy.shares)
         return make_policy(self._given_policy, num_replicas, total, **options)
+
+    def _least_share(self, strategy: Any, total: int) -> int:
+        """Samples that every replica gets unless told otherwise.
+
+        A real device without a share computes a row of zeros, which takes as long as one sample:
+        nothing is gained by giving it none. An emulated one takes no time then.
+        """
+        is_fixed = self._given_policy in _FIXED_POLICIES
+        few_samples = total < len(strategy.shares)
+        return 0 if is_fixed or few_samples or strategy.emulated_devices is not None else 1
 
     def _out_of_memory(self, message: str) -> str:
         """Remembers the bound; returns what to tell the user."""

@@ -139,6 +139,22 @@ def test_static_policy(strategy, weights, shares):
     assert whole == [list(shares)] * 10  # from the very first step
 
 
+@pytest.mark.parametrize(
+    ("policy", "least", "expected"),
+    [("boa", None, 1), ("boa", 0, 0), ("lbb", None, 1), ("static", None, 0)],
+)
+def test_real_devices_get_a_sample_at_least(strategy, policy, least, expected):
+    balancer = BatchBalancer(policy, min_share=least)
+    fit(balancer, 24, 1, strategy)
+    assert list(balancer._policy._lower) == [expected] * 3
+
+
+def test_a_replica_may_be_bound_to_nothing(strategy):
+    balancer = BatchBalancer("boa", max_share={1: 0})
+    fit(balancer, 24, 1, strategy)
+    assert all(row["shares"][1] == 0 for row in balancer.measurements)
+
+
 @pytest.mark.parametrize("bound", [2, [2, None, None], {0: 2}])
 def test_bounds(strategy, bound):
     balancer = BatchBalancer("static", weights=(6, 1, 1), max_share=bound, min_share={2: 2})
