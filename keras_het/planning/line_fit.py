@@ -103,6 +103,8 @@ def _ridge(points: list[Measurement], fixed_before: float, noise: float) -> tupl
         b1 += weight * point.seconds
         b2 += weight * point.seconds * point.share
     determinant = a11 * a22 - a12 * a12
+    if determinant <= 0:  # one time so much heavier that rounding leaves nothing of the others
+        return 0.0, b2 / a22
     return (b1 * a22 - b2 * a12) / determinant, (a11 * b2 - a12 * b1) / determinant
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keras_het.planning.line_fit import Measurement, fit_line, measurements
@@ -116,6 +116,7 @@ def test_measurements_are_lower_medians():
     ]
 
 
+@example(points=[(1, 158.0, 2), (227, 1.0000000000000003e-05, 42)], before=0.0, noise=0.375)
 @given(
     points=st.lists(
         st.tuples(st.integers(1, 500), st.floats(1e-5, 1e3), st.integers(1, 60)),
