@@ -37,10 +37,10 @@ class Zigzag:
         return BalancePlan(step, self.name, self.shares, "why not")
 
     def set_upper(self, replica, samples):
-        raise NotImplementedError
+        pytest.fail("no test with this policy sets a bound")
 
     def set_global_batch_size(self, samples):
-        raise NotImplementedError
+        pytest.fail("the first batch of these tests is a whole one")
 
 
 def fit(callback, samples=46, epochs=2, strategy=None, **options):
