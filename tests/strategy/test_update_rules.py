@@ -9,6 +9,7 @@ from keras_het.strategy.rules import (
     DelayCompensated,
     Delta,
     ElasticAveraging,
+    HogwildEASGD,
     PushMeta,
     UpdateRule,
 )
@@ -66,18 +67,18 @@ CASES = {
     ),
     "dc-asgd-c": (
         DelayCompensated,
-        {"learning_rate": 0.1, "compensation": 0.4, "num_clients": CLIENTS},
+        {"learning_rate": 0.1, "compensation": 0.4, "num_workers": CLIENTS},
         lambda r, *push: r.delay_compensated(0.1, 0.4, None, *push),
     ),
     "dc-asgd-a": (
         DelayCompensated,
-        {"learning_rate": 0.1, "compensation": 2.0, "num_clients": CLIENTS, "decay": 0.95},
+        {"learning_rate": 0.1, "compensation": 2.0, "num_workers": CLIENTS, "decay": 0.95},
         lambda r, *push: r.delay_compensated(0.1, 2.0, 0.95, *push),
     ),
     "easgd": (ElasticAveraging, {"alpha": 0.3}, lambda r, *push: r.elastic(0.3, *push)),
     "hogwild": (
-        ElasticAveraging,
-        {"alpha": 0.3, "is_atomic": False},
+        HogwildEASGD,
+        {"alpha": 0.3},
         lambda r, *push: r.elastic(0.3, *push),
     ),
 }
@@ -143,7 +144,7 @@ def test_elastic_forces_are_equal_and_opposite(cpu_devices):
     center, slots = variables(rule, np.ones(SIZE, "float32"))
     weights = tf.range(float(SIZE))
     meta = PushMeta(tf.constant(0), tf.constant(1.0), tf.constant(0.0))
-    after = rule.pull_towards(weights, rule.update(center, slots, weights, meta))
+    after = rule.receive(weights, weights, rule.update(center, slots, weights, meta))
     np.testing.assert_allclose(after + center, weights + 1, rtol=1e-6)  # the sum is kept
     np.testing.assert_allclose(after - center, 0.2 * (weights - 1), rtol=1e-5)  # 1 - 2 alpha
 

@@ -22,6 +22,7 @@ class Status(enum.IntEnum):
     REFUSED = 1
     NOT_FINITE = 2
     UNKNOWN_CLIENT = 3
+    WAIT = 4
 
 
 def read_secret(environ: Mapping[str, str] | None = None) -> bytes:

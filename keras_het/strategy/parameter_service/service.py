@@ -76,15 +76,29 @@ class ParameterService:
         """The weights, one float32 tensor for each variable."""
         return self.partitions.unpack([part.center.read_value() for part in self._parts])
 
+    def slots(self) -> list[dict[str, Any]]:
+        """State of the rule for each partition, name to variable."""
+        return [part.slots for part in self._parts]
+
     def versions(self) -> np.ndarray:
         """Updates of each partition so far, int64 of shape [num_partitions]."""
         return np.array([int(part.version) for part in self._parts], np.int64)
 
     def exchange_locally(self, client: int, samples: float, changes: Sequence[Any]) -> list[Any]:
-        """A push from this process, without a message; the rule's answer for each partition."""
+        """A push from this process, without a message; the rule's answer for each partition.
+
+        Raises:
+            ValueError: if the rule makes workers wait for each other, which this would forget.
+        """
+        if self._rule.may_wait:
+            raise ValueError(
+                "A push from the service's own process cannot be told to try again. Received: the "
+                f"rule {self._rule.name}, in which workers wait for each other. Use a "
+                "ParameterClient here too, or a rule that never waits."
+            )
         who, weight = tf.constant(client), tf.constant(samples, tf.float32)
         return [
-            self._update(part, who, weight, part.version.read_value(), change)[1]
+            self._update(part, who, weight, part.version.read_value(), change)[2]
             for part, change in zip(self._parts, changes, strict=True)
         ]
 
@@ -131,8 +145,8 @@ class ParameterService:
             change = self._wire.decode(list(sent), part.size)
 
             def update() -> Any:
-                new_version, answer = self._update(part, client, samples, version, change)
-                return tf.constant(int(Status.OK)), new_version, self._answer(answer)
+                status, new_version, answer = self._update(part, client, samples, version, change)
+                return status, new_version, self._answer(answer)
 
             finite = tf.reduce_all(tf.math.is_finite(change)) & tf.math.is_finite(samples)
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
@@ -156,20 +170,30 @@ class ParameterService:
 
     def _update(
         self, part: _Part, client: Any, samples: Any, version: Any, change: Any
-    ) -> tuple[Any, Any]:
-        """Applies the rule; the new version and the rule's answer."""
+    ) -> tuple[Any, Any, Any]:
+        """Applies the rule, if it is the client's turn; status, new version, rule's answer."""
 
-        def update() -> tuple[Any, Any]:
+        def update() -> tuple[Any, Any, Any]:
             staleness = tf.cast(tf.maximum(part.version - version, 0), tf.float32)
-            meta = PushMeta(client, samples, staleness)
-            answer = self._rule.update(part.center, part.slots, change, meta)
-            with tf.control_dependencies([answer]):
-                return part.version.assign_add(1, read_value=True), tf.identity(answer)
+            meta = PushMeta(client, samples, staleness, part.version.read_value())
+            if not self._rule.may_wait:
+                return self._apply(part, change, meta)
+            return tf.cond(
+                self._rule.is_turn(part.slots, meta),
+                lambda: self._apply(part, change, meta),
+                lambda: (tf.constant(int(Status.WAIT)), tf.constant(-1, tf.int64), tf.zeros([0])),
+            )
 
         if not self._rule.is_atomic:
             return update()
-        version_and_answer: tuple[Any, Any] = part.lock.execute(update)
-        return version_and_answer
+        result: tuple[Any, Any, Any] = part.lock.execute(update)
+        return result
+
+    def _apply(self, part: _Part, change: Any, meta: PushMeta) -> tuple[Any, Any, Any]:
+        answer = self._rule.update(part.center, part.slots, change, meta)
+        with tf.control_dependencies([answer]):
+            new_version = part.version.assign_add(1, read_value=True)
+            return tf.constant(int(Status.OK)), new_version, tf.identity(answer)
 
 
 class _Part:
@@ -179,8 +203,5 @@ class _Part:
         self.size = size
         self.center = tf.Variable(tf.zeros([size]), trainable=False)
         self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
-        self.slots = {
-            name: tf.Variable(tf.zeros(shape), trainable=False)
-            for name, shape in rule.slots(size).items()
-        }
+        self.slots = rule.create_slots(self.center)
         self.lock = tf.CriticalSection()

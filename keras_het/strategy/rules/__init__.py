@@ -1,16 +1,38 @@
-"""Published rules by which asynchronous workers and the center are combined."""
+"""Published rules by which the workers' weights and the center are combined."""
 
+from keras_het.strategy.rules.ashl import ASHL
+from keras_het.strategy.rules.async_easgd import AsyncEASGD
+from keras_het.strategy.rules.async_measgd import AsyncMEASGD
 from keras_het.strategy.rules.async_sgd import AsyncSGD
 from keras_het.strategy.rules.delay_compensated import DelayCompensated
 from keras_het.strategy.rules.delta import Delta
+from keras_het.strategy.rules.diloco import DiLoCo
 from keras_het.strategy.rules.elastic_averaging import ElasticAveraging
+from keras_het.strategy.rules.hogwild_easgd import HogwildEASGD
+from keras_het.strategy.rules.registry import RULES, get, serialize
+from keras_het.strategy.rules.round_robin_easgd import RoundRobinEASGD
+from keras_het.strategy.rules.streaming_diloco import StreamingDiLoCo
+from keras_het.strategy.rules.sync_easgd import SyncEASGD
+from keras_het.strategy.rules.synchronous_rule import SynchronousRule
 from keras_het.strategy.rules.update_rule import PushMeta, UpdateRule
 
 __all__ = [
+    "ASHL",
+    "RULES",
+    "AsyncEASGD",
+    "AsyncMEASGD",
     "AsyncSGD",
     "DelayCompensated",
     "Delta",
+    "DiLoCo",
     "ElasticAveraging",
+    "HogwildEASGD",
     "PushMeta",
+    "RoundRobinEASGD",
+    "StreamingDiLoCo",
+    "SyncEASGD",
+    "SynchronousRule",
     "UpdateRule",
+    "get",
+    "serialize",
 ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from keras_het.strategy.rules.update_rule import PushMeta
+from keras_het.strategy.rules.worker_sides import SendsGradient
 
 _EPSILON = 1e-7
 
 
-class DelayCompensated:
+class DelayCompensated(SendsGradient):
     r"""DC-ASGD: adds what the gradient would have changed by since the worker saw the center.
 
     With :math:`w_i` the center that worker i last got, elementwise,
@@ -28,8 +29,8 @@ class DelayCompensated:
         learning_rate: :math:`\eta`.
         compensation: :math:`\lambda`; the authors use 0.04 without and 2 with `decay` on CIFAR-10
             (from memory).
+        num_workers: number of workers.
         decay: d of DC-ASGD-a, from 0 to below 1; None for DC-ASGD-c.
-        num_clients: number of workers.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -39,51 +40,59 @@ class DelayCompensated:
         and the authors' updaters.
     """
 
-    name = "delay_compensated"
-    is_atomic = True
+    name: ClassVar[str] = "delay_compensated"
 
     def __init__(
         self,
         learning_rate: float,
         compensation: float,
-        num_clients: int,
+        num_workers: int,
         decay: float | None = None,
     ) -> None:
-        in_range = learning_rate > 0 and compensation >= 0 and num_clients >= 1
+        in_range = learning_rate > 0 and compensation >= 0 and num_workers >= 1
         if not in_range or (decay is not None and not 0 <= decay < 1):
             raise ValueError(
-                "Expected learning_rate > 0, compensation >= 0, num_clients >= 1 and decay None or "
-                f"from 0 to below 1. Received: {learning_rate=}, {compensation=}, {num_clients=}, "
+                "Expected learning_rate > 0, compensation >= 0, num_workers >= 1 and decay None or "
+                f"from 0 to below 1. Received: {learning_rate=}, {compensation=}, {num_workers=}, "
                 f"{decay=}."
             )
-        self._learning_rate = learning_rate
-        self._compensation = compensation
-        self._num_clients = num_clients
-        self._decay = decay
+        self.learning_rate = learning_rate
+        self.compensation = compensation
+        self.num_workers = num_workers
+        self.decay = decay
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
         """The center that each worker last got, whether it got one, and the mean squares."""
-        slots = {"seen": (self._num_clients, size), "has_seen": (self._num_clients,)}
-        if self._decay is not None:
-            slots["mean_square"] = (self._num_clients, size)
+        slots = {"seen": (self.num_workers, size), "has_seen": (self.num_workers,)}
+        if self.decay is not None:
+            slots["mean_square"] = (self.num_workers, size)
         return slots
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Takes one compensated step against the gradient `change`."""
-        client = tf.clip_by_value(meta.client, 0, self._num_clients - 1)
+        client = tf.clip_by_value(meta.client, 0, self.num_workers - 1)
         known = slots["has_seen"][client] > 0
         moved = tf.where(known, center - slots["seen"][client], tf.zeros_like(change))
         square = change * change
-        strength: Any = self._compensation
-        if self._decay is not None:
-            mean = self._decay * slots["mean_square"][client] + (1 - self._decay) * square
+        strength: Any = self.compensation
+        if self.decay is not None:
+            mean = self.decay * slots["mean_square"][client] + (1 - self.decay) * square
             _set_row(slots["mean_square"], client, mean)
-            strength = self._compensation * tf.math.rsqrt(mean + _EPSILON)
-        center.assign_sub(self._learning_rate * (change + strength * square * moved))
+            strength = self.compensation * tf.math.rsqrt(mean + _EPSILON)
+        center.assign_sub(self.learning_rate * (change + strength * square * moved))
         answer = center.read_value()
         _set_row(slots["seen"], client, answer)
         _set_row(slots["has_seen"], client, tf.ones([]))
         return answer
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings."""
+        return {
+            "learning_rate": self.learning_rate,
+            "compensation": self.compensation,
+            "num_workers": self.num_workers,
+            "decay": self.decay,
+        }
 
 
 def _set_row(variable: Any, row: Any, value: Any) -> None:

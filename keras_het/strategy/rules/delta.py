@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from keras_het.strategy.rules.update_rule import PushMeta
+from keras_het.strategy.rules.worker_sides import SendsChange
 
 
-class Delta:
+class Delta(SendsChange):
     r"""Adds what workers have moved: :math:`c \leftarrow c + s\,\Delta_i`, and answers :math:`c`.
 
     A worker runs any optimizer on its weights and sends the difference to those that it last got;
@@ -26,19 +27,19 @@ class Delta:
         Heterogeneous GPU/CPU Clusters", OSDI 2020; asynchronous mode of its implementation.
     """
 
-    name = "delta"
-    is_atomic = True
+    name: ClassVar[str] = "delta"
 
     def __init__(self, scale: float = 1.0) -> None:
         if not scale > 0:
             raise ValueError(f"scale must be positive. Received: {scale}. 1 adds changes in full.")
-        self._scale = scale
-
-    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """No state."""
-        return {}
+        self.scale = scale
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Adds the change."""
-        center.assign_add(change if self._scale == 1 else self._scale * change)
+        del slots, meta
+        center.assign_add(change if self.scale == 1 else self.scale * change)
         return center.read_value()
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings."""
+        return {"scale": self.scale}

@@ -2,89 +2,173 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from keras_het.strategy.rules.update_rule import PushMeta
+import keras
+
+from keras_het.strategy.rules.update_rule import PushMeta, UpdateRule
+
+BETA = 0.9
+"""Sum of the moving rates of all workers that the authors of EASGD use."""
 
 
-class ElasticAveraging:
-    r"""The center's part of asynchronous EASGD and its kin.
+class ElasticAveraging(UpdateRule):
+    r"""What asynchronous EASGD and its kin have in common.
 
     A worker sends its weights :math:`x_i`; with the center c before the push, both move by the same
     elastic difference:
 
     .. math:: c \leftarrow c + \alpha (x_i - c), \qquad x_i \leftarrow x_i - \alpha (x_i - c).
 
-    The answer is the center before the push, so that the worker moves by the same difference
-    (`pull_towards`). Between exchanges the worker takes steps of its own optimizer: plain gradient
-    descent is Async EASGD, with momentum Async MEASGD. `is_atomic=False` is Hogwild EASGD: nothing
-    is locked, simultaneous pushes may see each other's halves.
+    The answer is the center before the push, so that the worker moves by the same difference, also
+    where it took steps in the meantime. Between exchanges it takes steps of its own optimizer.
 
     Args:
-        alpha: moving rate :math:`\alpha = \eta\rho`.
-        learning_rate: of the workers, to check the bound; None to skip the check.
-        is_atomic: whether pushes to a part wait for each other.
+        alpha: moving rate :math:`\alpha = \eta\rho`; None for 0.9 / `num_workers`, as the authors.
+        learning_rate: :math:`\eta` of the workers, times the largest curvature if that is known, to
+            check the bound; None for the bound of an infinitely small rate.
+        num_workers: number of workers; needed for the default of alpha.
 
     Raises:
         ValueError: if alpha is outside the stability bound of round-robin EASGD on a quadratic,
-            0 < alpha <= (4 - 2 eta) / (4 - eta).
+            0 < alpha <= (4 - 2 eta) / (4 - eta), or there is neither alpha nor `num_workers`.
 
     Reference:
         Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015; You,
         Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017.
     """
 
+    name: ClassVar[str] = "elastic_averaging"
+    uses_gradients: ClassVar[bool] = False
+    center_is_weights: ClassVar[bool] = False
+
     def __init__(
-        self, alpha: float, learning_rate: float | None = None, is_atomic: bool = True
+        self,
+        alpha: float | None = None,
+        learning_rate: float | None = None,
+        num_workers: int | None = None,
     ) -> None:
-        bound = largest_moving_rate(0.0 if learning_rate is None else learning_rate)
-        if not 0 < alpha <= bound:
-            raise ValueError(
-                f"alpha must be above 0 and at most (4 - 2 eta) / (4 - eta) = {bound:.4g} for eta "
-                f"= {learning_rate}, else workers and center swing apart. Received: alpha={alpha}. "
-                "The authors use 0.9 / number of workers."
-            )
-        self.alpha = alpha
-        self._is_atomic = is_atomic
-
-    @property
-    def name(self) -> str:
-        """Name of the rule."""
-        return "elastic_averaging" if self._is_atomic else "hogwild_elastic_averaging"
-
-    @property
-    def is_atomic(self) -> bool:
-        """Whether pushes to a part wait for each other."""
-        return self._is_atomic
-
-    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """No state."""
-        return {}
+        self.alpha = default_moving_rate(alpha, num_workers)
+        self.learning_rate = learning_rate
+        self.num_workers = num_workers
+        check_moving_rate(self.alpha, learning_rate, 1)
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Moves the center towards the worker's weights `change`."""
+        del slots, meta
         before = center.read_value()
         center.assign_add(self.alpha * (change - before))
         return before
 
-    def pull_towards(self, weights: Any, answer: Any) -> Any:
-        """The worker's weights after an exchange.
+    def message(self, weights: Any, seen: Any) -> Any:
+        """The weights."""
+        del seen
+        return weights
 
-        Args:
-            weights: what it sent.
-            answer: what it got back.
-        """
-        return weights - self.alpha * (weights - answer)
+    def after_sending(self, weights: Any, seen: Any) -> Any:
+        """The weights."""
+        del seen
+        return weights
+
+    def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
+        """The weights, pulled towards the center by the difference at the time of sending."""
+        return weights - self.alpha * (sent_weights - answer)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Checks the bound for the rate of plain gradient descent."""
+        rate = plain_learning_rate(optimizer)
+        if rate is not None and 0 <= rate <= 2:
+            check_moving_rate(self.alpha, rate, 1)
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings."""
+        return {
+            "alpha": self.alpha,
+            "learning_rate": self.learning_rate,
+            "num_workers": self.num_workers,
+        }
 
 
-def largest_moving_rate(learning_rate: float) -> float:
-    """Stability bound of round-robin EASGD on a quadratic, for 0 <= learning_rate <= 2.
+def default_moving_rate(alpha: float | None, num_workers: int | None) -> float:
+    """The moving rate given, or 0.9 / number of workers.
+
+    Raises:
+        ValueError: if neither is given, or the number is not positive.
+    """
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1. Received: {num_workers}.")
+    if alpha is not None:
+        return alpha
+    if num_workers is None:
+        raise ValueError(
+            "Elastic averaging needs a moving rate. Received: neither alpha nor num_workers. Give "
+            "alpha, or num_workers for the authors' 0.9 / num_workers."
+        )
+    return BETA / num_workers
+
+
+def plain_learning_rate(optimizer: Any) -> float | None:
+    """Rate of plain gradient descent without a schedule; None for any other optimizer."""
+    config = optimizer.get_config() if isinstance(optimizer, keras.optimizers.SGD) else {}
+    rate = config.get("learning_rate")
+    return rate if isinstance(rate, float) and not config.get("momentum") else None
+
+
+def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
+    r"""Stability bound of EASGD on a quadratic of curvature 1, for 0 <= learning_rate <= 2.
+
+    With n workers that exchange at once (n = 1: in turns), x their mean and d a worker's distance
+    to it, a step of gradient and exchange, both from the same old values, is
+
+    .. math::
+        \begin{pmatrix} x \\ c \end{pmatrix} \leftarrow
+        \begin{pmatrix} 1 - \eta - \alpha & \alpha \\ n \alpha & 1 - n \alpha \end{pmatrix}
+        \begin{pmatrix} x \\ c \end{pmatrix}, \qquad d \leftarrow (1 - \eta - \alpha)\, d.
+
+    No eigenvalue is larger than 1 in magnitude (Jury's test: 1 - trace + determinant = n alpha eta,
+    so what decides is 1 + trace + determinant >= 0) exactly if
+
+    .. math:: 0 \le \alpha \le \frac{4 - 2 \eta}{2 + n (2 - \eta)},
+
+    which for n = 1 is (4 - 2 eta) / (4 - eta), the bound that the authors give for round robin. It
+    falls with eta: the largest curvature decides. A worker that exchanges after its step, instead
+    of at once with it, has a bound that is not lower.
+
+    Args:
+        learning_rate: :math:`\eta`.
+        at_once: n.
 
     Raises:
         ValueError: if the learning rate is outside of that range.
+
+    Reference:
+        Zhang, Choromanska and LeCun, 2015 (n = 1); the other n are derived here.
     """
     if not 0 <= learning_rate <= 2:
         raise ValueError(
             f"The bound is known for learning rates from 0 to 2. Received: {learning_rate}."
         )
-    return (4 - 2 * learning_rate) / (4 - learning_rate)
+    return (4 - 2 * learning_rate) / (2 + at_once * (2 - learning_rate))
+
+
+def check_moving_rate(alpha: float, learning_rate: float | None, at_once: int) -> None:
+    """Refuses a moving rate outside of the bound.
+
+    Args:
+        alpha: the moving rate.
+        learning_rate: of the workers; None for the bound of an infinitely small one.
+        at_once: workers that exchange at once.
+
+    Raises:
+        ValueError: if it is; the message has the bound.
+    """
+    bound = largest_moving_rate(learning_rate or 0.0, at_once)
+    if 0 < alpha <= bound:
+        return
+    formula = "(4 - 2 eta) / (4 - eta)" if at_once == 1 else "(4 - 2 eta) / (2 + n (2 - eta))"
+    workers = "" if at_once == 1 else f" and n = {at_once}"
+    raise ValueError(
+        f"alpha must be above 0 and at most {formula} = {bound:.4g} for eta = {learning_rate}"
+        f"{workers}, else workers and center swing apart. Received: alpha={alpha}. The authors use "
+        "0.9 / number of workers."
+    )

@@ -1,8 +1,11 @@
-"""What an update rule is: how a change that a worker sends and the center are combined."""
+"""What an update rule is: how what a worker sends and the center are combined, on both sides."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import abc
+from typing import Any, ClassVar, NamedTuple
+
+import tensorflow as tf
 
 
 class PushMeta(NamedTuple):
@@ -12,28 +15,44 @@ class PushMeta(NamedTuple):
         client: number of the worker, int32 scalar.
         samples: samples behind the change, float32 scalar.
         staleness: updates of this part of the center since the worker last saw it, float32 scalar.
+        version: updates of this part of the center so far, int64 scalar; None where nobody counts.
     """
 
     client: Any
     samples: Any
     staleness: Any
+    version: Any = None
 
 
-@runtime_checkable
-class UpdateRule(Protocol):
-    """Combines what one worker sends with one part of the center.
+class UpdateRule(abc.ABC):
+    """Combines what one worker sends with one part of the center, and the answer with the worker.
 
     The center is cut into parts (partitions); a rule works element by element, so that parts are
-    independent. `update` is traced once for each part and runs where the center is.
+    independent. The server side (`create_slots`, `is_turn`, `update`) is traced once for each part
+    and runs where the center is. The worker side (`message`, `after_sending`, `receive`) are pure
+    functions of float32 tensors, for one vector or one variable as well as for a part of it:
+
+    1. the worker sends `message(weights, seen)`, where `seen` is the answer of its last exchange
+       (the center at first);
+    2. it goes on with `after_sending(weights, seen)` while the message travels;
+    3. `receive` gives the weights after the answer, which becomes `seen`.
+
+    Attributes:
+        name: name in the registry, part of what client and service must agree on.
+        is_atomic: whether pushes to a part run one after the other, so that none is lost.
+        may_wait: whether `is_turn` can be false; the service asks only then.
+        uses_gradients: whether messages are gradients. The worker must not step by itself then: it
+            runs `SGD(learning_rate=1)` from what it has seen, over accumulated mean gradients, so
+            that what it moved back by is the gradient.
+        center_is_weights: whether a worker's weights are the center after `receive`. If not, they
+            are its own, and whoever evaluates or saves must use the center.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the rule, part of what client and service must agree on."""
-
-    @property
-    def is_atomic(self) -> bool:
-        """Whether pushes to a part run one after the other, so that none is lost."""
+    name: ClassVar[str]
+    is_atomic: ClassVar[bool] = True
+    may_wait: ClassVar[bool] = False
+    uses_gradients: ClassVar[bool]
+    center_is_weights: ClassVar[bool]
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
         """State that the rule keeps for a part.
@@ -44,16 +63,94 @@ class UpdateRule(Protocol):
         Returns:
             Name to shape of float32 variables that start at zero.
         """
+        del size
+        return {}
 
+    def create_slots(self, center: Any) -> dict[str, Any]:
+        """Creates the state for a part; called eagerly, once, where the center is.
+
+        Args:
+            center: `tf.Variable` of the part, float32 of shape [size].
+
+        Returns:
+            Name to `tf.Variable`: all that a checkpoint of the part needs beside its center and
+            version.
+        """
+        return {
+            name: tf.Variable(tf.zeros(shape), trainable=False)
+            for name, shape in self.slots(int(center.shape[0])).items()
+        }
+
+    def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+        """Whether a push is taken now, bool scalar; else the worker must try again later.
+
+        Called in the graph, under the part's lock, only if `may_wait`.
+
+        Args:
+            slots: the variables of `create_slots`.
+            meta: what came with the push.
+        """
+        del slots, meta
+        return tf.constant(True)
+
+    @abc.abstractmethod
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Changes the center; called in the graph.
 
         Args:
             center: `tf.Variable` of the part, float32 of shape [size].
-            slots: the variables of `slots`.
+            slots: the variables of `create_slots`.
             change: what the worker sent, float32 of shape [size].
             meta: what came with it.
 
         Returns:
             What the worker gets back, float32 of shape [size].
         """
+
+    @abc.abstractmethod
+    def message(self, weights: Any, seen: Any) -> Any:
+        """What the worker sends.
+
+        Args:
+            weights: the worker's weights.
+            seen: the answer of its last exchange.
+        """
+
+    @abc.abstractmethod
+    def after_sending(self, weights: Any, seen: Any) -> Any:
+        """Weights that the worker goes on with while the message and the answer travel.
+
+        Args:
+            weights: the worker's weights when it sent.
+            seen: the answer of its last exchange.
+        """
+
+    @abc.abstractmethod
+    def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
+        """The worker's weights after the answer.
+
+        Args:
+            weights: the worker's weights now; they may have moved since it sent.
+            sent_weights: `after_sending` of this exchange.
+            answer: what `update` returned.
+        """
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Checks that the worker's own optimizer is one that the rule was published for.
+
+        Args:
+            optimizer: the Keras optimizer that the model was compiled with.
+
+        Raises:
+            ValueError: if it is not; the message says which is.
+        """
+        del optimizer
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings, as the constructor takes them; plain values."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> UpdateRule:
+        """A rule with these settings."""
+        return cls(**config)

@@ -1,0 +1,55 @@
+"""Elastic averaging in turns: the original that later forms are compared with."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from keras_het.strategy.rules.elastic_averaging import ElasticAveraging
+from keras_het.strategy.rules.update_rule import PushMeta
+
+
+class RoundRobinEASGD(ElasticAveraging):
+    r"""Elastic averaging in which worker i + 1 may not push before worker i did.
+
+    The equations are those of Async EASGD; the center takes pushes in the order 0, 1, ..., n - 1,
+    0, ... and tells everybody else to try again. The result does not depend on how fast messages
+    travel, but a worker that is gone holds up all others: use it as a baseline.
+
+    Args:
+        num_workers: n; all of them must take part.
+        alpha: moving rate; None for 0.9 / n.
+        learning_rate: of the workers, to check the bound.
+
+    Raises:
+        ValueError: if alpha is outside the bound, as `ElasticAveraging` has it.
+
+    Reference:
+        Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015;
+        baseline of You, Buluc and Demmel, SC 2017.
+    """
+
+    name: ClassVar[str] = "round_robin_easgd"
+    may_wait: ClassVar[bool] = True
+    num_workers: int
+
+    def __init__(
+        self, num_workers: int, alpha: float | None = None, learning_rate: float | None = None
+    ) -> None:
+        super().__init__(alpha, learning_rate, num_workers)
+
+    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
+        """The number of the worker whose turn it is."""
+        del size
+        return {"turn": ()}
+
+    def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+        """Whether it is the worker's turn."""
+        return tf.equal(tf.cast(meta.client, tf.float32), slots["turn"])
+
+    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+        """Moves the center and gives the turn to the next worker."""
+        following = (tf.cast(meta.client, tf.float32) + 1) % self.num_workers
+        with tf.control_dependencies([slots["turn"].assign(following)]):
+            return super().update(center, slots, change, meta)

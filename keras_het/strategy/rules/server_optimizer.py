@@ -1,0 +1,175 @@
+"""A Keras optimizer that works on parts of the center, each with a state and count of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+"""Kinds whose step of one element does not depend on any other element or on the shape."""
+
+_REFUSED = {
+    "clipnorm": "clips by the norm of a whole variable, which parts of the center do not have; use "
+    "clipvalue",
+    "global_clipnorm": "clips by the norm of all variables, which a part of the center does not "
+    "know; use clipvalue",
+    "use_ema": "averages weights for the end of fit, which the center does not see",
+    "gradient_accumulation_steps": "would accumulate gradients of different workers; let the "
+    "workers accumulate",
+    "loss_scale_factor": "belongs where gradients are computed, on the workers",
+}
+
+
+class ServerOptimizer:
+    """One instance of a Keras optimizer for each part of the center.
+
+    Args:
+        identifier: what `keras.optimizers.get` takes. It is a pattern only: its settings count, its
+            state does not.
+
+    Raises:
+        ValueError: if elements of a variable depend on each other, so that parts cannot be updated
+            on their own, or the learning rate is a function that cannot be copied.
+    """
+
+    def __init__(self, identifier: Any) -> None:
+        self.optimizer = keras.optimizers.get(identifier)
+        self._config = check_elementwise(self.optimizer)
+        self._instances: dict[Any, _Instance] = {}
+
+    def build(self, center: Any) -> dict[str, Any]:
+        """Creates the state for a part.
+
+        Args:
+            center: `tf.Variable` of the part.
+
+        Returns:
+            Name to `tf.Variable` of all of the optimizer's state.
+        """
+        instance = _Instance(type(self.optimizer), self._config, center)
+        self._instances[center.ref()] = instance
+        return instance.variables
+
+    def step(self, center: Any, gradient: Any, version: Any, factor: Any) -> Any:
+        """Takes a step; called in the graph.
+
+        Args:
+            center: `tf.Variable` of the part, known from `build`.
+            gradient: float32 of the same shape.
+            version: updates of the part so far, which the optimizer's own count is set to; None to
+                let it count.
+            factor: of the learning rate, float32 scalar.
+
+        Returns:
+            The center afterwards.
+
+        Raises:
+            ValueError: if the part is unknown.
+        """
+        instance = self._instances.get(center.ref())
+        if instance is None:
+            raise ValueError(
+                "This part of the center has no optimizer. Received: a variable that "
+                "`create_slots` was not called with. Call it once for each part, before `update`."
+            )
+        return instance.step(gradient, version, factor)
+
+
+class _Instance:
+    def __init__(self, kind: Any, config: dict[str, Any], center: Any) -> None:
+        self._center = center
+        self._base_rate = config["learning_rate"]
+        if isinstance(self._base_rate, dict):
+            self._base_rate = keras.optimizers.schedules.deserialize(self._base_rate)
+        self._optimizer = kind.from_config({**config, "learning_rate": 1.0})
+        # A function is the documented way to give Keras a rate that it does not keep itself.
+        self._rate: Any = 1.0
+        self._optimizer.learning_rate = lambda: self._rate
+        self._optimizer.build([center])
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All state; the names are unique within a part."""
+        return {
+            f"optimizer_{index}_{variable.name}": variable.value
+            for index, variable in enumerate(self._optimizer.variables)
+        }
+
+    def step(self, gradient: Any, version: Any, factor: Any) -> Any:
+        """Takes a step; called in the graph, under the part's lock."""
+        if version is not None:
+            self._optimizer.iterations.assign(tf.cast(version, tf.int64))
+        rate = self._base_rate
+        if callable(rate):
+            rate = rate(self._optimizer.iterations.value)
+        self._rate = tf.cast(rate, tf.float32) * factor
+        self._optimizer.apply([gradient], [self._center])
+        self._rate = 1.0
+        # All of the state is written before the answer leaves, and with it the part's lock.
+        with tf.control_dependencies([tf.identity(v) for v in self.variables.values()]):
+            return self._center.read_value()
+
+
+def check_elementwise(optimizer: Any) -> dict[str, Any]:
+    """Refuses optimizers that cannot work on parts of a vector.
+
+    A kind of one's own is taken if it has an attribute `is_elementwise` that is true.
+
+    Args:
+        optimizer: a Keras optimizer.
+
+    Returns:
+        Its settings.
+
+    Raises:
+        ValueError: if elements depend on each other, or a setting has no meaning on the center.
+    """
+    kind = type(optimizer)
+    if kind not in ELEMENTWISE and not getattr(optimizer, "is_elementwise", False):
+        names = ", ".join(known.__name__ for known in ELEMENTWISE)
+        raise ValueError(
+            "The center is one long vector, cut into parts that are updated on their own, so its "
+            f"optimizer must treat every element by itself. Received: {kind.__name__}, which needs "
+            "whole variables (a norm, a shape or a factorization of each), or is not known. Use "
+            f"one of {names}; or run it on the workers, with the rule Delta; or give an optimizer "
+            "of your own the attribute is_elementwise = True."
+        )
+    for setting, reason in _REFUSED.items():
+        if getattr(optimizer, setting, None):
+            raise ValueError(
+                f"The center's optimizer cannot have {setting}: it {reason}. Received: "
+                f"{kind.__name__}({setting}={getattr(optimizer, setting)})."
+            )
+    if getattr(optimizer, "_exclude_from_weight_decay_pattern", None) or getattr(
+        optimizer, "_exclude_from_weight_decay", None
+    ):
+        raise ValueError(
+            "The center's optimizer does not know which elements belong to which variable. "
+            f"Received: {kind.__name__} with exclude_from_weight_decay. Run it on the workers, "
+            "with the rule Delta."
+        )
+    return _config(optimizer)
+
+
+def _config(optimizer: Any) -> dict[str, Any]:
+    config: dict[str, Any] = dict(optimizer.get_config())
+    if callable(config["learning_rate"]):
+        raise ValueError(
+            "The learning rate of the center's optimizer must be a number or a "
+            f"LearningRateSchedule. Received: {config['learning_rate']}, a function that cannot be "
+            "copied for each part."
+        )
+    return config
