@@ -1,0 +1,63 @@
+"""What a loader controller is, and the one that changes nothing."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from keras_het.planning.loader.plan import LoaderPlan
+from keras_het.planning.loader.window import LoaderWindow, WindowSize
+
+
+@runtime_checkable
+class LoaderController(Protocol):
+    """Decides about loaders from windows of steps; the same windows lead to the same plans."""
+
+    @property
+    def name(self) -> str:
+        """Name of the controller, as users give it."""
+
+    @property
+    def plan(self) -> LoaderPlan:
+        """The plan in effect."""
+
+    @property
+    def next_window(self) -> WindowSize:
+        """Which steps the next `observe` should cover."""
+
+    def observe(self, window: LoaderWindow) -> LoaderPlan | None:
+        """Takes a window under the plan in effect; returns a new plan if there should be one."""
+
+    def refused(self, plan: LoaderPlan) -> None:
+        """Takes back the plan that `observe` returned last: it could not be put into effect."""
+
+    def set_cpus(self, cpus: float) -> None:
+        """Bounds the CPUs that the loaders may use."""
+
+
+class FixedController:
+    """Keeps one plan.
+
+    Args:
+        plan: the plan.
+    """
+
+    name = "fixed"
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        self.plan = plan
+
+    @property
+    def next_window(self) -> WindowSize:
+        """A window of a second."""
+        return WindowSize(skip_steps=0, min_steps=1, min_seconds=1.0)
+
+    def observe(self, window: LoaderWindow) -> LoaderPlan | None:
+        """Takes a window; the plan stays."""
+        del window
+        return None
+
+    def refused(self, plan: LoaderPlan) -> None:
+        """Never called: this controller proposes nothing."""
+
+    def set_cpus(self, cpus: float) -> None:
+        """Takes note of nothing: the plan stays."""

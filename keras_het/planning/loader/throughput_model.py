@@ -1,0 +1,156 @@
+"""A-Dloader's model of one job: how many steps/s it makes with n loaders."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+SHARPNESS = 4.0
+"""Exponent of the smooth minimum: 16 % below supply and demand where they are equal, 1.5 % below the
+smaller where the other is twice as large."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JobModel:
+    """Steps/s of a job as a function of its number of loaders.
+
+    n loaders supply batches at S(n) = 1 / (L / n + R), bounded by C: S(n) <= cpus / C. The device
+    takes 1 / T. Both together give X(n) = (S^-g + T^g)^(-1/g) with g = 4.
+
+    Args:
+        loader_seconds: L, time of one loader alone for a batch, in seconds.
+        device_seconds: T, time of a step with its batch at hand, in seconds.
+        cpu_seconds: C, CPU time for a batch, in seconds.
+        serial_seconds: R, time for a batch of what more loaders do not speed up, in seconds: the
+            disk, the network, a stage that is not parallel.
+        weight: how much this job's throughput counts among others.
+
+    Reference:
+        Jia et al. (A-Dloader), IEEE CLOUD 2022, https://doi.org/10.1109/CLOUD55607.2022.00068
+    """
+
+    loader_seconds: float
+    device_seconds: float
+    cpu_seconds: float = 0.0
+    serial_seconds: float = 0.0
+    weight: float = 1.0
+
+    def supply(self, loaders: float, cpus: float = math.inf) -> float:
+        """Batches/s that n loaders give with this many CPUs, S(n)."""
+        seconds = self.loader_seconds / max(loaders, 1e-9) + self.serial_seconds
+        seconds = max(seconds, self.cpu_seconds / cpus, 1e-9)
+        return 1.0 / seconds
+
+    def throughput(self, loaders: float, cpus: float = math.inf) -> float:
+        """Steps/s with n loaders, X(n)."""
+        slower, faster = sorted((self.supply(loaders, cpus), 1.0 / max(self.device_seconds, 1e-9)))
+        return float(slower * (1.0 + (slower / faster) ** SHARPNESS) ** (-1.0 / SHARPNESS))
+
+    @property
+    def cpus_per_loader(self) -> float:
+        """CPUs that one busy loader uses, from 0 (it only waits) to 1."""
+        if self.loader_seconds <= 0:
+            return 1.0
+        return min(self.cpu_seconds / self.loader_seconds, 1.0)
+
+    def enough_loaders(self, most: int, cpus: float = math.inf, gain: float = 0.02) -> int:
+        """The number of loaders from which a quarter more gives less than `gain`, at most `most`.
+
+        Args:
+            most: largest number that is possible.
+            cpus: CPUs that the loaders may use.
+            gain: relative throughput that is worth a quarter more.
+        """
+        loaders = 1
+        while loaders < most:
+            more = min(max(loaders + 1, math.ceil(loaders * 1.25)), most)
+            if self.throughput(more, cpus) < (1.0 + gain) * self.throughput(loaders, cpus):
+                break
+            loaders = more
+        return loaders
+
+
+class ThroughputModel:
+    """Fits a `JobModel` to what is measured while the job runs.
+
+    The device waits in proportion to 1 / X = L / n + R where it waits at all: windows with a wait
+    give points of that line, of which the latest are kept. One number of loaders alone gives L with
+    R = 0; two or more give both by least squares with L, R >= 0.
+
+    Args:
+        memory: numbers of loaders that are kept.
+    """
+
+    def __init__(self, memory: int = 6) -> None:
+        # the latest time of a step for each number of loaders, the oldest number first
+        self._points: dict[int, float] = {}
+        self._memory = memory
+        self._device_seconds = 0.0
+        self._cpu_seconds = 0.0
+
+    def observe(
+        self,
+        loaders: int,
+        steps_per_second: float,
+        idle_fraction: float,
+        device_seconds: float,
+        cpu_seconds: float | None,
+    ) -> None:
+        """Takes note of one window.
+
+        Args:
+            loaders: loaders in effect, n.
+            steps_per_second: throughput, X.
+            idle_fraction: part of the time in which the device waited.
+            device_seconds: time of a step without the wait.
+            cpu_seconds: CPU time of the loaders for a batch, None if not known.
+        """
+        self._device_seconds = device_seconds
+        if cpu_seconds is not None:
+            self._cpu_seconds = cpu_seconds
+        if idle_fraction > 0.1:
+            before = self._points.pop(loaders, 1.0 / steps_per_second)
+            self._points[loaders] = (before + 1.0 / steps_per_second) / 2
+            while len(self._points) > self._memory:
+                del self._points[next(iter(self._points))]
+
+    def forget(self) -> None:
+        """Drops all points: the job has changed."""
+        self._points.clear()
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the device has waited since the start, or since the last change."""
+        return bool(self._points)
+
+    @property
+    def has_line(self) -> bool:
+        """Whether two or more numbers of loaders were measured while the device waited."""
+        return len(self._points) > 1
+
+    @property
+    def job(self) -> JobModel:
+        """The model as of now; without a point, one loader is taken to be enough."""
+        loader, serial = self._line()
+        return JobModel(
+            loader_seconds=max(loader, 1e-9),
+            device_seconds=self._device_seconds,
+            cpu_seconds=self._cpu_seconds,
+            serial_seconds=serial,
+        )
+
+    def _line(self) -> tuple[float, float]:
+        if not self._points:
+            return self._device_seconds, 0.0
+        inverse = np.array([1.0 / loaders for loaders in self._points])
+        seconds = np.array(list(self._points.values()))
+        flat = float(seconds.mean())
+        through_origin = float((inverse * seconds).sum() / (inverse**2).sum())
+        if not self.has_line:
+            return through_origin, 0.0
+        slope, offset = np.polyfit(inverse, seconds, 1)
+        if slope <= 0:
+            return 1e-9, flat
+        return (float(slope), float(offset)) if offset > 0 else (through_origin, 0.0)

@@ -1,0 +1,281 @@
+"""The controller that grows only while the device waits, and confirms each move by measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from keras_het.planning.loader.plan import LoaderPlan
+from keras_het.planning.loader.throughput_model import JobModel, ThroughputModel
+from keras_het.planning.loader.trials import UP, Pauses, Trial
+from keras_het.planning.loader.window import LoaderWindow, WindowSize
+
+WAITS = 0.03
+"""Idle fraction from which the device counts as waiting."""
+CALM_SECONDS = 4.0
+"""Time without waiting after which less is tried."""
+CHANGED = 0.25
+"""Relative error of the predicted throughput from which the job counts as another one."""
+
+
+class TunerController:
+    """Finds the fewest loaders and the shortest buffer with which the device does not wait.
+
+    - Up, while the device waits and the host has what it takes: loaders that compute need idle
+      CPUs, loaders that wait for I/O may outnumber the cores. A throughput model fitted to the
+      windows says how far to go; a step is at most x4 while it is less sure (x16 for loaders that
+      mostly wait, which cost little), x2 while the device waits for less than half of the time.
+    - Each move is confirmed by the next window and taken back if it does not pay. A kind of move
+      that failed stays away for 2, 4, 8, ... 120 s, or until the job changes, which the model's
+      error tells.
+    - Down, if the device has not waited for a while, or if busy CPUs have more loaders than they
+      can use.
+    - `skip_steps` of the windows leaves out what was buffered under the plan before.
+
+    Args:
+        plan: the first plan.
+        cpus: CPUs that this process may use.
+        max_loaders: most loaders.
+        max_prefetch: most finished batches that wait.
+        max_memory: most bytes of batches that are prepared or wait; None for no bound.
+
+    Raises:
+        ValueError: if there is no CPU, or `plan` is beyond a bound.
+    """
+
+    name = "tuner"
+
+    def __init__(
+        self,
+        plan: LoaderPlan,
+        cpus: float,
+        *,
+        max_loaders: int = 128,
+        max_prefetch: int = 64,
+        max_memory: int | None = None,
+    ) -> None:
+        if not cpus > 0 or plan.loaders > max_loaders or plan.prefetch > max_prefetch:
+            raise ValueError(
+                "There must be CPUs, and the first plan must be within the bounds. Received: "
+                f"cpus={cpus}, {plan}, max_loaders={max_loaders}, max_prefetch={max_prefetch}."
+            )
+        self.plan = plan
+        self._least_prefetch = plan.prefetch
+        self._cpus = cpus
+        self._host_cpus = cpus
+        self._max_loaders, self._max_prefetch = max_loaders, max_prefetch
+        self._max_memory = max_memory
+        self._model = ThroughputModel()
+        self._pauses = Pauses()
+        self._trial: Trial | None = None
+        self._now = 0.0
+        self._calm = 0.0
+        self._skip = plan.prefetch + 2
+        self._expected: float | None = None
+        self._hurry = True
+
+    @property
+    def job(self) -> JobModel | None:
+        """The model of the job; None before the device has waited."""
+        return self._model.job if self._model.is_fitted else None
+
+    @property
+    def next_window(self) -> WindowSize:
+        """Short while much is to gain, longer where a few percent must be told from noise."""
+        effect = self._trial.predicted_gain if self._trial else (1.0 if self._hurry else 0.0)
+        if effect > 0.5:
+            return WindowSize(self._skip, 4, 0.1)
+        sure = self._trial is None or effect > 0.1 or self._trial.kind not in UP
+        return WindowSize(self._skip, 16, 0.5 if sure else 1.0)
+
+    def set_cpus(self, cpus: float) -> None:
+        """Bounds the CPUs of the loaders: this job's part of a host that it shares."""
+        self._cpus = min(cpus, self._host_cpus)
+
+    def refused(self, plan: LoaderPlan) -> None:
+        """Goes back, because a plan could not be put into effect."""
+        if self._trial is not None and plan == self.plan:
+            self._pauses.start(self._trial.kind, self._now)
+            self._adopt(self._trial.before)
+            self._trial = None
+            self._skip = 0
+
+    def observe(self, window: LoaderWindow) -> LoaderPlan | None:
+        """Takes a window under the plan in effect; returns a new plan if there should be one."""
+        self._now += window.seconds
+        self._skip = 0
+        if self._trial is None and self._has_changed(window):
+            # this window is of the job before and the job after: the next one decides
+            self._hurry = True
+            return None
+        cpu = window.loader_cpu_seconds
+        self._model.observe(
+            self.plan.loaders,
+            window.steps_per_second,
+            window.idle_fraction,
+            window.device_seconds,
+            None if cpu is None else cpu / window.steps,
+        )
+        plan = self._confirm(window) if self._trial else None
+        if plan is None:
+            plan = self._next_move(window)
+        self._hurry = window.idle_fraction > 0.5
+        return plan
+
+    def _has_changed(self, window: LoaderWindow) -> bool:
+        expected, found = self._expected, window.steps_per_second
+        if expected is not None and abs(found - expected) > CHANGED * expected:
+            self._model.forget()
+            self._pauses.end()
+            self._expected = None
+            return True
+        self._expected = found if expected is None else 0.7 * expected + 0.3 * found
+        return False
+
+    def _confirm(self, window: LoaderWindow) -> LoaderPlan | None:
+        trial, self._trial = self._trial, None
+        if trial is None or trial.pays(window):
+            self._expected = window.steps_per_second
+            return None
+        self._pauses.start(trial.kind, self._now)
+        self._expected = None
+        return self._adopt(dataclasses.replace(trial.before, reason=f"{trial.kind} did not pay"))
+
+    def _next_move(self, window: LoaderWindow) -> LoaderPlan | None:
+        over = self._over_bound(window)
+        if over is not None:
+            return self._adopt(over)
+        if window.idle_fraction > WAITS:
+            self._calm = 0.0
+            grow = (self._more_loaders, self._more_prefetch)
+            moves = (self._relieve, self._trim, *(grow[::-1] if window.waits_unevenly else grow))
+            return next((plan for move in moves if (plan := move(window)) is not None), None)
+        self._calm += window.seconds
+        return self._less(window) if self._calm >= CALM_SECONDS else None
+
+    # --- up
+
+    def _more_loaders(self, window: LoaderWindow) -> LoaderPlan | None:
+        if not self._model.is_fitted or not self._pauses.allow("more loaders", self._now):
+            return None
+        job, now = self._model.job, self.plan.loaders
+        mostly_waits = window.loader_cpu_seconds is not None and job.cpus_per_loader < 0.5
+        largest_step = 2 if window.idle_fraction < 0.5 else 16 if mostly_waits else 4
+        most = min(now * largest_step, self._max_loaders, self._loaders_in_memory(window))
+        if window.loader_cpu_seconds is not None or window.idle_cpus < 0.25:
+            most = min(most, self._loaders_for_cpus(window, job))
+        target = job.enough_loaders(max(most, 1))
+        if target <= now:
+            return None
+        gain = job.throughput(target) / job.throughput(now) - 1.0
+        if gain < 0.02:
+            return None
+        reason = f"device waits {window.idle_fraction:.0%}, {gain:+.0%} predicted"
+        plan = LoaderPlan(target, self.plan.prefetch, reason)
+        return self._try("more loaders", plan, window, gain)
+
+    def _loaders_for_cpus(self, window: LoaderWindow, job: JobModel) -> int:
+        """Loaders for which there are CPUs: those they use now, and idle ones."""
+        if window.loader_cpu_seconds is None:
+            # unknown: no idle CPU, no growth
+            return self.plan.loaders
+        used = window.loader_cpu_seconds / window.seconds
+        free = max(min(window.idle_cpus, self._cpus - used), 0.0)
+        if free < 0.1 * self._host_cpus:
+            return self.plan.loaders
+        return max(int((used + free) / max(job.cpus_per_loader, 1e-3)), 1)
+
+    def _loaders_in_memory(self, window: LoaderWindow) -> int:
+        if self._max_memory is None or not window.batch_bytes:
+            return self._max_loaders
+        return max(self._max_memory // window.batch_bytes - self.plan.prefetch, 1)
+
+    def _more_prefetch(self, window: LoaderWindow) -> LoaderPlan | None:
+        """A longer buffer helps where supply is enough on average, and uneven."""
+        if window.waiting_steps is not None and not window.waits_unevenly:
+            return None
+        if not self._pauses.allow("more prefetch", self._now):
+            return None
+        most = self._max_prefetch
+        if self._max_memory is not None and window.batch_bytes:
+            most = min(most, self._max_memory // window.batch_bytes - self.plan.loaders)
+        target = min(4 * self.plan.prefetch, most)
+        if target <= self.plan.prefetch:
+            return None
+        reason = f"device waits {window.idle_fraction:.0%} in a part of the steps"
+        plan = LoaderPlan(self.plan.loaders, target, reason)
+        return self._try("more prefetch", plan, window, window.idle_fraction / 2)
+
+    # --- down
+
+    def _relieve(self, window: LoaderWindow) -> LoaderPlan | None:
+        """Fewer loaders where all CPUs are busy with more of them than they can use."""
+        fewest = max(math.ceil(self._cpus), 1)
+        busy = window.idle_cpus < 0.1 * self._host_cpus
+        uses = 1.0
+        if window.loader_cpu_seconds is not None:
+            uses = window.loader_cpu_seconds / window.seconds / self.plan.loaders
+        computes = uses * self.plan.loaders > 0.5 * self._cpus
+        if not (busy and computes and self.plan.loaders > fewest):
+            return None
+        if not self._pauses.allow("fewer loaders", self._now):
+            return None
+        reason = f"CPUs are busy, more than {fewest} loaders only hinder each other"
+        return self._try("fewer loaders", LoaderPlan(fewest, self.plan.prefetch, reason), window)
+
+    def _trim(self, window: LoaderWindow) -> LoaderPlan | None:
+        """Fewer loaders where something that is not parallel bounds them, as the model now knows."""
+        if not self._model.has_line or not self._pauses.allow("fewer loaders", self._now):
+            return None
+        enough = self._model.job.enough_loaders(self.plan.loaders)
+        # the line knows nothing of CPUs, which fewer loaders would leave idle
+        enough = max(enough, math.ceil(self._cpus))
+        if enough > 0.6 * self.plan.loaders:
+            return None
+        plan = LoaderPlan(enough, self.plan.prefetch, "more loaders do not make it faster")
+        return self._try("fewer loaders", plan, window)
+
+    def _less(self, window: LoaderWindow) -> LoaderPlan | None:
+        """Fewer loaders, then a shorter buffer, while the device does not wait."""
+        loaders, prefetch = self.plan.loaders, self.plan.prefetch
+        if loaders > 1 and self._pauses.allow("fewer loaders", self._now):
+            target = max(loaders // 2, 1)
+            if self._model.is_fitted:
+                target = max(target, math.ceil(0.75 * self._model.job.enough_loaders(loaders)))
+            if target < loaders:
+                plan = LoaderPlan(target, prefetch, "device does not wait")
+                return self._try("fewer loaders", plan, window)
+        if prefetch > self._least_prefetch and self._pauses.allow("less prefetch", self._now):
+            target = max(prefetch // 2, self._least_prefetch)
+            plan = LoaderPlan(loaders, target, "device does not wait")
+            return self._try("less prefetch", plan, window)
+        return None
+
+    def _over_bound(self, window: LoaderWindow) -> LoaderPlan | None:
+        """A plan that keeps to `max_memory`, if the present one does not."""
+        if self._max_memory is None or not window.batch_bytes:
+            return None
+        batches = max(self._max_memory // window.batch_bytes, 2)
+        if self.plan.loaders + self.plan.prefetch <= batches:
+            return None
+        prefetch = max(min(self.plan.prefetch, batches // 2), 1)
+        loaders = max(min(self.plan.loaders, batches - prefetch), 1)
+        self._least_prefetch = min(self._least_prefetch, prefetch)
+        plan = LoaderPlan(loaders, prefetch, f"at most {self._max_memory} bytes of batches")
+        return None if plan == self.plan else plan
+
+    # --- common
+
+    def _try(
+        self, kind: str, plan: LoaderPlan, window: LoaderWindow, gain: float = 0.0
+    ) -> LoaderPlan:
+        self._trial = Trial(kind, self.plan, window, gain)
+        return self._adopt(plan)
+
+    def _adopt(self, plan: LoaderPlan) -> LoaderPlan:
+        """Puts a plan into effect; what was ready before is not its work."""
+        # a loader holds up to two samples or batches
+        self._skip = self.plan.prefetch + 2 * self.plan.loaders + 1
+        self._calm = 0.0
+        self.plan = plan
+        return plan
