@@ -19,6 +19,8 @@ from keras.src.metrics import reduction_metrics as keras_reduction_metrics
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.optimizers import loss_scale_optimizer as keras_loss_scale_optimizer
 from keras.src.random import seed_generator as keras_seed_generator
+from tensorflow.core.framework import model_pb2
+from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import (
     collective_util,
     cross_device_utils,
@@ -42,6 +44,7 @@ CollectiveKeys = cross_device_utils.CollectiveKeys
 CommunicationOptions = collective_util.Options
 RpcClient = rpc_ops.GrpcClient
 RpcServer = rpc_ops.GrpcServer
+UnchangedElementsDataset = dataset_ops.UnaryUnchangedStructureDataset
 regroup = distribute_utils.regroup
 type_spec_from_value = type_spec_lib.type_spec_from_value
 
@@ -56,11 +59,15 @@ __all__ = [
     "RpcClient",
     "RpcServer",
     "StrategyExtended",
+    "UnchangedElementsDataset",
     "abort_collectives",
+    "data_set_variant",
     "distribute_lib",
     "distribute_utils",
     "distribute_values",
     "global_seed_is_set",
+    "iterated_data_set",
+    "iterator_model",
     "keras_base_optimizer",
     "keras_loss",
     "keras_loss_scale_optimizer",
@@ -71,7 +78,10 @@ __all__ = [
     "keras_tf_optimizer",
     "peer_is_healthy",
     "regroup",
+    "restart_iterator",
+    "restore_iterator",
     "run_independently",
+    "save_iterator",
     "type_spec_from_value",
 ]
 
@@ -165,3 +175,58 @@ def run_independently(tensor: Any) -> Any:
     if manager is not None:
         manager.run_independently(tensor.op)
     return tensor
+
+
+def data_set_variant(dataset: Any) -> Any:
+    """The tensor that is a `tf.data.Dataset` in TensorFlow's runtime."""
+    return dataset._variant_tensor
+
+
+def iterated_data_set(iterator: Any) -> Any:
+    """The data set that a `tf.data.Iterator` was made of, None if it is not known."""
+    return getattr(iterator, "_dataset", None)
+
+
+def save_iterator(iterator: Any) -> Any:
+    """The state of a `tf.data.Iterator`, buffers included, in memory.
+
+    Tensors are shared, not copied. Waits for the calls that are under way.
+
+    Returns:
+        A variant tensor for `restore_iterator`.
+    """
+    return tf.raw_ops.SerializeIterator(
+        resource_handle=iterator._iterator_resource,
+        external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE.value,
+    )
+
+
+def restore_iterator(iterator: Any, state: Any) -> None:
+    """Makes a new `tf.data.Iterator` continue where another was saved.
+
+    Args:
+        iterator: of a data set with the same operations.
+        state: what `save_iterator` returned.
+    """
+    tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
+
+
+def restart_iterator(iterator: Any, dataset: Any) -> None:
+    """Lets a `tf.data.Iterator` begin another data set of the same element structure."""
+    tf.raw_ops.MakeIterator(dataset=dataset._variant_tensor, iterator=iterator._iterator_resource)
+
+
+def iterator_model(iterator: Any) -> Any:
+    """The model by which AUTOTUNE tunes an iterator, a `ModelProto`.
+
+    Returns:
+        None if the iterator is not tuned, or TensorFlow is older than the operation (2.16).
+    """
+    read = getattr(tf.raw_ops, "IteratorGetModelProto", None)
+    if read is None:
+        return None
+    try:
+        text = read(iterator=iterator._iterator_resource).numpy()
+    except tf.errors.NotFoundError:
+        return None
+    return model_pb2.ModelProto.FromString(text)

@@ -184,6 +184,47 @@ def test_operation_seeds_depend_on_the_global_seed(cpu_devices):
     assert private_api.operation_seeds(3) == (5, 3)
 
 
+def test_an_iterator_goes_on_in_another(cpu_devices):
+    def build(calls):
+        numbers = tf.data.Dataset.range(20)
+        return numbers.map(lambda value: value, num_parallel_calls=calls).batch(2).prefetch(2)
+
+    old = iter(build(1))
+    first = next(old).numpy().tolist()
+    dataset = build(3)
+    new = iter(dataset)
+    private_api.restore_iterator(new, private_api.save_iterator(old))
+    rest = [value for batch in new for value in batch.numpy().tolist()]
+    assert first + rest == list(range(20))
+    assert private_api.iterated_data_set(new) is dataset
+    private_api.restart_iterator(old, build(1).take(0))
+    assert list(old) == []
+
+
+def test_the_model_of_an_iterator_has_what_is_read_from_it(cpu_devices):
+    iterator = iter(tf.data.Dataset.range(20).map(lambda value: value, num_parallel_calls=2))
+    next(iterator)
+    model = private_api.iterator_model(iterator)
+    if not hasattr(tf.raw_ops, "IteratorGetModelProto"):
+        assert model is None
+        return
+    node = model.nodes[model.output]
+    for name in ("name", "inputs", "parameters", "processing_time", "buffered_elements"):
+        assert hasattr(node, name), name
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    fixed = iter(tf.data.Dataset.range(2).with_options(options))
+    assert private_api.iterator_model(fixed) is None
+
+
+def test_a_data_set_may_pass_for_its_source(cpu_devices):
+    source = tf.data.Dataset.range(3)
+    variant = private_api.data_set_variant(source)
+    same = private_api.UnchangedElementsDataset(source, variant)
+    assert [int(value) for value in same.map(lambda value: value + 1)] == [1, 2, 3]
+    assert same.element_spec == source.element_spec
+
+
 def private_imports(path: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):

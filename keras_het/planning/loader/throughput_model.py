@@ -8,8 +8,8 @@ import math
 import numpy as np
 
 SHARPNESS = 4.0
-"""Exponent of the smooth minimum: 16 % below supply and demand where they are equal, 1.5 % below the
-smaller where the other is twice as large."""
+"""Exponent of the smooth minimum: 16 % below supply and demand where they are equal, 1.5 % below
+the smaller where the other is twice as large."""
 
 
 @dataclasses.dataclass(frozen=True)

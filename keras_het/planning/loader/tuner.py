@@ -224,7 +224,7 @@ class TunerController:
         return self._try("fewer loaders", LoaderPlan(fewest, self.plan.prefetch, reason), window)
 
     def _trim(self, window: LoaderWindow) -> LoaderPlan | None:
-        """Fewer loaders where something that is not parallel bounds them, as the model now knows."""
+        """Fewer loaders where, as the model now knows, a part that is not parallel bounds them."""
         if not self._model.has_line or not self._pauses.allow("fewer loaders", self._now):
             return None
         enough = self._model.job.enough_loaders(self.plan.loaders)
