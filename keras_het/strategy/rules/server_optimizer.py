@@ -102,9 +102,9 @@ class _Instance:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """All state; the names are unique within a part."""
+        """All state, by place: Keras numbers its names anew for each instance."""
         return {
-            f"optimizer_{index}_{variable.name}": variable.value
+            f"optimizer_{index}": variable.value
             for index, variable in enumerate(self._optimizer.variables)
         }
 

@@ -1,0 +1,128 @@
+"""ASHL: shares of the data, two stages, a bounded lead in the second."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from rule_checks import SIZE, Center, ChangeEquations, follow, start_vector
+
+from keras_het.planning import plan_local_steps
+from keras_het.strategy.parameter_service import TopKWire
+from keras_het.strategy.rules import ASHL
+
+SHARES = (0.5, 0.3, 0.2)
+GOOD = {
+    "data_shares": SHARES,
+    "steps": (8, 5, 3),
+    "second_steps": (3, 2, 1),
+    "loss_threshold": 0.5,
+    "largest_lead": 2,
+}
+
+
+class ASHLEquations(ChangeEquations):
+    def update(self, i, change, samples, staleness):
+        self.c = self.c + SHARES[i] * change
+        return self.c
+
+
+@pytest.mark.parametrize("second_stage", [False, True])
+def test_equations(cpu_devices, second_stage, monkeypatch):
+    rule, start = ASHL(**{**GOOD, "largest_lead": 100}), start_vector()
+    if second_stage:
+        create = rule.create_slots
+
+        def create_in_second_stage(center):
+            slots = create(center)
+            rule.enter_second_stage(slots)
+            return slots
+
+        monkeypatch.setattr(rule, "create_slots", create_in_second_stage)
+    center, _ = follow(rule, ASHLEquations(start), start)
+    pushes = center.slots[0]["pushes"].numpy()
+    assert pushes.sum() == (center.version if second_stage else 0)
+
+
+def test_nobody_waits_in_the_first_stage(cpu_devices):
+    center = Center(ASHL(**GOOD), start_vector())
+    for _ in range(10):
+        assert center.push(0, 1, center.version, np.ones(SIZE)) is not None
+    np.testing.assert_allclose(center.values, start_vector() + 5, rtol=1e-5)
+
+
+def test_second_stage_bounds_the_lead_as_algorithm_3(cpu_devices):
+    rule, random = ASHL(**GOOD), np.random.default_rng(0)
+    center = Center(rule, start_vector())
+    for slots in center.slots:
+        rule.enter_second_stage(slots)
+    steps, waits = [0, 0, 0], 0
+    for _ in range(60):
+        i = int(random.choice(3, p=[0.7, 0.2, 0.1]))
+        allowed = steps[i] + 1 - min(steps) <= 2  # step_i - min(step) <= s after step_i++
+        answer = center.push(i, 1, center.version, np.ones(SIZE))
+        assert (answer is not None) == allowed
+        steps[i] += allowed
+        waits += not allowed
+    assert waits > 5
+    expected = start_vector() + np.dot(steps, SHARES)
+    np.testing.assert_allclose(center.values, expected, rtol=1e-4)
+
+
+def test_a_repeated_push_is_taken_once(cpu_devices):
+    rule = ASHL(**GOOD)
+    center = Center(rule, start_vector())
+    for slots in center.slots:
+        rule.enter_second_stage(slots)
+    assert center.push(0, 1, 0, np.ones(SIZE)) is not None
+    assert center.push(0, 1, 0, np.ones(SIZE)) is None
+    assert center.push(1, 1, 0, np.ones(SIZE)) is not None  # stale, but its first
+    assert center.push(0, 1, 1, np.ones(SIZE)) is not None
+    assert center.version == 3
+
+
+def test_largest_values_with_error_feedback_lose_nothing(cpu_devices):
+    rule = ASHL(**GOOD, compression_ratios=[0.2, 0.5, 1.0])
+    center, start = Center(rule, start_vector()), start_vector()
+    residuals, moved = [np.zeros(SIZE, "float32")] * 3, np.zeros(SIZE)
+    for turn in range(30):
+        i = turn % 3
+        change = np.random.default_rng(turn).normal(size=SIZE).astype("float32")
+        wire = TopKWire(rule.compression_ratios[i])
+        sent, left = wire.encode(tf.constant(change + residuals[i]))
+        residuals[i] = left.numpy()
+        center.push(i, 1, center.version, wire.decode(sent, SIZE))
+        moved += SHARES[i] * change
+    waiting = np.dot(SHARES, residuals)
+    assert np.abs(waiting).max() > 0.1
+    np.testing.assert_allclose(center.values + waiting, start + moved, rtol=1e-4, atol=1e-4)
+
+
+def test_from_measured_times():
+    times = ([0.1, 0.2, 0.4], [0.05, 0.05, 0.1], [0.05, 0.05, 0.1])
+    first, second = plan_local_steps(*times, 8, 0.1), plan_local_steps(*times, 2)
+    rule = ASHL.from_plans(first, second, loss_threshold=0.7)
+    assert rule.steps == first.steps
+    assert rule.second_steps == second.steps
+    assert rule.data_shares == pytest.approx(first.data_shares)
+    assert rule.compression_ratios == pytest.approx(first.compression_ratios)
+    assert [rule.local_steps(0, stage) for stage in (False, True)] == [
+        first.steps[0],
+        second.steps[0],
+    ]
+    assert rule.is_second_stage(0.7)
+    assert not rule.is_second_stage(0.71)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"steps": (8, 5)}, "one entry for each worker"),
+        ({"data_shares": ()}, "one entry for each worker"),
+        ({"data_shares": (0.5, 0.3, 0.1)}, "sum to 1"),
+        ({"second_steps": (9, 2, 1)}, "second_steps <= steps"),
+        ({"compression_ratios": (0, 1, 1)}, "compression_ratios be above 0"),
+        ({"largest_lead": 0}, "largest_lead be at least 1"),
+    ],
+)
+def test_settings_out_of_range(changed, match):
+    with pytest.raises(ValueError, match=match):
+        ASHL(**{**GOOD, **changed})

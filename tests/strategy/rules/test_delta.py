@@ -1,0 +1,48 @@
+"""Delta: the center is the sum of all changes."""
+
+import numpy as np
+import pytest
+from rule_checks import SIZE, Center, ChangeEquations, follow, start_vector
+
+from keras_het.strategy.rules import Delta
+
+
+class DeltaEquations(ChangeEquations):
+    def __init__(self, start, scale):
+        super().__init__(start)
+        self.scale = scale
+
+    def update(self, i, change, samples, staleness):
+        self.c = self.c + self.scale * change
+        return self.c
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_equations(cpu_devices, scale):
+    start = start_vector()
+    follow(Delta(scale), DeltaEquations(start, scale), start)
+
+
+def test_the_center_is_the_start_and_all_changes(cpu_devices):
+    rule, random, start = Delta(), np.random.default_rng(1), start_vector()
+    center = Center(rule, start)
+    weights, seen = [start] * 3, [start] * 3
+    moved = np.zeros(SIZE)
+    for _ in range(20):
+        i = int(random.integers(3))
+        before, during = 0.1 * random.normal(size=(2, SIZE)).astype("float32")
+        sent = weights[i] + before
+        answer = center.push(i, 8, center.version, rule.message(sent, seen[i]))
+        # what it does while the answer travels counts too, at its next push
+        weights[i] = rule.receive(rule.after_sending(sent, seen[i]) + during, sent, answer)
+        seen[i] = answer
+        moved += before + during
+    for i in range(3):
+        center.push(i, 8, center.version, rule.message(weights[i], seen[i]))
+    np.testing.assert_allclose(center.values, start + moved, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0])
+def test_wrong_scale(scale):
+    with pytest.raises(ValueError, match="scale must be positive"):
+        Delta(scale)

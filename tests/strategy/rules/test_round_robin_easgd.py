@@ -1,0 +1,139 @@
+"""Original EASGD: in turns, which the center enforces."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from rule_checks import Center, ElasticEquations, follow, start_vector
+
+from keras_het.launch.free_ports import ReservedPorts
+from keras_het.strategy.parameter_service import (
+    ParameterClient,
+    ParameterService,
+    Partitions,
+    Status,
+    credential,
+)
+from keras_het.strategy.rules import RoundRobinEASGD
+from keras_het.strategy.rules.elastic_averaging import largest_moving_rate
+
+PARTITIONS = Partitions(((3, 4), (6,)), partition_size=7)
+PROOF = credential(b"0123456789abcdef", "model")
+
+
+def test_equations(cpu_devices):
+    start = start_vector()
+    follow(RoundRobinEASGD(3, 0.3), ElasticEquations(start, 0.3), start, order=[0, 1, 2])
+
+
+def test_a_push_out_of_turn_changes_nothing(cpu_devices):
+    center = Center(RoundRobinEASGD(3, 0.3), start_vector())
+    other = start_vector(2)
+    for pusher in (1, 2):
+        assert center.push(pusher, 1, 0, other) is None
+    np.testing.assert_array_equal(center.values, start_vector())
+    assert center.push(0, 1, 0, other) is not None
+    assert center.push(0, 1, 0, other) is None
+    for pusher in (1, 2, 0, 1):
+        assert center.push(pusher, 1, center.version, other) is not None
+    assert center.version == 5
+
+
+def test_a_repeated_push_is_taken_once(cpu_devices):
+    center = Center(RoundRobinEASGD(2, 0.3), start_vector())
+    seen = [0, 0]
+    for _ in range(3):
+        for i in range(2):
+            assert center.push(i, 1, seen[i], start_vector(2)) is not None
+            last, seen[i] = seen[i], center.version
+    before = center.values
+    assert center.push(0, 1, 0, start_vector(3)) is None  # its turn, but an old message
+    assert center.push(1, 1, last, start_vector(3)) is None
+    np.testing.assert_array_equal(center.values, before)
+    assert center.push(0, 1, seen[0], start_vector(3)) is not None
+
+
+@pytest.fixture
+def service(cpu_devices):
+    ports = ReservedPorts(1)
+    ports.release()
+    ports.close()
+    rule = RoundRobinEASGD(3, 0.3)
+    service = ParameterService(ports.addresses[0], PARTITIONS, rule, PROOF, num_clients=3)
+    service.start()
+    return service
+
+
+def test_service_says_wait(service):
+    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    ones = [tf.ones([size]) for size in PARTITIONS.sizes]
+    clients = [ParameterClient(service.address, PARTITIONS, PROOF, i) for i in range(3)]
+    versions = tf.zeros([3], tf.int64)
+    answer = clients[1].push(ones, versions, 1.0, zeros)
+    assert set(answer.statuses.numpy()) == {Status.WAIT}
+    assert set(service.versions()) == {0}
+    for residual in answer.residuals:  # nothing of it was taken
+        np.testing.assert_array_equal(residual, tf.ones_like(residual))
+    assert set(clients[0].push(ones, versions, 1.0, zeros).statuses.numpy()) == {Status.OK}
+    assert set(clients[1].push(ones, versions, 1.0, zeros).statuses.numpy()) == {Status.OK}
+    np.testing.assert_allclose(service.center()[1], np.full(6, 1 - 0.7**2), rtol=1e-5)
+
+
+def test_clients_that_poll_get_their_turns_in_order(service):
+    taken, rounds = [], 4
+
+    def work(number):
+        client = ParameterClient(service.address, PARTITIONS, PROOF, number)
+        value = [tf.fill([size], float(number)) for size in PARTITIONS.sizes]
+        versions = np.zeros(len(value), np.int64)
+        for _ in range(rounds):
+            new_versions = np.full(len(value), -1)
+            while (new_versions < 0).any():
+                answer = client.push(value, tf.constant(versions), 1.0, value)
+                statuses = answer.statuses.numpy()
+                assert set(statuses) <= {Status.OK, Status.WAIT}
+                new_versions = np.where(statuses == Status.OK, answer.versions, new_versions)
+            versions = new_versions
+            taken.append(number)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert sorted(taken) == sorted(list(range(3)) * rounds)
+    assert set(service.versions()) == {3 * rounds}
+    expected = 0.0
+    for turn in range(3 * rounds):
+        expected += 0.3 * (turn % 3 - expected)
+    np.testing.assert_allclose(service.center()[0].numpy().flat[0], expected, rtol=1e-5)
+
+
+def test_service_refuses_to_forget_a_turn(service):
+    with pytest.raises(ValueError, match=r"cannot be told to try again.*round_robin_easgd"):
+        service.exchange_locally(0, 1.0, [tf.zeros([size]) for size in PARTITIONS.sizes])
+
+
+def test_stable_within_the_bound_only():
+    # the quadratic x^2 / 2 of the bound's proof, exactly: one worker at a time
+    def largest_after(alpha, rate, workers=3, rounds=400):
+        center, xs = 1.0, [1.0, -2.0, 0.5][:workers]
+        for turn in range(rounds * workers):
+            i = turn % workers
+            difference = alpha * (xs[i] - center)
+            xs[i] = xs[i] - rate * xs[i] - difference
+            center += difference
+        return max(abs(center), *map(abs, xs))
+
+    for rate in (0.5, 1.0, 1.5):
+        bound = largest_moving_rate(rate)
+        assert largest_after(0.95 * bound, rate) < 10
+        assert largest_after(1.3 * bound, rate) > 1e3
+
+
+def test_default_moving_rate():
+    assert RoundRobinEASGD(3).alpha == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="num_workers must be at least 1"):
+        RoundRobinEASGD(0)
