@@ -54,7 +54,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if num_steps and self._first_step >= num_steps:
             self._epoch, self._first_step = self._epoch + 1, 0
         self.model._initial_epoch = self._epoch
-        self._strategy().resume_data(position["passes"], position["pass_step"])
+        strategy = self._strategy()
+        size = position.get("global_batch_size")
+        if size and size != getattr(strategy.iterated_data, "global_batch_size", size):
+            strategy.iterated_data.set_global_batch_size(size)
+        strategy.resume_data(position["passes"], position["pass_step"])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes where the epoch starts."""
@@ -105,6 +109,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "step": self._step,
             "passes": passes,
             "pass_step": pass_step,
+            "global_batch_size": getattr(self._data, "global_batch_size", None),
         }
 
     def _strategy(self) -> Any:

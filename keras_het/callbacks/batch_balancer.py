@@ -6,12 +6,14 @@ import collections
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_het.callbacks.global_batch_growth import GlobalBatchGrowth
 from keras_het.callbacks.memory_bounds import (
     MemoryBounds,
     largest_share_that_fits,
@@ -19,8 +21,10 @@ from keras_het.callbacks.memory_bounds import (
     replicas_without_memory,
 )
 from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.callbacks.reading_interval import ReadingInterval
 from keras_het.callbacks.share_bounds import Bound, each_bound
 from keras_het.planning import BalancePlan, BalancePolicy, make_policy
+from keras_het.strategy.compute_times import StepTimes
 
 _logger = logging.getLogger("keras_het")
 
@@ -39,6 +43,9 @@ class BatchBalancer(keras.callbacks.Callback):
     barrier, which makes step times equal on all replicas. They travel in the collective that a step
     has anyway, and so does the chief's decision: all workers change shares after the same step.
 
+    With `global_batch="adaptive"` the global batch grows between epochs as far as the noise of the
+    gradient allows, see `GlobalBatchGrowth`; the learning rate grows with it.
+
     Args:
         policy: "boa" (the exact min-max program over fitted times), "even", "static",
             "proportional", "lb_bsp", "lbb", or an object with the methods of
@@ -51,6 +58,9 @@ class BatchBalancer(keras.callbacks.Callback):
             to give a replica nothing.
         memory_directory: directory, shared by all workers, that remembers over restarts which share
             was too large for a replica's memory; such a bound is obeyed like `max_share`.
+        global_batch: "constant", or "adaptive": the batch that makes the most progress a second,
+            never below that of the data; needs the policy "boa" and two replicas at least.
+        max_global_batch: largest global batch of "adaptive"; by default eight times the first.
         verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
         keep_measurements: number of steps whose measurements are kept.
         **options: further arguments of the policy, such as `dead_band` of "boa" or `weights` of
@@ -59,6 +69,7 @@ class BatchBalancer(keras.callbacks.Callback):
     Attributes:
         plans: all `keras_het.planning.BalancePlan`s so far, oldest first; on workers other than the
             chief with the shares only.
+        global_batch_sizes: sizes of the global batch so far; one, unless it is adaptive.
         measurements: the latest steps as dicts of "step", "shares" (samples) and "seconds" (compute
             time), each with one number for each replica.
 
@@ -80,6 +91,8 @@ class BatchBalancer(keras.callbacks.Callback):
         max_share: Bound = None,
         min_share: Bound = None,
         memory_directory: str | Path | None = None,
+        global_batch: str = "constant",
+        max_global_batch: int | None = None,
         verbose: int = 0,
         keep_measurements: int = 1000,
         **options: Any,
@@ -92,6 +105,11 @@ class BatchBalancer(keras.callbacks.Callback):
                 "min_share goes with a policy's name. Received: min_share="
                 f"{min_share!r} and the policy {policy!r}. Give the bounds to the policy itself."
             )
+        _check_global_batch(global_batch, max_global_batch, policy)
+        self._is_growing, self._max_global_batch = global_batch == "adaptive", max_global_batch
+        self._growth: GlobalBatchGrowth | None = None
+        self._interval = ReadingInterval()
+        self._latest_reading: float | None = None
         self._given_policy = policy
         self._max_share, self._min_share = max_share, min_share
         self._options = options
@@ -102,6 +120,7 @@ class BatchBalancer(keras.callbacks.Callback):
         self._used_shares: tuple[int, ...] = ()
         self._step = 0
         self.plans: list[BalancePlan] = []
+        self.global_batch_sizes: list[int] = []
         self.measurements: collections.deque[dict[str, Any]] = collections.deque(
             maxlen=keep_measurements
         )
@@ -109,7 +128,8 @@ class BatchBalancer(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Switches on the measurement."""
         strategy = heterogeneous_strategy(self.model, self)
-        strategy.measure_compute_times(self.model)
+        strategy.measure_compute_times(self.model, gradients=self._is_growing)
+        self._interval = ReadingInterval()
         if self._policy is None:
             # steps and wishes of an earlier fit are not this balancer's
             strategy.compute_times.read_new()
@@ -123,36 +143,87 @@ class BatchBalancer(keras.callbacks.Callback):
             self._start(strategy, total)
             if self._used_shares and self._used_shares != before:
                 strategy.iterated_data.cut_anew()
+        if self._is_growing:
+            self._growth = GlobalBatchGrowth(
+                strategy, self.model, self._max_global_batch, self._predicted_step_seconds
+            )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Decides after every step, or after every execution of several steps."""
+        """Decides after every step; after several where steps are short."""
+        if self._interval.is_due():
+            self._read()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Starts the clock of whole steps anew: validation is none."""
+        self._latest_reading = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Changes the global batch, if it is adaptive."""
+        self._read()
+        batch = self._growth.epoch_ends() if self._growth is not None else None
+        if batch is not None and self._policy is not None:
+            self._global_batch_size = batch
+            self.global_batch_sizes.append(batch)
+            self._policy.set_global_batch_size(batch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leaves Keras as it was."""
+        if self._growth is not None:
+            self._growth.training_ends()
+
+    def _read(self) -> None:
         strategy = heterogeneous_strategy(self.model, self)
         steps = strategy.compute_times.read_new()
-        for times in steps:
-            _check_same_shares(times)
-            self._observe(strategy, times)
-            self._step += 1
-        if steps:
-            self._follow(strategy, tuple(steps[-1].wanted_shares.tolist()))
+        if not steps:
+            return
+        self._note_whole_steps(len(steps))
+        for group in self._interval.groups(steps):
+            self._observe(strategy, group)
+        self._interval.was_read(steps)
+        if self._policy is not None and strategy.is_chief:
+            self._decided(strategy, self._policy.propose(self._step - 1))
+        if self._growth is not None:
+            self._growth.observe(steps)
+        self._follow(strategy, tuple(steps[-1].wanted_shares.tolist()))
 
-    def _observe(self, strategy: Any, times: Any) -> None:
-        total = int(times.shares.sum())
+    def _note_whole_steps(self, count: int) -> None:
+        """Tells the policy how long steps took as a whole, which is what counts in the end."""
+        now, before = time.perf_counter(), self._latest_reading
+        self._latest_reading = now
+        note = getattr(self._policy, "observe_step_seconds", None)
+        if before is not None and note is not None:
+            note((now - before) / count)
+
+    def _predicted_step_seconds(self, samples: int) -> float | None:
+        predict = getattr(self._policy, "predicted_step_seconds", None)
+        return None if predict is None else predict(samples)
+
+    def _observe(self, strategy: Any, steps: list[StepTimes]) -> None:
+        """Takes note of steps with the same shares, which count as one."""
+        shares = steps[-1].shares
+        total = int(shares.sum())
+        _check_same_shares(shares, np.mean([step.mean_shares for step in steps], axis=0))
         if self._policy is None:
             self._start(strategy, total)
         elif total > self._global_batch_size:
             self._global_batch_size = total
             self._policy.set_global_batch_size(total)
         # A replica without a share computed a row of zeros: its time says nothing about samples.
-        seconds = np.where(times.shares > 0, times.seconds, np.nan)
-        row = {"step": self._step, "shares": times.shares.tolist(), "seconds": seconds.tolist()}
-        self.measurements.append(row)
+        seconds = [np.where(shares > 0, step.seconds, np.nan) for step in steps]
+        is_first = self._step == 0
+        for each in seconds:
+            row = {"step": self._step, "shares": shares.tolist(), "seconds": each.tolist()}
+            self.measurements.append(row)
+            self._step += 1
         if self._policy is not None and strategy.is_chief:
-            self._policy.observe(self._step, times.shares, seconds)
-            self._decided(strategy, self._policy.propose(self._step))
+            # The first step loads kernels and allocates memory: it says nothing about later ones.
+            median = np.full(len(shares), np.nan) if is_first else np.median(seconds, axis=0)
+            self._policy.observe(self._step - 1, shares, median)
 
     def _start(self, strategy: Any, total: int) -> None:
         """The first plan, which depends on nothing measured: the same on all workers."""
         self._global_batch_size = total
+        self.global_batch_sizes = [total]
         self._policy = self._make_policy(strategy, total)
         is_adaptive = self._policy.name not in _FIXED_POLICIES
         if is_adaptive and len(set(strategy.shares)) > 1 and hasattr(self._policy, "start_from"):
@@ -277,13 +348,30 @@ class BatchBalancer(keras.callbacks.Callback):
             Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
-def _check_same_shares(times: Any) -> None:
-    difference = np.abs(times.mean_shares - times.shares)
-    if (difference > 1e-3 * np.maximum(times.shares, 1)).any():
+def _check_global_batch(global_batch: str, largest: int | None, policy: Any) -> None:
+    if global_batch not in ("constant", "adaptive"):
+        raise ValueError(
+            f'global_batch must be "constant" or "adaptive". Received: {global_batch!r}.'
+        )
+    if largest is not None and global_batch == "constant":
+        raise ValueError(
+            f'max_global_batch={largest} goes with global_batch="adaptive" only. Add that, or '
+            "leave max_global_batch out."
+        )
+    if global_batch == "adaptive" and policy != "boa":
+        raise ValueError(
+            'global_batch="adaptive" needs the time models of the policy "boa". Received: '
+            f"policy={policy!r}."
+        )
+
+
+def _check_same_shares(shares: Any, mean_shares: Any) -> None:
+    difference = np.abs(mean_shares - shares)
+    if (difference > 1e-3 * np.maximum(shares, 1)).any():
         raise RuntimeError(
             "The workers cut the same global batch into different shares: samples were left out or "
-            f"used twice. Received: shares {times.shares.tolist()} on this worker, "
-            f"{times.mean_shares.round(2).tolist()} on average over all replicas. Use the same "
+            f"used twice. Received: shares {shares.tolist()} on this worker, "
+            f"{mean_shares.round(2).tolist()} on average over all replicas. Use the same "
             "callbacks with the same arguments on every worker."
         )
 

@@ -8,13 +8,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import rows
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.loader.local_pipeline import build_local_pipeline, global_batches, whole_batches
-from keras_het.loader.pipeline_form import PipelineForm
+from keras_het.loader.pipeline_form import PipelineForm, with_batch_size
 from keras_het.loader.pipeline_run import PipelineRun, Weights
 from keras_het.loader.replay import advance, fresh_copy
 from keras_het.loader.run import Run
@@ -111,6 +112,29 @@ class GlobalOrderDataset(DistributedSteps):
     def reason(self) -> str:
         """Why the data set is in this mode."""
         return self._form.reason
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of a full global batch, None if not known."""
+        return self._form.batch_size
+
+    def set_global_batch_size(self, samples: int) -> None:
+        """Changes the size of global batches from the next pass on; orders of samples stay.
+
+        Call it on every worker between the same two passes.
+
+        Args:
+            samples: samples of a full global batch, at least 1.
+
+        Raises:
+            ValueError: if the pipeline does not end in `batch()`, so that nothing tells how to make
+                other batches, or the size is below 1.
+        """
+        if samples < 1:
+            raise ValueError(f"A global batch needs at least 1 sample. Received: {samples}.")
+        self._form = with_batch_size(self._form, samples)
+        self._idle.clear()
+        self._steps = np.int64(global_batches(self._form).cardinality())
 
     def map(self, function: Callable[..., Any], **_: Any) -> GlobalOrderDataset:
         """The same input with one more row-wise function of a batch, run on local rows only.

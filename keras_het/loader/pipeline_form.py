@@ -100,6 +100,30 @@ def recognise(dataset: Dataset) -> PipelineForm:
     )
 
 
+def with_batch_size(form: PipelineForm, samples: int) -> PipelineForm:
+    """The same pipeline with other global batches.
+
+    Args:
+        form: form of a pipeline that ends in `batch()`.
+        samples: samples of a full global batch.
+
+    Raises:
+        ValueError: if it does not end in `batch()`.
+    """
+    if form.mode == "element":
+        return dataclasses.replace(form, batch_size=samples)
+    if not adapter.is_batch(form.stream) or form.gathers_indices:
+        raise ValueError(
+            "The size of global batches can be changed only where the pipeline ends in batch(), "
+            f"prefetch() and row-wise maps. Received: a pipeline in {form.mode} mode ({form.reason}"
+            "). Give fit a tf.data.Dataset, such as "
+            "tf.data.Dataset.from_tensor_slices((x, y)).shuffle(n, seed=1).batch(64)."
+        )
+    drop_remainder = adapter.batch_arguments(form.stream)[1]
+    stream = adapter.inputs_of(form.stream)[0].batch(samples, drop_remainder=drop_remainder)
+    return dataclasses.replace(form, stream=stream, batch_size=samples)
+
+
 def _slices(
     stream: Dataset,
     reason: str,

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 CAPACITY = 256
+_ROWS = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,21 @@ class StepTimes:
         seconds: compute time of each replica, float64 of shape [num_replicas].
         wanted_shares: what the chief wanted when the step began, int64 of shape [num_replicas]; all
             zero if nothing.
+        gradient_squares: squared norm of each replica's own mean gradient, float64 of shape
+            [num_replicas]; zero where it is not measured.
+        global_gradient_square: squared norm of the mean gradient over all samples.
+        wanted_batch: global batch size that the chief wanted when the step began, 0 if nothing.
+        rate_factor: by which it wanted the learning rate multiplied with that change.
     """
 
     shares: np.ndarray[Any, np.dtype[np.int64]]
     mean_shares: np.ndarray[Any, np.dtype[np.float64]]
     seconds: np.ndarray[Any, np.dtype[np.float64]]
     wanted_shares: np.ndarray[Any, np.dtype[np.int64]]
+    gradient_squares: np.ndarray[Any, np.dtype[np.float64]]
+    global_gradient_square: float
+    wanted_batch: int
+    rate_factor: float
 
 
 class ComputeTimes:
@@ -44,12 +54,14 @@ class ComputeTimes:
         self._num_replicas = num_replicas
         self._read = 0
         self.is_measuring = False
+        self.is_measuring_gradients = False
         with tf.init_scope(), tf.device("CPU:0"):
             self._rows = tf.Variable(
-                tf.zeros([CAPACITY, 4, num_replicas], tf.float64), trainable=False
+                tf.zeros([CAPACITY, _ROWS, num_replicas], tf.float64), trainable=False
             )
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._wanted = tf.Variable(tf.zeros([num_replicas]), trainable=False)
+            self._wanted_batch = tf.Variable(tf.zeros([2]), trainable=False)
 
     def want(self, shares: Sequence[int]) -> None:
         """Tells all workers, with the next step, which shares they should use; for the chief.
@@ -59,18 +71,56 @@ class ComputeTimes:
         """
         self._wanted.assign(np.asarray(shares, np.float32))
 
-    def contribution(self, replica_id: int, sizes: Any, seconds: Any) -> Any:
-        """What a replica adds to the sum over all replicas, float32 of shape [3, num_replicas]."""
+    def want_batch(self, global_batch_size: int, rate_factor: float) -> None:
+        """Tells all workers, with the next step, which global batch they should use; for the chief.
+
+        Args:
+            global_batch_size: samples, below 2**24; 0 for no wish.
+            rate_factor: by which the learning rate is to be multiplied then.
+        """
+        self._wanted_batch.assign([float(global_batch_size), rate_factor])
+
+    def contribution(
+        self, replica_id: int, sizes: Any, seconds: Any, gradient_square: Any = None
+    ) -> Any:
+        """What a replica adds to the sum over all replicas, in the graph.
+
+        Args:
+            replica_id: id of the replica.
+            sizes: shares of all replicas as this one believes, int64 of shape [num_replicas].
+            seconds: its compute time.
+            gradient_square: squared norm of its own mean gradient, or None.
+
+        Returns:
+            Float32 of shape [3, num_replicas]; of shape [5, num_replicas] with `gradient_square`.
+        """
         believed = tf.cast(sizes, tf.float32) / self._num_replicas
-        own = tf.one_hot(replica_id, self._num_replicas) * tf.cast(seconds, tf.float32)
+        place = tf.one_hot(replica_id, self._num_replicas)
         with tf.device("CPU:0"):
             wanted = self._wanted.read_value() if replica_id == 0 else tf.zeros_like(self._wanted)
-        return tf.stack([believed, own, wanted])
+        rows = [believed, place * tf.cast(seconds, tf.float32), wanted]
+        if gradient_square is not None:
+            with tf.device("CPU:0"):
+                batch = self._wanted_batch.read_value()
+            padded = tf.pad(batch, [[0, self._num_replicas - 2]])
+            rows += [place * gradient_square, padded if replica_id == 0 else tf.zeros_like(padded)]
+        return tf.stack(rows)
 
-    def record(self, sizes: Any, summed: Any) -> None:
-        """Writes one step; called in the graph, by one local replica."""
+    def record(self, sizes: Any, summed: Any, global_gradient_square: Any = None) -> None:
+        """Writes one step; called in the graph, by one local replica.
+
+        Args:
+            sizes: shares of all replicas, int64 of shape [num_replicas].
+            summed: the sum of all contributions.
+            global_gradient_square: squared norm of the reduced gradient, if contributions have it.
+        """
         with tf.device("CPU:0"):
-            row = tf.concat([tf.cast(sizes[None], tf.float64), tf.cast(summed, tf.float64)], axis=0)
+            rows = [tf.cast(sizes[None], tf.float64), tf.cast(summed, tf.float64)]
+            if global_gradient_square is not None:
+                square = tf.cast(global_gradient_square, tf.float64)
+                rows.append(tf.fill([1, self._num_replicas], square))
+            row = tf.concat(rows, axis=0)
+            row = tf.pad(row, [[0, _ROWS - row.shape[0]], [0, 0]])
             place = self._count % CAPACITY
             written = self._rows.scatter_nd_update([[place]], row[None])
             with tf.control_dependencies([written]):
@@ -92,5 +142,15 @@ class ComputeTimes:
 
 
 def _step_times(row: Any) -> StepTimes:
-    shares, mean_shares, seconds, wanted = row
-    return StepTimes(shares.astype(np.int64), mean_shares, seconds, wanted.astype(np.int64))
+    shares, mean_shares, seconds, wanted, squares, batch, square = row
+    wanted_batch, factor = (batch[0], batch[1]) if len(batch) > 1 else (0.0, 0.0)
+    return StepTimes(
+        shares.astype(np.int64),
+        mean_shares,
+        seconds,
+        wanted.astype(np.int64),
+        squares,
+        float(square[0]),
+        int(wanted_batch),
+        float(factor),
+    )

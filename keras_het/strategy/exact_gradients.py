@@ -58,6 +58,8 @@ def make_apply_hook(
                 is_weighted=id(self) in step.weighted_optimizers,
             )
             update.delay(functools.partial(before_reduction, step))
+            if step.wants_gradient_squares:
+                step.gradient_square = _plus(step.gradient_square, update.own_square(step))
             if step.may_defer_update and update.is_weighted:
                 step.pending_update = update
                 return None
@@ -112,8 +114,19 @@ class PendingUpdate:
         """Puts `wait` between the computation of the gradients and the collective."""
         self.gradients = self._with_none(wait(self.present))
 
+    def own_square(self, step: ExactStep) -> Any:
+        """Squared norm of this replica's mean gradient, float32 scalar; 0 without samples."""
+        square = _squared_norm(self.present)
+        weight = tf.cast(step.weight, square.dtype)
+        if self.is_weighted:
+            square = tf.math.divide_no_nan(square, weight * weight)
+        return tf.where(weight > 0, square, tf.zeros_like(square))
+
     def finish(self, step: ExactStep, reduced: Sequence[Any]) -> Any:
         """Applies the reduced gradients, without a second reduction."""
+        if step.wants_gradient_squares:
+            square = _squared_norm(reduced)
+            step.global_gradient_square = _plus(step.global_gradient_square, square)
         step.gradients_are_reduced = True
         try:
             return self.apply(self._with_none(reduced))
@@ -123,6 +136,17 @@ class PendingUpdate:
     def _with_none(self, present: Sequence[Any]) -> list[Any]:
         values = iter(present)
         return [None if gradient is None else next(values) for gradient in self.gradients]
+
+
+def _plus(sum_so_far: Any, value: Any) -> Any:
+    return value if sum_so_far is None else sum_so_far + value
+
+
+def _squared_norm(gradients: Sequence[Any]) -> Any:
+    """Sum of the squares of all elements; slices of one row are added first."""
+    merged = [_merge_equal_indices(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in merged]
+    return tf.add_n([tf.reduce_sum(tf.square(tf.cast(g, tf.float32))) for g in dense])
 
 
 def sum_with_gradients(

@@ -58,6 +58,11 @@ class ExactStep:
         # metrics are known, so that both travel in one collective.
         self.may_defer_update = False
         self.pending_update: Any = None
+        # Squared norms of this replica's own mean gradient and of the global one, where somebody
+        # asked for them.
+        self.wants_gradient_squares = False
+        self.gradient_square: Any = None
+        self.global_gradient_square: Any = None
         self.assigned_variables: dict[int, Any] = {}
         # By id of the tensor: the tensor itself and the metric that it is a result of.
         self.metric_results: dict[int, Any] = {}

@@ -212,7 +212,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """The compute times of the latest training steps, if `measure_compute_times` is on."""
         return self._compute_times
 
-    def measure_compute_times(self, model: Any = None) -> None:
+    def measure_compute_times(self, model: Any = None, gradients: bool = False) -> None:
         """Makes the training steps of Keras measure each replica's compute time.
 
         The measurements travel in the collective that every step has anyway; all workers get those
@@ -220,10 +220,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
         Args:
             model: a model that may have been trained before; its step is traced again.
+            gradients: whether to measure squared norms of gradients too, for the noise scale.
         """
-        if self._compute_times.is_measuring:
+        times = self._compute_times
+        if times.is_measuring and times.is_measuring_gradients >= gradients:
             return
-        self._compute_times.is_measuring = True
+        times.is_measuring = True
+        times.is_measuring_gradients |= gradients
         if model is not None and model.train_function is not None:
             model.make_train_function(force=True)
 

@@ -43,6 +43,7 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
         step = _make_step(replica_data, sizes)
         step.may_defer_update = private_api.is_stock_train_step(function)
         is_measuring = strategy.compute_times.is_measuring
+        step.wants_gradient_squares = strategy.compute_times.is_measuring_gradients
         replica_data = _start_clock(strategy, step, replica_data, is_measuring)
         with step.active(), unchanged_without_samples(step, metrics):
             logs = function(at_least_one_row(step, replica_data))
@@ -166,7 +167,7 @@ def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
     for variable, value in zip(changed, combined, strict=True):
         variable.assign(value)
     if times and step.replica_id == strategy.layout.local_replicas.start:
-        strategy.compute_times.record(step.sizes, times[0])
+        strategy.compute_times.record(step.sizes, times[0], step.global_gradient_square)
     return logs
 
 
@@ -177,7 +178,9 @@ def _compute_time(strategy: Any, step: ExactStep) -> list[Any]:
         return []
     if step.clock.seconds is None:  # no gradients: not a step that trains
         return []
-    return [times.contribution(step.replica_id, step.sizes, step.clock.seconds)]
+    return [
+        times.contribution(step.replica_id, step.sizes, step.clock.seconds, step.gradient_square)
+    ]
 
 
 def _tensors(structure: Any) -> list[Any]:

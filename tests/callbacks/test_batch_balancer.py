@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 from equivalence import Trial, assert_equivalent, batches, dense_model, three_replicas
 
 from keras_het import HeterogeneousStrategy
-from keras_het.callbacks import BatchBalancer
+from keras_het.callbacks import BatchBalancer, reading_interval
 from keras_het.planning import BalancePlan
 
 
@@ -57,6 +57,11 @@ def fit(callback, samples=46, epochs=2, strategy=None, **options):
     return model, history
 
 
+@pytest.fixture(autouse=True)
+def reading_after_every_step(monkeypatch):
+    monkeypatch.setattr(reading_interval, "MOST_CALLS", 1)
+
+
 @pytest.fixture
 def strategy(cpu_devices):
     return HeterogeneousStrategy(devices=["CPU:0", "CPU:1", "CPU:2"])
@@ -83,7 +88,9 @@ def test_every_step_is_observed_with_the_shares_it_had():
     assert [sum(shares) for _, shares, _ in policy.seen] == [8, 8, 8, 8, 8, 6] * 2
     used = {shares for _, shares, _ in policy.seen}
     assert used & set(Zigzag.SHARES)
-    for _, shares, seconds in policy.seen:
+    # the first step loads kernels, which is no measure of the others
+    assert all(math.isnan(value) for value in policy.seen[0][2])
+    for _, shares, seconds in policy.seen[1:]:
         for share, value in zip(shares, seconds, strict=True):
             assert math.isnan(value) if share == 0 else 0 < value < 60
     assert len(balancer.plans) == 13
@@ -251,3 +258,29 @@ def test_old_measurements_are_dropped(strategy):
     assert [int(row.shares[0]) for row in rows] == list(range(300 - 256, 300))
     assert times.read_new() == []
     np.testing.assert_array_equal(rows[-1].seconds, np.zeros(3))
+
+
+def test_short_steps_are_read_seldom_and_none_is_lost(monkeypatch):
+    monkeypatch.setattr(reading_interval, "MOST_CALLS", 8)
+    monkeypatch.setattr(reading_interval, "LONG_STEP_SECONDS", 1e6)
+    policy = Zigzag()
+    balancer = BatchBalancer(policy)
+    three_replicas().set_shares((1, 1, 1))
+    fit(balancer, samples=160, epochs=2)
+    assert [row["step"] for row in balancer.measurements] == list(range(40))
+    # the first step counts for itself; later ones of the same shares count as one
+    assert policy.seen[0][0] == 0 and policy.seen[-1][0] == 39
+    assert len(policy.seen) < 20
+    by_step = {row["step"]: row for row in balancer.measurements}
+    last = [by_step[step]["seconds"] for step in range(policy.seen[-2][0] + 1, 40)]
+    np.testing.assert_allclose(policy.seen[-1][2], np.median(last, axis=0))
+    # before the first step, after it, then every 8 steps and at the end of each epoch of 20
+    assert [plan.step for plan in balancer.plans] == [-1, 0, 8, 16, 19, 27, 35, 39]
+
+
+def test_long_steps_are_read_at_once(monkeypatch):
+    monkeypatch.setattr(reading_interval, "MOST_CALLS", 8)
+    monkeypatch.setattr(reading_interval, "LONG_STEP_SECONDS", 1e-9)
+    balancer = BatchBalancer(Zigzag())
+    fit(balancer, samples=80, epochs=1)
+    assert [plan.step for plan in balancer.plans] == list(range(-1, 10))

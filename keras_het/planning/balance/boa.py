@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_het.planning.balance.plan import BalancePlan
+from keras_het.planning.balance.plan_trial import PlanTrial
 from keras_het.planning.balance.policy import SharePolicy
 from keras_het.planning.balance.retry import RetrySchedule
 from keras_het.planning.bounded_shares import FloatArray, IntArray
@@ -20,6 +21,7 @@ _LONGEST_HOLD = 64
 _MEDIAN_DEVIATION = 1.25
 # Steps after which a replica that is used but never measured is left as it is.
 _PATIENCE = 8
+_LARGEST_THRESHOLD = 0.5
 
 
 class BoaPolicy(SharePolicy):
@@ -37,6 +39,9 @@ class BoaPolicy(SharePolicy):
     uncertainty of a median of the times seen with the present shares, times the expected largest of
     n normal deviates plus two. Each further plan waits for twice as many steps (hold-off), until a
     replica is found to have changed its speed. That starts over with the times since then.
+
+    A plan that was in effect for some steps and did not make them shorter is taken back, and later
+    ones must promise more: models can be wrong where times depend on more than shares.
 
     A device whose fixed cost is too high gets no samples. It is tried again at growing intervals.
 
@@ -81,17 +86,60 @@ class BoaPolicy(SharePolicy):
         self._changed: list[int] = []
         self._plans_since_change = 0
         self._decided_version = -1
+        self._trial = PlanTrial()
+        self._step_seconds: float | None = None
+
+    def observe_step_seconds(self, seconds: float) -> None:
+        """Takes note of how long the steps took as a whole that `observe` is about to tell of.
+
+        Optional: plans are then judged by that, instead of by compute times.
+
+        Args:
+            seconds: mean time of a step, collective and all else included.
+        """
+        self._step_seconds = seconds
+
+    def predicted_step_seconds(self, global_batch_size: int) -> float | None:
+        """Compute time of a step of another global batch, shared out in the best way.
+
+        Args:
+            global_batch_size: samples that the shares would sum to.
+
+        Returns:
+            The time in seconds, None while a replica's model is not known, infinity if the bounds
+            do not admit so many samples.
+        """
+        if not self._fit.known.all():
+            return None
+        upper = np.minimum(self._given_upper, global_batch_size)
+        if not self._lower.sum() <= global_batch_size <= upper.sum():
+            return math.inf
+        fixed, slope = self._fit.fixed_seconds, self._fit.seconds_per_sample
+        shares = min_max_shares_linear(fixed, slope, global_batch_size, self._lower, upper)
+        return float(self._times(shares).max())
 
     def _record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
         changed = self._fit.observe(shares, seconds)
         if changed.any():
+            self._trial.speed_changed()
+        if matches:
+            self._trial.observe(shares, self._whole_step(shares, seconds))
+        if changed.any():
             self._changed += np.flatnonzero(changed).tolist()
             self._plans_since_change = 0
+
+    def _whole_step(self, shares: IntArray, seconds: FloatArray) -> float:
+        """Time of the step, or the longest compute time where it is not told."""
+        if self._step_seconds is not None:
+            return self._step_seconds
+        return float(np.max(seconds, where=(shares > 0) & np.isfinite(seconds), initial=0.0))
 
     def _decide(self, step: int) -> BalancePlan | None:
         waits = self._trying is None and not self._changed
         if self._in_effect < (self._hold if waits else _FIRST_HOLD):
             return None
+        if waits and (plan := self._take_back(step)) is not None:
+            return plan
         if waits and (replica := self._retries.next_due(step)) is not None:
             return self._try_again(step, replica)
         if self._fit.version == self._decided_version:
@@ -101,6 +149,14 @@ class BoaPolicy(SharePolicy):
             return None
         self._decided_version = self._fit.version
         return self._improve(step)
+
+    def _take_back(self, step: int) -> BalancePlan | None:
+        shares = self._trial.shares_to_return_to()
+        if shares is None or shares.sum() != self._total or (shares > self._upper).any():
+            return None
+        reason = f"taken back: {self._trial.comparison}"
+        self._plans_since_change += 1
+        return self._adopt(self._plan(step, shares, reason))
 
     @property
     def _hold(self) -> int:
@@ -129,6 +185,8 @@ class BoaPolicy(SharePolicy):
             return None
         self._schedule_retries(step, shares, tried)
         self._plans_since_change += tried is None
+        if tried is None:
+            self._trial.begin(self._current, shares, gain=1 - after / before)
         return self._adopt(self._plan(step, shares, reason))
 
     def _stay(self, tried: int | None) -> None:
@@ -141,7 +199,8 @@ class BoaPolicy(SharePolicy):
         count = max(int(self._fit.counts(self._current)[used].min(initial=1 << 30)), 1)
         deviation = _MEDIAN_DEVIATION * self._fit.noise / math.sqrt(count)
         largest_of_n = math.sqrt(2 * math.log(max(len(self._current), 2)))
-        return max(self._dead_band, (2.0 + largest_of_n) * deviation)
+        certain = max(self._dead_band, (2.0 + largest_of_n) * deviation)
+        return min(certain * self._trial.distrust, _LARGEST_THRESHOLD)
 
     def _times(self, shares: IntArray) -> FloatArray:
         """Predicted times; 0 where nothing is known or used."""

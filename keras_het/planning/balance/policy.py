@@ -141,7 +141,7 @@ class SharePolicy:
                 f"step {step}. Use NaN for times that are not known."
             )
         matches = bool((used == self._current).all())
-        self._in_effect += matches
+        self._in_effect += matches and bool(np.isfinite(times).any())
         self._record(used, times, matches)
 
     def propose(self, step: int) -> BalancePlan | None:

@@ -1,0 +1,202 @@
+"""Grows the global batch as far as the noise of the gradient allows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_het.planning.global_batch import choose_global_batch, learning_rate_factor
+from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
+from keras_het.strategy.compute_times import StepTimes
+
+_logger = logging.getLogger("keras_het")
+
+FIRST_DECISION_AFTER = 20
+DECIDE_EVERY = 16
+_OVERHEAD_MEMORY = 0.9
+
+
+class GlobalBatchGrowth:
+    r"""Chooses the global batch with the best goodput, between two epochs.
+
+    The replicas' gradients tell how much of a gradient is noise, :math:`S`, and how much signal,
+    :math:`|G|^2`, without bias for unequal shares. A batch of s times the base then makes
+    :math:`r(s) = (S/B_0 + |G|^2) / (S/(sB_0) + |G|^2)` times the progress, and with the
+    predicted step time one batch has the best progress a second. The batch never shrinks, and at
+    most doubles from one epoch to the next; the learning rate is multiplied by
+    :math:`r(s_{new}) / r(s_{old})` for `SGD` (AdaScale), by its square root for the other
+    optimizers.
+
+    The chief decides; its decision travels with the next steps, so that all workers follow alike.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        model: the model that is trained.
+        largest: largest global batch, None for eight times the first one.
+        step_seconds: predicted compute time of a step from the size of the global batch, or None
+            while it is not known.
+
+    Raises:
+        ValueError: if there are less than two replicas, the data does not end or cannot be cut
+            into other batches, or the learning rate follows a schedule of steps.
+
+    Reference:
+        Nie, Maghakian and Liu, "Cannikin", Middleware 2024, arXiv:2402.05302; Johnson et al.,
+        "AdaScale SGD", ICML 2020; Qiao et al., "Pollux", OSDI 2021.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        model: Any,
+        largest: int | None,
+        step_seconds: Callable[[int], float | None],
+    ) -> None:
+        _check(strategy, model)
+        self._strategy, self._model = strategy, model
+        self._step_seconds = step_seconds
+        self.base = self.current = int(strategy.iterated_data.global_batch_size)
+        self.largest = 8 * self.base if largest is None else int(largest)
+        if self.largest < self.base:
+            raise ValueError(
+                "max_global_batch must not be below the global batch of the data. Received: "
+                f"{self.largest}; the data has {self.base}."
+            )
+        self._noise = SmoothedNoiseScale()
+        self._observed = 0
+        self._overhead = 0.0
+        self._last_end: float | None = None
+        self._wanted = (0, 1.0)
+        self._is_adaptive = not isinstance(_innermost(model.optimizer), keras.optimizers.SGD)
+        self._quiet: contextlib.ExitStack | None = None
+
+    @property
+    def noise_scale(self) -> float | None:
+        """Variance over squared norm, in samples; None before the first measurement."""
+        estimate = self._noise.value
+        return None if estimate is None else estimate.noise_scale
+
+    def observe(self, steps: list[StepTimes]) -> None:
+        """Takes note of steps, and lets the chief decide."""
+        for step in steps:
+            if (step.shares > 0).sum() < 2:
+                continue
+            self._noise.add(
+                noise_scale_estimate(
+                    step.shares, step.gradient_squares, step.global_gradient_square
+                )
+            )
+            self._observed += 1
+        self._note_overhead(steps)
+        self._wanted = (steps[-1].wanted_batch, steps[-1].rate_factor)
+        is_due = self._observed >= FIRST_DECISION_AFTER and self._observed % DECIDE_EVERY < len(
+            steps
+        )
+        if is_due and self._strategy.is_chief:
+            self._decide()
+
+    def _note_overhead(self, steps: list[StepTimes]) -> None:
+        """What a step takes beside computing: the collective, the update, Python."""
+        now = time.perf_counter()
+        if self._last_end is not None:
+            elapsed = (now - self._last_end) / len(steps)
+            beside = max(elapsed - float(max(step.seconds.max() for step in steps)), 0.0)
+            keep = _OVERHEAD_MEMORY if self._overhead else 0.0
+            self._overhead = keep * self._overhead + (1 - keep) * beside
+        self._last_end = now
+
+    def _decide(self) -> None:
+        estimate = self._noise.value
+        if estimate is None or self._step_seconds(self.current) is None:
+            return
+        chosen = choose_global_batch(
+            lambda size: float(self._step_seconds(size) or 0.0) + self._overhead,
+            self.base,
+            self.largest,
+            estimate,
+            present=self.current,
+        )
+        chosen = min(max(chosen, self.current), 2 * self.current)
+        rate = functools.partial(
+            learning_rate_factor,
+            base_batch_size=self.base,
+            estimate=estimate,
+            adaptive_optimizer=self._is_adaptive,
+        )
+        factor = rate(chosen) / rate(self.current)
+        self._strategy.compute_times.want_batch(chosen, factor)
+
+    def epoch_ends(self) -> int | None:
+        """Applies what the chief wanted last; between two epochs, on every worker.
+
+        Returns:
+            The new global batch, or None if it stays.
+        """
+        self._last_end = None
+        batch, factor = self._wanted
+        if batch <= self.current:
+            return None
+        _logger.info(
+            "Global batch %d -> %d (noise scale %.0f samples), learning rate times %.3g.",
+            self.current,
+            batch,
+            self.noise_scale or 0.0,
+            factor,
+        )
+        self.current = batch
+        self._strategy.iterated_data.set_global_batch_size(batch)
+        optimizer = _innermost(self._model.optimizer)
+        rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        optimizer.learning_rate = rate * factor
+        self._expect_shorter_epochs()
+        return batch
+
+    def _expect_shorter_epochs(self) -> None:
+        """Keras takes the number of steps of the first epoch for that of all."""
+        if self._quiet is None:
+            self._quiet = contextlib.ExitStack()
+            self._quiet.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
+
+    def training_ends(self) -> None:
+        """Leaves Keras's warnings as they were."""
+        if self._quiet is not None:
+            self._quiet.close()
+            self._quiet = None
+
+
+def _check(strategy: Any, model: Any) -> None:
+    if strategy.num_replicas_in_sync < 2:
+        raise ValueError(
+            'global_batch="adaptive" compares the gradients of replicas, and needs two at least. '
+            f"Received: {strategy.num_replicas_in_sync}. Leave it out."
+        )
+    data = strategy.iterated_data
+    size = getattr(data, "global_batch_size", None)
+    if size is None or data.cardinality == -1:
+        raise ValueError(
+            'global_batch="adaptive" changes batches between epochs. It needs a tf.data.Dataset '
+            f"that ends (without repeat()) and whose last batch() is known. Received: {data} with "
+            f"batch size {size} and cardinality {int(getattr(data, 'cardinality', -2))}."
+        )
+    data.set_global_batch_size(int(size))  # a pipeline that cannot is an error here
+    optimizer = _innermost(model.optimizer)
+    if isinstance(optimizer.get_config()["learning_rate"], dict):  # a serialised schedule
+        raise ValueError(
+            'global_batch="adaptive" multiplies the learning rate. Received: an optimizer whose '
+            "rate follows a LearningRateSchedule of steps. Give it a number, and use "
+            "keras.callbacks.LearningRateScheduler or ReduceLROnPlateau for the rest."
+        )
+
+
+def _innermost(optimizer: Any) -> Any:
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer

@@ -1,0 +1,81 @@
+"""Whether a plan made steps shorter, as it had promised."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+
+from keras_het.planning.bounded_shares import IntArray
+
+_STEPS_BEFORE = 16
+_STEPS_TO_JUDGE = 8
+_STEPS_SINCE_CHANGE = 3
+# of the predicted gain that must have come true
+_LEAST_PART_OF_GAIN = 0.25
+_MOST_DISTRUST = 16.0
+
+
+class PlanTrial:
+    """Compares the steps after a plan with those before it.
+
+    Attributes:
+        distrust: factor for the gain that a plan must promise; doubles with each plan that was
+            taken back, and is 1 again after one that was not.
+        comparison: the latest comparison in words.
+    """
+
+    def __init__(self) -> None:
+        self.distrust = 1.0
+        self.comparison = ""
+        self._latest: collections.deque[float] = collections.deque(maxlen=_STEPS_BEFORE)
+        self._before: float | None = None
+        self._previous: IntArray | None = None
+        self._shares: IntArray | None = None
+        self._gain = 0.0
+
+    def observe(self, shares: IntArray, seconds: float) -> None:
+        """Takes note of a step with the shares of the last plan.
+
+        Args:
+            shares: samples of each replica.
+            seconds: time of the step; 0 if it is not known.
+        """
+        if self._shares is not None and not np.array_equal(shares, self._shares):
+            self._shares = None  # another plan came in between
+        if seconds > 0:
+            self._latest.append(seconds)
+
+    def speed_changed(self) -> None:
+        """A replica is faster or slower than before: older steps are no comparison."""
+        while len(self._latest) > _STEPS_SINCE_CHANGE:
+            self._latest.popleft()
+        self._shares = None
+        self.distrust = 1.0
+
+    def begin(self, previous: IntArray, shares: IntArray, gain: float) -> None:
+        """A plan is about to come into effect.
+
+        Args:
+            previous: shares so far.
+            shares: shares of the plan.
+            gain: predicted gain, as a fraction of a step's compute time.
+        """
+        self._before = float(np.median(self._latest)) if self._latest else None
+        self._previous, self._shares, self._gain = previous.copy(), shares.copy(), gain
+        self._latest.clear()
+
+    def shares_to_return_to(self) -> IntArray | None:
+        """The shares before the plan, if the plan did not keep its promise; judged once."""
+        if self._shares is None or self._before is None or len(self._latest) < _STEPS_TO_JUDGE:
+            return None
+        after, self._shares = float(np.median(self._latest)), None
+        if after <= self._before * (1 - _LEAST_PART_OF_GAIN * self._gain):
+            self.distrust = 1.0
+            return None
+        self.distrust = min(2 * self.distrust, _MOST_DISTRUST)
+        self.comparison = (
+            f"{after * 1e3:.3g} ms a step measured, {self._before * 1e3:.3g} ms before"
+        )
+        self._latest.clear()
+        return self._previous

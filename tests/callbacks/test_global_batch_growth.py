@@ -1,0 +1,205 @@
+"""The global batch grows where the gradient is noise, and stays where it is not."""
+
+import itertools
+import sys
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
+
+from keras_het import HeterogeneousStrategy
+from keras_het.callbacks import BatchBalancer, reading_interval
+from keras_het.planning.global_batch import learning_rate_factor
+from keras_het.planning.noise_scale import NoiseScaleEstimate, noise_scale_estimate
+
+SAMPLES, FEATURES = 768, 5
+
+
+@pytest.fixture(autouse=True)
+def reading_after_every_step(monkeypatch):
+    monkeypatch.setattr(reading_interval, "MOST_CALLS", 1)
+
+
+@pytest.fixture
+def strategy(cpu_devices):
+    return HeterogeneousStrategy(devices=["CPU:0", "CPU:1", "CPU:2"], shares=[4, 2, 1])
+
+
+def data(noise, batch=16, repeat=False):
+    """Linear data; `noise` of 0 makes all samples equal, so that batches differ in nothing."""
+    random = np.random.default_rng(3)
+    x = np.ones((SAMPLES, FEATURES), np.float32)
+    x += noise * random.normal(size=x.shape).astype(np.float32)
+    y = np.full((SAMPLES, 1), 100.0, np.float32)
+    y += 1000 * noise * random.normal(size=y.shape).astype(np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=1).batch(batch)
+    return dataset.repeat() if repeat else dataset
+
+
+def linear_model(strategy, optimizer=keras.optimizers.SGD, rate=1e-5):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+        model.compile(optimizer(rate), "mse")
+    return model
+
+
+def train(strategy, noise, epochs=4, optimizer=keras.optimizers.SGD, **options):
+    model = linear_model(strategy, optimizer)
+    balancer = BatchBalancer(global_batch="adaptive", **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Your input ran out of data")
+        model.fit(data(noise), epochs=epochs, verbose=0, callbacks=[balancer])
+    return model, balancer
+
+
+def learning_rate(model):
+    return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+
+
+def epochs_of(balancer):
+    """Sizes of the global batches of each epoch: an epoch ends when every sample was used."""
+    epochs, used = [[]], 0
+    for row in balancer.measurements:
+        epochs[-1].append(sum(row["shares"]))
+        used += epochs[-1][-1]
+        if used == SAMPLES:
+            epochs, used = [*epochs, []], 0
+    return epochs
+
+
+def test_noise_makes_it_grow(strategy):
+    model, balancer = train(strategy, noise=1.0)
+    *epochs, rest = epochs_of(balancer)
+    assert rest == [] and len(epochs) == 4
+    largest = [max(epoch) for epoch in epochs]
+    # how far it grows depends on how long steps take here
+    assert largest[0] == 16 and largest[-1] > 16
+    assert all(a <= b <= 2 * a for a, b in itertools.pairwise(largest))
+    assert all(set(epoch[:-1]) == {most} for epoch, most in zip(epochs, largest, strict=True))
+    # noise alone: AdaScale multiplies the rate by almost as much as the batch
+    growth = balancer.global_batch_sizes[-1] / 16
+    assert 0.6 * growth < learning_rate(model) / 1e-5 <= 1.0001 * growth
+
+
+def test_adaptive_optimizers_take_the_square_root(strategy):
+    model, balancer = train(strategy, 1.0, epochs=2, optimizer=keras.optimizers.Adam)
+    growth = balancer.global_batch_sizes[-1] / 16
+    assert growth > 1
+    assert 0.75 * growth**0.5 < learning_rate(model) / 1e-5 <= 1.0001 * growth**0.5
+
+
+def test_without_noise_it_stays(strategy):
+    model, balancer = train(strategy, noise=0.0)
+    assert {sum(row["shares"]) for row in balancer.measurements} == {16}
+    assert learning_rate(model) == pytest.approx(1e-5)
+
+
+def test_bound(strategy):
+    _, balancer = train(strategy, noise=1.0, max_global_batch=24)
+    assert [max(epoch) for epoch in epochs_of(balancer)[:4]] == [16, 24, 24, 24]
+
+
+class OwnStep(keras.Model):
+    """A train step of one's own, whose gradients are reduced by a collective of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+def test_measured_norms_are_those_of_the_shares(strategy, own_step):
+    x = np.random.default_rng(0).normal(size=(14, FEATURES)).astype(np.float32)
+    y = x.sum(axis=1, keepdims=True)
+    with strategy.scope():
+        model = OwnStep() if own_step else linear_model(strategy)
+        model.compile(keras.optimizers.SGD(1e-5), "mse")
+        model(x)
+    weights = [np.array(weight, np.float64) for weight in model.get_weights()]
+    strategy.measure_compute_times(gradients=True)
+    model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(14), verbose=0)
+    (step,) = strategy.compute_times.read_new()
+
+    def gradient(rows):
+        error = x[rows] @ weights[0] + weights[1] - y[rows]
+        return np.append(2 * x[rows].T @ error / len(error), 2 * error.mean())
+
+    parts = [slice(0, 8), slice(8, 12), slice(12, 14)]
+    assert step.shares.tolist() == [8, 4, 2]
+    expected = [(gradient(rows) ** 2).sum() for rows in parts]
+    np.testing.assert_allclose(step.gradient_squares, expected, rtol=1e-4)
+    whole = (gradient(slice(0, 14)) ** 2).sum()
+    np.testing.assert_allclose(step.global_gradient_square, whole, rtol=1e-4)
+    assert noise_scale_estimate(step.shares, expected, whole).variance > 0
+
+
+def test_rate_factor_is_the_one_of_planning():
+    estimate = NoiseScaleEstimate(squared_norm=1.0, variance=64.0)
+    assert learning_rate_factor(32, 16, estimate) == pytest.approx((4 + 1) / (2 + 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"global_batch": "growing"}, '"constant" or "adaptive"'),
+        ({"max_global_batch": 64}, 'goes with global_batch="adaptive"'),
+        ({"global_batch": "adaptive", "policy": "even"}, 'policy "boa"'),
+    ],
+)
+def test_wrong_arguments(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        BatchBalancer(**arguments)
+
+
+def fit_adaptive(strategy, dataset, rate=1e-5, **options):
+    balancer = BatchBalancer(global_batch="adaptive", **options)
+    linear_model(strategy, rate=rate).fit(
+        dataset, steps_per_epoch=4, epochs=1, verbose=0, callbacks=[balancer]
+    )
+
+
+def test_data_without_end_is_refused(strategy):
+    with pytest.raises(ValueError, match="without repeat"):
+        fit_adaptive(strategy, data(1.0, repeat=True))
+
+
+def test_a_schedule_is_refused(strategy):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    with pytest.raises(ValueError, match="LearningRateSchedule"):
+        fit_adaptive(strategy, data(1.0), schedule)
+
+
+def test_a_bound_below_the_batch_is_refused(strategy):
+    with pytest.raises(ValueError, match="must not be below"):
+        fit_adaptive(strategy, data(1.0), max_global_batch=8)
+
+
+def test_one_replica_is_refused(cpu_devices):
+    strategy = HeterogeneousStrategy(devices=["CPU:0"])
+    with pytest.raises(ValueError, match="needs two at least"):
+        fit_adaptive(strategy, data(1.0))
+
+
+def test_arrays_are_refused(strategy):
+    x, y = np.ones((64, FEATURES), np.float32), np.ones((64, 1), np.float32)
+    balancer = BatchBalancer(global_batch="adaptive")
+    with pytest.raises(ValueError, match="whose last batch"):
+        linear_model(strategy).fit(x, y, batch_size=16, verbose=0, callbacks=[balancer])
