@@ -1,0 +1,78 @@
+"""Plans that do not keep their promise are taken back."""
+
+import numpy as np
+import pytest
+
+from keras_het.planning import make_policy
+from keras_het.planning.balance.plan_trial import PlanTrial
+
+OLD, NEW = np.array([8, 8]), np.array([12, 4])
+
+
+def trial_with(before, after, gain=0.2):
+    trial = PlanTrial()
+    for seconds in before:
+        trial.observe(OLD, seconds)
+    trial.begin(OLD, NEW, gain)
+    for seconds in after:
+        trial.observe(NEW, seconds)
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("after", "kept"), [(0.8, True), (0.94, True), (0.96, False), (1.0, False), (1.3, False)]
+)
+def test_a_quarter_of_the_gain_must_come_true(after, kept):
+    trial = trial_with([1.0] * 8, [after] * 8)
+    shares = trial.shares_to_return_to()
+    assert (shares is None) == kept
+    assert trial.distrust == (1 if kept else 2)
+    assert kept or shares.tolist() == OLD.tolist()
+
+
+def test_judged_once_and_not_too_early():
+    trial = trial_with([1.0] * 8, [2.0] * 7)
+    assert trial.shares_to_return_to() is None
+    trial.observe(NEW, 2.0)
+    assert trial.shares_to_return_to() is not None
+    trial.observe(NEW, 2.0)
+    assert trial.shares_to_return_to() is None
+
+
+def test_outliers_do_not_decide():
+    assert trial_with([1.0] * 8, [0.8] * 5 + [9.0] * 3).shares_to_return_to() is None
+
+
+def test_another_plan_in_between_ends_the_trial():
+    trial = trial_with([1.0] * 8, [2.0] * 4)
+    trial.observe(OLD, 2.0)
+    for _ in range(8):
+        trial.observe(NEW, 2.0)
+    assert trial.shares_to_return_to() is None
+
+
+def test_a_change_of_speed_ends_the_trial_and_makes_old_steps_no_comparison():
+    trial = trial_with([1.0] * 8, [2.0] * 8)
+    trial.speed_changed()
+    assert trial.shares_to_return_to() is None
+    trial.begin(NEW, OLD, 0.2)
+    for _ in range(8):
+        trial.observe(OLD, 1.5)  # better than 2, whatever was before
+    assert trial.shares_to_return_to() is None
+
+
+def test_where_whole_steps_do_not_follow_compute_times_shares_go_back():
+    """Compute times promise 40 % for (12, 4); the steps as a whole only get longer by it."""
+    policy = make_policy("boa", 2, 16)
+    plan = policy.propose(-1)
+    shares, used = plan.shares, []
+    for step in range(400):
+        seconds = np.array([0.001, 0.003]) * shares
+        policy.observe_step_seconds(0.05 + 0.002 * abs(shares[0] - 8))
+        policy.observe(step, shares, seconds)
+        plan = policy.propose(step)
+        shares = plan.shares if plan is not None else shares
+        used.append(tuple(shares))
+    assert (12, 4) in used[:20]
+    assert any("taken back" in str(p) for p in [plan] if p) or used[-1] == (8, 8)
+    assert used[40:].count((8, 8)) > 0.8 * len(used[40:])
