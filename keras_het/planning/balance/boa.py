@@ -21,7 +21,7 @@ _LONGEST_HOLD = 64
 _MEDIAN_DEVIATION = 1.25
 # Steps after which a replica that is used but never measured is left as it is.
 _PATIENCE = 8
-_LARGEST_THRESHOLD = 0.5
+_LARGEST_THRESHOLD = 0.8
 
 
 class BoaPolicy(SharePolicy):
@@ -136,10 +136,10 @@ class BoaPolicy(SharePolicy):
 
     def _decide(self, step: int) -> BalancePlan | None:
         waits = self._trying is None and not self._changed
-        if self._in_effect < (self._hold if waits else _FIRST_HOLD):
-            return None
         if waits and (plan := self._take_back(step)) is not None:
             return plan
+        if self._in_effect < (self._hold if waits else _FIRST_HOLD):
+            return None
         if waits and (replica := self._retries.next_due(step)) is not None:
             return self._try_again(step, replica)
         if self._fit.version == self._decided_version:
@@ -176,7 +176,7 @@ class BoaPolicy(SharePolicy):
             self._stay(tried)
             return None
         shares = self._solve()
-        if (shares == self._current).all():
+        if (shares == self._current).all() or self._trial.refused(shares):
             self._stay(tried)
             return None
         after = float(self._times(shares).max())

@@ -33,6 +33,11 @@ class PlanTrial:
         self._previous: IntArray | None = None
         self._shares: IntArray | None = None
         self._gain = 0.0
+        self._refused: set[tuple[int, ...]] = set()
+
+    def refused(self, shares: IntArray) -> bool:
+        """Whether these shares were tried since a replica last changed its speed, to no avail."""
+        return tuple(shares.tolist()) in self._refused
 
     def observe(self, shares: IntArray, seconds: float) -> None:
         """Takes note of a step with the shares of the last plan.
@@ -52,6 +57,7 @@ class PlanTrial:
             self._latest.popleft()
         self._shares = None
         self.distrust = 1.0
+        self._refused.clear()
 
     def begin(self, previous: IntArray, shares: IntArray, gain: float) -> None:
         """A plan is about to come into effect.
@@ -69,11 +75,12 @@ class PlanTrial:
         """The shares before the plan, if the plan did not keep its promise; judged once."""
         if self._shares is None or self._before is None or len(self._latest) < _STEPS_TO_JUDGE:
             return None
-        after, self._shares = float(np.median(self._latest)), None
+        after, tried, self._shares = float(np.median(self._latest)), self._shares, None
         if after <= self._before * (1 - _LEAST_PART_OF_GAIN * self._gain):
             self.distrust = 1.0
             return None
         self.distrust = min(2 * self.distrust, _MOST_DISTRUST)
+        self._refused.add(tuple(tried.tolist()))
         self.comparison = (
             f"{after * 1e3:.3g} ms a step measured, {self._before * 1e3:.3g} ms before"
         )
