@@ -1,10 +1,18 @@
 """Follows a rule on both sides, push by push, beside the equations in float64 numpy."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import tensorflow as tf
 
+from keras_het.launch.free_ports import ReservedPorts
+from keras_het.strategy.parameter_service import (
+    ParameterClient,
+    ParameterService,
+    Partitions,
+    credential,
+)
 from keras_het.strategy.rules import PushMeta
 
 SIZES = (7, 7, 4)  # the parts of the center
@@ -19,38 +27,48 @@ class Center:
         self.parts = [tf.Variable(part) for part in self.cut(np.float32(start))]
         self.versions = [tf.Variable(0, dtype=tf.int64) for _ in sizes]
         self.slots = [rule.create_slots(part) for part in self.parts]
-        self._functions = [self._function(index) for index in range(len(sizes))]
+        self._push = self._push_function()
 
     def cut(self, vector):
         return np.split(np.asarray(vector), np.cumsum(self.sizes)[:-1])
 
-    def _function(self, index):
-        part, slots, version = self.parts[index], self.slots[index], self.versions[index]
-
+    def _push_function(self):
         @tf.function
-        def push(client, samples, seen_version, change):
-            staleness = tf.cast(version - seen_version, tf.float32)
-            meta = PushMeta(client, samples, staleness, version.read_value())
-            turn = self.rule.is_turn(slots, meta) if self.rule.may_wait else tf.constant(True)
-            answer = tf.cond(
-                turn, lambda: self.rule.update(part, slots, change, meta), lambda: tf.zeros([0])
-            )
-            version.assign_add(tf.cast(turn, tf.int64))
-            return turn, answer
+        def push(client, samples, seen_version, message):
+            changes = tf.split(message, self.sizes)
+            results = [
+                self._push_part(index, client, samples, seen_version, change)
+                for index, change in enumerate(changes)
+            ]
+            turns, answers = zip(*results, strict=True)
+            return tf.stack(turns), tf.concat(answers, axis=0)
 
         return push
 
+    def _push_part(self, index, client, samples, seen_version, change):
+        part, slots, version = self.parts[index], self.slots[index], self.versions[index]
+        staleness = tf.cast(version - seen_version, tf.float32)
+        meta = PushMeta(client, samples, staleness, version.read_value())
+
+        def update():
+            return self.rule.update(part, slots, change, meta)
+
+        turn = self.rule.is_turn(slots, meta) if self.rule.may_wait else tf.constant(True)
+        answer = tf.cond(turn, update, lambda: tf.zeros([0])) if self.rule.may_wait else update()
+        version.assign_add(tf.cast(turn, tf.int64))
+        return turn, answer
+
     def push(self, client, samples, seen_version, message):
         """The answer, or None if the worker must wait."""
-        who, weight = tf.constant(client), tf.constant(float(samples))
-        version = tf.constant(seen_version, tf.int64)
-        results = [
-            push(who, weight, version, part)
-            for push, part in zip(self._functions, self.cut(np.float32(message)), strict=True)
-        ]
-        taken = {bool(turn) for turn, _ in results}
+        turns, answer = self._push(
+            tf.constant(client),
+            tf.constant(float(samples)),
+            tf.constant(seen_version, tf.int64),
+            tf.cast(message, tf.float32),
+        )
+        taken = set(turns.numpy())
         assert len(taken) == 1
-        return np.concatenate([answer for _, answer in results]) if taken == {True} else None
+        return answer.numpy() if taken == {True} else None
 
     @property
     def version(self):
@@ -61,6 +79,46 @@ class Center:
     @property
     def values(self):
         return np.concatenate([part.numpy() for part in self.parts])
+
+
+PARTITIONS = Partitions(((SIZE,),), partition_size=SIZES[0])
+PROOF = credential(b"0123456789abcdef", "model")
+
+
+def start_service(rule, num_clients, start=None):
+    """A service on a free port, with the parts of `Center`."""
+    ports = ReservedPorts(1)
+    ports.release()
+    ports.close()
+    service = ParameterService(ports.addresses[0], PARTITIONS, rule, PROOF, num_clients)
+    if start is not None:
+        service.set_center([tf.constant(start)])
+    service.start()
+    return service
+
+
+def connect(service, client):
+    return ParameterClient(service.address, PARTITIONS, PROOF, client)
+
+
+def run_in_threads(work, number):
+    """Calls work(0), ..., work(number - 1) at the same time."""
+    errors = []
+
+    def guarded(index):
+        try:
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert not errors
 
 
 @dataclasses.dataclass

@@ -1,21 +1,22 @@
 """Gradient descent and Keras optimizers on the center, rates of large and stale mini-batches."""
 
-import threading
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from rule_checks import SIZE, SIZES, Center, Equations, follow, start_vector
-
-from keras_het.launch.free_ports import ReservedPorts
-from keras_het.planning.push_rates import learning_rate_factor
-from keras_het.strategy.parameter_service import (
-    ParameterClient,
-    ParameterService,
-    Partitions,
-    credential,
+from rule_checks import (
+    SIZE,
+    SIZES,
+    Center,
+    Equations,
+    connect,
+    follow,
+    run_in_threads,
+    start_service,
+    start_vector,
 )
+
+from keras_het.planning.push_rates import learning_rate_factor
 from keras_het.strategy.rules import AsyncSGD, PushMeta
 from keras_het.strategy.rules.server_optimizer import ELEMENTWISE
 
@@ -160,35 +161,23 @@ def test_schedule_follows_the_version(cpu_devices):
 def test_simultaneous_pushes_are_all_counted(cpu_devices):
     # every push takes a step of 1 / (1 + iterations): only exact counting gives the harmonic sum
     schedule = keras.optimizers.schedules.InverseTimeDecay(1.0, 1, 1.0)
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
-    partitions, proof = Partitions(((20,),), 11), credential(b"0123456789abcdef", "model")
-    rule = AsyncSGD(optimizer=keras.optimizers.SGD(schedule))
-    service = ParameterService(ports.addresses[0], partitions, rule, proof, num_clients=4)
-    service.start()
-    each, errors = 40, []
+    service = start_service(AsyncSGD(optimizer=keras.optimizers.SGD(schedule)), num_clients=4)
+    each = 40
 
     def work(number):
-        client = ParameterClient(service.address, partitions, proof, number)
-        ones = [tf.ones([size]) for size in partitions.sizes]
+        client = connect(service, number)
+        ones = [tf.ones([size]) for size in SIZES]
         for _ in range(each):
-            statuses = client.push(ones, tf.zeros([2], tf.int64), 1.0, ones).statuses.numpy()
-            errors.extend(statuses[statuses != 0])
+            answer = client.push(ones, tf.zeros([len(SIZES)], tf.int64), 1.0, ones)
+            assert not answer.statuses.numpy().any()
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive()
-    assert not errors
+    run_in_threads(work, 4)
     assert set(service.versions()) == {4 * each}
     for slots in service.slots():
         counts = [int(slot) for slot in slots.values() if slot.dtype == tf.int64]
         assert counts == [4 * each]
     harmonic = np.sum(1 / np.arange(1, 4 * each + 1))
-    np.testing.assert_allclose(service.center()[0], np.full(20, -harmonic), rtol=1e-4)
+    np.testing.assert_allclose(service.center()[0], np.full(SIZE, -harmonic), rtol=1e-4)
 
 
 def elementwise_probe(optimizer):

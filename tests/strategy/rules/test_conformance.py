@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import tensorflow as tf
-from rule_checks import SIZE, SIZES, Center, Group, start_vector
+from rule_checks import SIZE, SIZES, Center, Group, connect, start_service, start_vector
 
 from keras_het.strategy import rules
 from keras_het.strategy.rules import SynchronousRule, UpdateRule
@@ -88,6 +88,24 @@ def test_parts_are_independent(cpu_devices, case):
     for center in centers:
         push_some(center, 0, 6)
         np.testing.assert_allclose(center.values, centers[0].values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ASYNCHRONOUS)
+def test_the_service_does_the_same(cpu_devices, case):
+    center = Center(make(case), start_vector())
+    service = start_service(make(case), WORKERS, start_vector())
+    clients = [connect(service, i) for i in range(WORKERS)]
+    for turn in range(2 * WORKERS):
+        message = np.random.default_rng(turn).normal(size=SIZE).astype("float32")
+        seen = max(0, turn - turn % WORKERS)
+        expected = center.push(turn % WORKERS, 4 + turn, seen, message)
+        zeros = [tf.zeros([size]) for size in SIZES]
+        versions = tf.fill([len(SIZES)], tf.constant(seen, tf.int64))
+        answer = clients[turn % WORKERS].push(tf.split(message, SIZES), versions, 4.0 + turn, zeros)
+        assert not answer.statuses.numpy().any()
+        np.testing.assert_array_equal(answer.versions, center.version)
+        np.testing.assert_allclose(tf.concat(answer.partitions, 0), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(service.center()[0], center.values, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", ASYNCHRONOUS)

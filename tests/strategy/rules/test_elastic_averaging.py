@@ -4,7 +4,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from rule_checks import Center, ElasticEquations, follow, start_vector
+from rule_checks import (
+    PARTITIONS,
+    Center,
+    ElasticEquations,
+    connect,
+    follow,
+    run_in_threads,
+    start_service,
+    start_vector,
+)
 
 from keras_het.strategy.rules import AsyncEASGD, AsyncMEASGD, ElasticAveraging, HogwildEASGD
 from keras_het.strategy.rules.elastic_averaging import largest_moving_rate
@@ -52,6 +61,23 @@ def test_one_worker_with_momentum_follows_equations_5_and_6(cpu_devices):
         x, c = x + v - alpha * (x - c), c + alpha * (x - c)
         np.testing.assert_allclose(weights, x, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(center.values, c, rtol=1e-4, atol=1e-5)
+
+
+def test_simultaneous_pushes_without_a_lock(cpu_devices):
+    service = start_service(HogwildEASGD(0.1), num_clients=4)
+
+    def work(number):
+        client = connect(service, number)
+        ones = [tf.ones([size]) for size in PARTITIONS.sizes]
+        for _ in range(50):
+            answer = client.push(ones, tf.zeros([3], tf.int64), 1.0, ones)
+            assert not answer.statuses.numpy().any()
+            assert all(0 <= float(part[0]) <= 1.5 for part in answer.partitions)
+
+    run_in_threads(work, 4)
+    assert all(50 <= version <= 200 for version in service.versions())
+    # whatever was lost to races, 50 pushes of one worker alone leave 0.9 ** 50 = 0.5 %
+    np.testing.assert_allclose(service.center()[0], 1, atol=0.05)
 
 
 def test_default_moving_rate():

@@ -1,25 +1,22 @@
 """Original EASGD: in turns, which the center enforces."""
 
-import threading
-
 import numpy as np
 import pytest
 import tensorflow as tf
-from rule_checks import Center, ElasticEquations, follow, start_vector
-
-from keras_het.launch.free_ports import ReservedPorts
-from keras_het.strategy.parameter_service import (
-    ParameterClient,
-    ParameterService,
-    Partitions,
-    Status,
-    credential,
+from rule_checks import (
+    PARTITIONS,
+    Center,
+    ElasticEquations,
+    connect,
+    follow,
+    run_in_threads,
+    start_service,
+    start_vector,
 )
+
+from keras_het.strategy.parameter_service import Status
 from keras_het.strategy.rules import RoundRobinEASGD
 from keras_het.strategy.rules.elastic_averaging import largest_moving_rate
-
-PARTITIONS = Partitions(((3, 4), (6,)), partition_size=7)
-PROOF = credential(b"0123456789abcdef", "model")
 
 
 def test_equations(cpu_devices):
@@ -56,19 +53,13 @@ def test_a_repeated_push_is_taken_once(cpu_devices):
 
 @pytest.fixture
 def service(cpu_devices):
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
-    rule = RoundRobinEASGD(3, 0.3)
-    service = ParameterService(ports.addresses[0], PARTITIONS, rule, PROOF, num_clients=3)
-    service.start()
-    return service
+    return start_service(RoundRobinEASGD(3, 0.3), num_clients=3)
 
 
 def test_service_says_wait(service):
     zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
     ones = [tf.ones([size]) for size in PARTITIONS.sizes]
-    clients = [ParameterClient(service.address, PARTITIONS, PROOF, i) for i in range(3)]
+    clients = [connect(service, i) for i in range(3)]
     versions = tf.zeros([3], tf.int64)
     answer = clients[1].push(ones, versions, 1.0, zeros)
     assert set(answer.statuses.numpy()) == {Status.WAIT}
@@ -77,14 +68,14 @@ def test_service_says_wait(service):
         np.testing.assert_array_equal(residual, tf.ones_like(residual))
     assert set(clients[0].push(ones, versions, 1.0, zeros).statuses.numpy()) == {Status.OK}
     assert set(clients[1].push(ones, versions, 1.0, zeros).statuses.numpy()) == {Status.OK}
-    np.testing.assert_allclose(service.center()[1], np.full(6, 1 - 0.7**2), rtol=1e-5)
+    np.testing.assert_allclose(service.center()[0], np.full(18, 1 - 0.7**2), rtol=1e-5)
 
 
 def test_clients_that_poll_get_their_turns_in_order(service):
     taken, rounds = [], 4
 
     def work(number):
-        client = ParameterClient(service.address, PARTITIONS, PROOF, number)
+        client = connect(service, number)
         value = [tf.fill([size], float(number)) for size in PARTITIONS.sizes]
         versions = np.zeros(len(value), np.int64)
         for _ in range(rounds):
@@ -97,12 +88,7 @@ def test_clients_that_poll_get_their_turns_in_order(service):
             versions = new_versions
             taken.append(number)
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
+    run_in_threads(work, 3)
     assert sorted(taken) == sorted(list(range(3)) * rounds)
     assert set(service.versions()) == {3 * rounds}
     expected = 0.0
