@@ -301,3 +301,31 @@ def test_places_that_do_not_exist_change_nothing(cpu_devices):
 def test_wrong_wires(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_a_numbered_push_counts_once(service):
+    client = connect(service)
+    changes, versions = ramp(), tf.zeros([3], tf.int64)
+    first = client.push(changes, versions, 1, zeros(), sequence=1)
+    again = client.push(changes, versions, 1, zeros(), sequence=1)
+    assert first.statuses.numpy().tolist() == [Status.OK] * 3
+    assert again.statuses.numpy().tolist() == [Status.REPEATED] * 3
+    for one, other in zip(first.partitions, again.partitions, strict=True):
+        np.testing.assert_array_equal(one, other)
+    client.push(changes, versions, 1, zeros(), sequence=2)
+    assert service.versions().tolist() == [2, 2, 2]
+
+
+def test_a_push_beyond_the_staleness_bound_is_not_taken(cpu_devices):
+    service = start(Delta(), staleness_bound=1)
+    fast, slow = connect(service, 0), connect(service, 1)
+    for version in range(2):
+        fast.push(ramp(), tf.fill([3], tf.cast(version, tf.int64)), 1, zeros())
+    center = [value.numpy() for value in service.center()]
+    answer = slow.push(ramp(), tf.zeros([3], tf.int64), 1, zeros())
+    assert answer.statuses.numpy().tolist() == [Status.STALE] * 3
+    assert service.versions().tolist() == [2, 2, 2] == answer.versions.numpy().tolist()
+    for before, after in zip(center, service.center(), strict=True):
+        np.testing.assert_array_equal(before, after)
+    answer = slow.push(ramp(), answer.versions, 1, zeros())
+    assert answer.statuses.numpy().tolist() == [Status.OK] * 3

@@ -45,9 +45,10 @@ class Fuzzer:
             "client": np.int32(self.random.integers(NUM_CLIENTS)),
             "samples": np.float32(self.random.integers(1, 9)),
             "version": np.int64(0),
+            "sequence": np.int64(0),
             "change": change,
         }
-        kind = self.random.integers(9)
+        kind = self.random.integers(10)
         if kind == 0:
             arguments["credential"] = self.credential()
         elif kind == 1:
@@ -62,6 +63,8 @@ class Fuzzer:
             arguments["change"] = np.ones(self.random.choice([0, size - 1, size + 1]), "float32")
         elif kind == 6:
             arguments["change"] = change.astype(self.random.choice(["float64", "int32"]))
+        elif kind == 8:
+            arguments["sequence"] = np.int64(-self.random.integers(1, 2**62))
         elif kind == 7:
             arguments.pop(str(self.random.choice(list(arguments))))
         else:

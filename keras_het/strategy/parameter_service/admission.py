@@ -23,6 +23,8 @@ class Status(enum.IntEnum):
     NOT_FINITE = 2
     UNKNOWN_CLIENT = 3
     WAIT = 4
+    STALE = 5
+    REPEATED = 6
 
 
 def read_secret(environ: Mapping[str, str] | None = None) -> bytes:

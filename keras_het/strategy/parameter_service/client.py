@@ -50,6 +50,7 @@ class ParameterClient:
         client: number of this worker, from 0.
         timeout_seconds: for each message.
         wire: how values travel, as the service has it.
+        prefix: of the service's functions.
 
     Raises:
         ConnectionError: if the service does not answer in time.
@@ -64,7 +65,9 @@ class ParameterClient:
         client: int,
         timeout_seconds: float = 10.0,
         wire: Wire | None = None,
+        prefix: str = "",
     ) -> None:
+        self._prefix = prefix
         self._wire = wire or FloatWire()
         self.partitions = partitions
         self._credential = tf.constant(credential)
@@ -79,7 +82,7 @@ class ParameterClient:
 
     def _say_hello(self, address: str) -> None:
         spec = tf.TensorSpec([], tf.int32)
-        answer = self._rpc.call("hello", [self._credential], output_specs=spec)
+        answer = self._rpc.call(f"{self._prefix}hello", [self._credential], output_specs=spec)
         if not bool(answer.is_ok()):
             code, message = answer.get_error()
             raise ConnectionError(
@@ -108,7 +111,12 @@ class ParameterClient:
         return _collect(calls, fallback)
 
     def push(
-        self, changes: Sequence[Any], versions: Any, samples: Any, fallback: Sequence[Any]
+        self,
+        changes: Sequence[Any],
+        versions: Any,
+        samples: Any,
+        fallback: Sequence[Any],
+        sequence: Any = 0,
     ) -> Answer:
         """Sends a change of every partition and gets the rule's answer.
 
@@ -118,26 +126,37 @@ class ParameterClient:
                 [num_partitions].
             samples: samples behind the change, scalar.
             fallback: values of each partition to go on with where no answer comes.
+            sequence: number of the push, from 1, so that it counts once however often it is sent; 0
+                for none.
 
         Returns:
             The answer. Its `residuals` are what the format could not carry, and the whole change
             where the service did not accept it: add them to the next change.
         """
+        return self.start_push(changes, versions, samples, sequence).answer(fallback)
+
+    def start_push(
+        self, changes: Sequence[Any], versions: Any, samples: Any, sequence: Any = 0
+    ) -> PendingPush:
+        """Sends as `push` does, and does not wait for the answer.
+
+        Args:
+            changes: as for `push`.
+            versions: as for `push`.
+            samples: as for `push`.
+            sequence: as for `push`.
+        """
         samples = tf.cast(samples, tf.float32)
+        sequence = tf.cast(sequence, tf.int64)
         encoded = [self._wire.encode(change) for change in changes]
         calls = [
             self._call(
                 f"push_{index}",
-                [self._credential, self._client, samples, versions[index], *sent],
+                [self._credential, self._client, samples, versions[index], sequence, *sent],
             )
             for index, (sent, _) in enumerate(encoded)
         ]
-        answer = _collect(calls, fallback)
-        residuals = [
-            tf.where(tf.equal(answer.statuses[index], int(Status.OK)), residual, change)
-            for index, ((_, residual), change) in enumerate(zip(encoded, changes, strict=True))
-        ]
-        return dataclasses.replace(answer, residuals=residuals)
+        return PendingPush(calls, list(changes), [residual for _, residual in encoded])
 
     def _call(self, method: str, arguments: list[Any]) -> Any:
         specs = (
@@ -145,7 +164,39 @@ class ParameterClient:
             tf.TensorSpec([], tf.int64),
             tf.TensorSpec([None], self._wire.answer_type()),
         )
-        return self._rpc.call(method, arguments, output_specs=specs, timeout_in_ms=self._timeout_ms)
+        return self._rpc.call(
+            f"{self._prefix}{method}", arguments, output_specs=specs, timeout_in_ms=self._timeout_ms
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingPush:
+    """A push whose answer travels.
+
+    Args:
+        calls: one for each partition.
+        changes: what was to be sent.
+        residuals: what the format did not carry.
+    """
+
+    calls: list[Any]
+    changes: list[Any]
+    residuals: list[Any]
+
+    def answer(self, fallback: Sequence[Any]) -> Answer:
+        """Waits for the answer, at most for the time-out of a message.
+
+        Args:
+            fallback: values of each partition to go on with where no answer comes.
+        """
+        answer = _collect(self.calls, fallback)
+        residuals = [
+            tf.where(tf.equal(answer.statuses[index], int(Status.OK)), residual, change)
+            for index, (residual, change) in enumerate(
+                zip(self.residuals, self.changes, strict=True)
+            )
+        ]
+        return dataclasses.replace(answer, residuals=residuals)
 
 
 def _collect(calls: Sequence[Any], fallback: Sequence[Any]) -> Answer:
@@ -158,7 +209,8 @@ def _collect(calls: Sequence[Any], fallback: Sequence[Any]) -> Answer:
 def _result(call: Any, fallback: Any) -> tuple[Any, Any, Any]:
     def received() -> tuple[Any, Any, Any]:
         status, version, received_values = call.get_value()
-        accepted = tf.equal(status, int(Status.OK))
+        has_values = (int(Status.OK), int(Status.STALE), int(Status.REPEATED))
+        accepted = tf.reduce_any(tf.equal(status, has_values))
         return (
             status,
             version,

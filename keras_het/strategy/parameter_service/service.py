@@ -21,7 +21,8 @@ class ParameterService:
 
     Each partition of the center has a version that counts its updates; a push tells which version
     the worker last saw. Rules that are atomic update a partition under a lock of its own, so that
-    no push is lost and versions count every one. A request with the wrong credential, an unknown
+    no push is lost and versions count every one. A push may carry a number: one whose answer was
+    lost can be sent again, and counts once. A request with the wrong credential, an unknown
     client or a value that is not finite changes nothing.
 
     Args:
@@ -31,6 +32,10 @@ class ParameterService:
         credential: what every request must carry, see `admission.credential`.
         num_clients: workers that may push; clients are numbered from 0.
         wire: how values travel.
+        staleness_bound: updates of a partition since the worker last saw it, beyond which a push is
+            not taken: the answer is the center, to start from anew. None for no bound.
+        prefix: of the names of its functions, where several services share a server.
+        server: server to answer on; by default one of its own at `address`.
     """
 
     def __init__(
@@ -41,8 +46,12 @@ class ParameterService:
         credential: bytes,
         num_clients: int,
         wire: Wire | None = None,
+        staleness_bound: int | None = None,
+        prefix: str = "",
+        server: Any = None,
     ) -> None:
         self.address = address
+        self._staleness_bound = staleness_bound
         self._wire = wire or FloatWire()
         self.partitions = partitions
         self._rule = rule
@@ -52,12 +61,12 @@ class ParameterService:
         self._key = [secrets.randbits(63), secrets.randbits(63)]
         self._expected = int(self._hash(tf.constant(credential)))
         with tf.init_scope(), tf.device("CPU:0"):
-            self._parts = [_Part(size, rule) for size in partitions.sizes]
-        self._server = private_api.RpcServer(address)
+            self._parts = [_Part(size, rule, num_clients) for size in partitions.sizes]
+        self._server = private_api.RpcServer(address) if server is None else server
         for index, part in enumerate(self._parts):
-            self._server.register(f"push_{index}", self._push_function(part))
-            self._server.register(f"pull_{index}", self._pull_function(part))
-        self._server.register("hello", self._hello_function())
+            self._server.register(f"{prefix}push_{index}", self._push_function(part))
+            self._server.register(f"{prefix}pull_{index}", self._pull_function(part))
+        self._server.register(f"{prefix}hello", self._hello_function())
 
     def start(self) -> None:
         """Starts to answer."""
@@ -137,19 +146,25 @@ class ParameterService:
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.float32),
             tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([], tf.int64),
             *self._wire.signature(part.size),
         ]
 
         @tf.function(input_signature=signature)
-        def push(credential: Any, client: Any, samples: Any, version: Any, *sent: Any) -> Any:
+        def push(
+            credential: Any, client: Any, samples: Any, version: Any, sequence: Any, *sent: Any
+        ) -> Any:
             change = self._wire.decode(list(sent), part.size)
 
             def update() -> Any:
-                status, new_version, answer = self._update(part, client, samples, version, change)
+                status, new_version, answer = self._update(
+                    part, client, samples, version, change, sequence
+                )
                 return status, new_version, self._answer(answer)
 
             finite = tf.reduce_all(tf.math.is_finite(change)) & tf.math.is_finite(samples)
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
+            known &= sequence >= 0
             return tf.cond(
                 self._is_admitted(credential),
                 lambda: tf.cond(
@@ -169,9 +184,15 @@ class ParameterService:
         return tf.constant(int(status)), tf.constant(-1, tf.int64), self._answer(tf.zeros([0]))
 
     def _update(
-        self, part: _Part, client: Any, samples: Any, version: Any, change: Any
+        self,
+        part: _Part,
+        client: Any,
+        samples: Any,
+        version: Any,
+        change: Any,
+        sequence: Any = None,
     ) -> tuple[Any, Any, Any]:
-        """Applies the rule, if it is the client's turn; status, new version, rule's answer."""
+        """Applies the rule, if the push may be taken; status, new version, rule's answer."""
 
         def update() -> tuple[Any, Any, Any]:
             staleness = tf.cast(tf.maximum(part.version - version, 0), tf.float32)
@@ -184,9 +205,37 @@ class ParameterService:
                 lambda: (tf.constant(int(Status.WAIT)), tf.constant(-1, tf.int64), tf.zeros([0])),
             )
 
+        def checked() -> tuple[Any, Any, Any]:
+            if sequence is None:
+                return update()
+            return self._unless_known(part, client, version, sequence, update)
+
         if not self._rule.is_atomic:
-            return update()
-        result: tuple[Any, Any, Any] = part.lock.execute(update)
+            return checked()
+        result: tuple[Any, Any, Any] = part.lock.execute(checked)
+        return result
+
+    def _unless_known(
+        self, part: _Part, client: Any, version: Any, sequence: Any, update: Any
+    ) -> tuple[Any, Any, Any]:
+        """Takes a push unless it was taken before (its answer was lost), or is too stale."""
+        numbered = sequence > 0
+        repeated = numbered & (sequence <= part.sequences[client])
+        bound = self._staleness_bound
+        stale = tf.constant(False) if bound is None else part.version - version > bound
+
+        def take() -> tuple[Any, Any, Any]:
+            status, new_version, answer = update()
+            taken = numbered & tf.equal(status, int(Status.OK))
+            latest = tf.where(taken, sequence, part.sequences[client])
+            with tf.control_dependencies([part.sequences.scatter_nd_update([[client]], [latest])]):
+                return tf.identity(status), new_version, answer
+
+        def leave() -> tuple[Any, Any, Any]:
+            status = tf.where(repeated, int(Status.REPEATED), int(Status.STALE))
+            return status, part.version.read_value(), part.center.read_value()
+
+        result: tuple[Any, Any, Any] = tf.cond(repeated | stale, leave, take)
         return result
 
     def _apply(self, part: _Part, change: Any, meta: PushMeta) -> tuple[Any, Any, Any]:
@@ -199,8 +248,9 @@ class ParameterService:
 class _Part:
     """One partition of the center, and what belongs to it."""
 
-    def __init__(self, size: int, rule: UpdateRule) -> None:
+    def __init__(self, size: int, rule: UpdateRule, num_clients: int) -> None:
         self.size = size
+        self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
         self.center = tf.Variable(tf.zeros([size]), trainable=False)
         self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         self.slots = rule.create_slots(self.center)
