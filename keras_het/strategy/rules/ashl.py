@@ -26,8 +26,8 @@ class ASHL(SendsChange):
 
     The stage of the center is the slot `second_stage`; whoever knows the loss of the training
     changes it (`enter_second_stage`). A worker that is gone then holds up the others. A worker that
-    was told to wait sends the same again, for all parts and with the versions of its first try: no
-    part takes it twice. A worker whose answer was lost must pull first.
+    was told to wait sends the same again, with the number of its first try: some parts may have
+    taken it already.
 
     Args:
         data_shares: :math:`D_i` of every worker, which sum to 1.
@@ -112,33 +112,25 @@ class ASHL(SendsChange):
             )
 
     def create_slots(self, center: Any) -> dict[str, Any]:
-        """The stage, and of every worker the pushes of the second stage and the last one."""
+        """The stage (0 or 1), and every worker's pushes in the second one."""
         del center
-        number = len(self.data_shares)
+        pushes = tf.zeros([len(self.data_shares)], tf.int64)
         return {
             "second_stage": tf.Variable(0.0, trainable=False),
-            "pushes": tf.Variable(tf.zeros([number], tf.int64), trainable=False),
-            "version_after_push": tf.Variable(tf.zeros([number], tf.int64), trainable=False),
+            "pushes": tf.Variable(pushes, trainable=False),
         }
 
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
-        """Whether the worker is not too far ahead, and the push not the repetition of one taken."""
-        worker, pushes = self._worker(meta), slots["pushes"]
-        in_reach = pushes[worker] - tf.reduce_min(pushes) < self.largest_lead
-        seen_version = meta.version - tf.cast(meta.staleness, tf.int64)
-        is_new = seen_version >= slots["version_after_push"][worker]
-        return (slots["second_stage"] < 1) | (in_reach & is_new)
+        """Whether the worker would not get too far ahead of the slowest."""
+        lead = slots["pushes"][self._worker(meta)] - tf.reduce_min(slots["pushes"])
+        return (slots["second_stage"] < 1) | (lead < self.largest_lead)
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Adds the worker's share of the change, and counts the push in the second stage."""
         worker = self._worker(meta)
         counted = tf.cast(slots["second_stage"], tf.int64)[None]
-        place = tf.reshape(worker, [1, 1])
-        writes = [
-            slots["pushes"].scatter_nd_add(place, counted),
-            slots["version_after_push"].scatter_nd_update(place, (meta.version + 1)[None]),
-        ]
-        with tf.control_dependencies([tf.identity(write) for write in writes]):
+        pushes = slots["pushes"].scatter_nd_add(tf.reshape(worker, [1, 1]), counted)
+        with tf.control_dependencies([tf.identity(pushes)]):
             center.assign_add(tf.gather(tf.constant(self.data_shares), worker) * change)
         return center.read_value()
 

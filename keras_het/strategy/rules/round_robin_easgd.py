@@ -17,9 +17,8 @@ class RoundRobinEASGD(ElasticAveraging):
     0, ... and tells everybody else to try again. The result does not depend on how fast messages
     travel, but a worker that is gone holds up all others: use it as a baseline.
 
-    A worker that was told to wait sends the same again, for all parts and with the versions of its
-    first try: a part that has taken it does not take it twice, because in its next turn what it has
-    seen would be n updates old or more. A worker whose answer was lost must pull first.
+    A worker that was told to wait sends the same again, with the number of its first try: some
+    parts may have taken it already, and must not in their next turn.
 
     Args:
         num_workers: n; all of them must take part.
@@ -49,9 +48,8 @@ class RoundRobinEASGD(ElasticAveraging):
         return {"turn": ()}
 
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
-        """Whether it is the worker's turn, and the push not the repetition of one taken before."""
-        own_turn = tf.equal(tf.cast(meta.client, tf.float32), slots["turn"])
-        return own_turn & (meta.staleness < self.num_workers)
+        """Whether it is the worker's turn."""
+        return tf.equal(tf.cast(meta.client, tf.float32), slots["turn"])
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Moves the center and gives the turn to the next worker."""

@@ -99,6 +99,11 @@ class _Instance:
         self._rate: Any = 1.0
         self._optimizer.learning_rate = lambda: self._rate
         self._optimizer.build([center])
+        # Traced here and now: Keras would sum gradients over the replicas of a strategy in which a
+        # later caller happens to be.
+        self._step = tf.function(self._apply).get_concrete_function(
+            tf.TensorSpec(center.shape), tf.TensorSpec([], tf.int64), tf.TensorSpec([])
+        )
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -110,11 +115,14 @@ class _Instance:
 
     def step(self, gradient: Any, version: Any, factor: Any) -> Any:
         """Takes a step; called in the graph, under the part's lock."""
-        if version is not None:
-            self._optimizer.iterations.assign(tf.cast(version, tf.int64))
+        count = self._optimizer.iterations.value.read_value() if version is None else version
+        return self._step(gradient, tf.cast(count, tf.int64), tf.cast(factor, tf.float32))
+
+    def _apply(self, gradient: Any, version: Any, factor: Any) -> Any:
+        self._optimizer.iterations.assign(version)
         rate = self._base_rate
         if callable(rate):
-            rate = rate(self._optimizer.iterations.value)
+            rate = rate(version)
         self._rate = tf.cast(rate, tf.float32) * factor
         self._optimizer.apply([gradient], [self._center])
         self._rate = 1.0

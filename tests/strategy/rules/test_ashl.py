@@ -67,18 +67,6 @@ def test_second_stage_bounds_the_lead_as_algorithm_3(cpu_devices):
     np.testing.assert_allclose(center.values, expected, rtol=1e-4)
 
 
-def test_a_repeated_push_is_taken_once(cpu_devices):
-    rule = ASHL(**GOOD)
-    center = Center(rule, start_vector())
-    for slots in center.slots:
-        rule.enter_second_stage(slots)
-    assert center.push(0, 1, 0, np.ones(SIZE)) is not None
-    assert center.push(0, 1, 0, np.ones(SIZE)) is None
-    assert center.push(1, 1, 0, np.ones(SIZE)) is not None  # stale, but its first
-    assert center.push(0, 1, 1, np.ones(SIZE)) is not None
-    assert center.version == 3
-
-
 def test_largest_values_with_error_feedback_lose_nothing(cpu_devices):
     rule = ASHL(**GOOD, compression_ratios=[0.2, 0.5, 1.0])
     center, start = Center(rule, start_vector()), start_vector()

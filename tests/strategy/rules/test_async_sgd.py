@@ -180,6 +180,20 @@ def test_simultaneous_pushes_are_all_counted(cpu_devices):
     np.testing.assert_allclose(service.center()[0], np.full(SIZE, -harmonic), rtol=1e-4)
 
 
+def test_a_caller_within_a_strategy_changes_nothing(cpu_devices):
+    # two replicas push one after the other; nothing is summed over them
+    center = Center(AsyncSGD(optimizer=keras.optimizers.SGD(0.1)), np.zeros(SIZE))
+    strategy = tf.distribute.MirroredStrategy(list(cpu_devices[:2]))
+
+    @tf.function
+    def push():
+        meta = PushMeta(tf.constant(0), tf.constant(1.0), tf.constant(0.0))
+        return center.rule.update(center.parts[0], center.slots[0], tf.ones([SIZES[0]]), meta)
+
+    strategy.run(push)
+    np.testing.assert_allclose(center.parts[0], np.full(SIZES[0], -0.2), rtol=1e-6)
+
+
 def elementwise_probe(optimizer):
     """Largest difference that it makes to give a matrix whole, or as parts of a vector."""
     random = np.random.default_rng(0)

@@ -37,20 +37,6 @@ def test_a_push_out_of_turn_changes_nothing(cpu_devices):
     assert center.version == 5
 
 
-def test_a_repeated_push_is_taken_once(cpu_devices):
-    center = Center(RoundRobinEASGD(2, 0.3), start_vector())
-    seen = [0, 0]
-    for _ in range(3):
-        for i in range(2):
-            assert center.push(i, 1, seen[i], start_vector(2)) is not None
-            last, seen[i] = seen[i], center.version
-    before = center.values
-    assert center.push(0, 1, 0, start_vector(3)) is None  # its turn, but an old message
-    assert center.push(1, 1, last, start_vector(3)) is None
-    np.testing.assert_array_equal(center.values, before)
-    assert center.push(0, 1, seen[0], start_vector(3)) is not None
-
-
 @pytest.fixture
 def service(cpu_devices):
     return start_service(RoundRobinEASGD(3, 0.3), num_clients=3)
@@ -78,14 +64,14 @@ def test_clients_that_poll_get_their_turns_in_order(service):
         client = connect(service, number)
         value = [tf.fill([size], float(number)) for size in PARTITIONS.sizes]
         versions = np.zeros(len(value), np.int64)
-        for _ in range(rounds):
-            new_versions = np.full(len(value), -1)
-            while (new_versions < 0).any():
-                answer = client.push(value, tf.constant(versions), 1.0, value)
+        for count in range(1, rounds + 1):
+            waiting = True
+            while waiting:
+                answer = client.push(value, tf.constant(versions), 1.0, value, sequence=count)
                 statuses = answer.statuses.numpy()
-                assert set(statuses) <= {Status.OK, Status.WAIT}
-                new_versions = np.where(statuses == Status.OK, answer.versions, new_versions)
-            versions = new_versions
+                assert set(statuses) <= {Status.OK, Status.WAIT, Status.REPEATED}
+                versions = np.maximum(versions, answer.versions)
+                waiting = (statuses == Status.WAIT).any()
             taken.append(number)
 
     run_in_threads(work, 3)
