@@ -24,10 +24,14 @@ class SynchronousRule(abc.ABC):
 
     Attributes:
         name: name in the registry.
+        uses_gradients: always false: workers run their own optimizers.
+        center_is_weights: whether a worker's weights are the center after an exchange without
+            overlap. Whoever evaluates or saves uses "center" of the state in any case.
     """
 
     name: ClassVar[str]
     uses_gradients: ClassVar[bool] = False
+    center_is_weights: ClassVar[bool]
 
     def __init__(self, period: int, overlap: int = 0) -> None:
         if period < 1 or not 0 <= overlap < period:

@@ -183,7 +183,9 @@ def test_simultaneous_pushes_are_all_counted(cpu_devices):
 def test_a_caller_within_a_strategy_changes_nothing(cpu_devices):
     # two replicas push one after the other; nothing is summed over them
     center = Center(AsyncSGD(optimizer=keras.optimizers.SGD(0.1)), np.zeros(SIZE))
-    strategy = tf.distribute.MirroredStrategy(list(cpu_devices[:2]))
+    strategy = tf.distribute.MirroredStrategy(
+        list(cpu_devices[:2]), cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
 
     @tf.function
     def push():
