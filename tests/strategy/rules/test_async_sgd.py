@@ -123,6 +123,25 @@ def test_one_worker_is_the_local_optimizer(cpu_devices, name):
     assert np.abs(center.values - start_vector()).max() > 1e-4
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
+def test_one_worker_that_runs_keras_sgd_of_rate_1(cpu_devices, name):
+    # the worker's optimizer accumulates the mean of two mini-batches; the center's takes the step
+    rule = AsyncSGD(optimizer=getattr(keras.optimizers, name)(0.05))
+    center, local = Center(rule, start_vector()), getattr(keras.optimizers, name)(0.05)
+    alone, weights = tf.Variable(start_vector()), tf.Variable(start_vector())
+    worker = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    for step in range(8):
+        gradients = np.random.default_rng(step).normal(size=(2, SIZE)).astype("float32")
+        seen = weights.numpy()
+        for gradient in gradients:
+            worker.apply([tf.constant(gradient)], [weights])
+        answer = center.push(0, 16, center.version, rule.message(weights, seen))
+        sent = rule.after_sending(weights, seen)
+        weights.assign(rule.receive(sent, sent, answer))
+        local.apply([tf.constant(gradients.mean(0))], [alone])
+        np.testing.assert_allclose(weights, alone, rtol=2e-5, atol=2e-6)
+
+
 def test_state_is_in_the_slots(cpu_devices):
     # a checkpoint of center, version and slots continues as if there had been no stop
     def pushes(center, first, last):
