@@ -2,5 +2,7 @@
 
 from keras_het.callbacks.backup_and_restore import BackupAndRestore
 from keras_het.callbacks.batch_balancer import BatchBalancer
+from keras_het.callbacks.hybrid_aggregation import HybridAggregation
+from keras_het.callbacks.loader_tuner import LoaderTuner
 
-__all__ = ["BackupAndRestore", "BatchBalancer"]
+__all__ = ["BackupAndRestore", "BatchBalancer", "HybridAggregation", "LoaderTuner"]

@@ -91,19 +91,20 @@ class StepSums:
         self.seconds = self.input_wait_seconds = 0.0
         self.is_skipping = size.skip_steps > 0
 
-    def add(self, seconds: float, input_wait_seconds: float) -> bool:
-        """Takes one step; returns whether the window is full.
+    def add(self, seconds: float, input_wait_seconds: float, steps: int = 1) -> bool:
+        """Takes one step, or several that ran at once; returns whether the window is full.
 
         Args:
-            seconds: time of the step.
-            input_wait_seconds: part of it in which it waited for its batch.
+            seconds: time of the steps.
+            input_wait_seconds: part of it in which they waited for their batches.
+            steps: number of steps.
         """
         if self._skip > 0:
-            self._skip -= 1
+            self._skip -= steps
             self.is_skipping = self._skip > 0
             return False
-        self.steps += 1
+        self.steps += steps
         self.seconds += seconds
         self.input_wait_seconds += input_wait_seconds
-        self.waiting_steps += input_wait_seconds > 0.05 * seconds
+        self.waiting_steps += steps if input_wait_seconds > 0.05 * seconds else 0
         return self.steps >= self._min_steps and self.seconds >= self._min_seconds

@@ -1,0 +1,305 @@
+"""No device waits for data: tunes the input pipeline while it runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import psutil
+
+from keras_het.callbacks.step_functions import StepFunction
+from keras_het.loader.host_budget import HostBudget
+from keras_het.loader.host_cpus import usable_cpus
+from keras_het.loader.inspection import PipelineReport, inspect
+from keras_het.loader.live_iterator import LiveIterator
+from keras_het.loader.loader_settings import LoaderSettings
+from keras_het.loader.metered_iterator import MeteredIterator
+from keras_het.loader.stall_meter import StallMeter
+from keras_het.loader.tuning_session import Move, TuningSession
+from keras_het.planning.loader import FixedController, LoaderController, LoaderPlan, TunerController
+
+logger = logging.getLogger("keras_het")
+
+_DEFAULT_MEMORY_FRACTION = 0.25
+
+
+class LoaderTuner(keras.callbacks.Callback):
+    """Changes an input pipeline's parallelism and buffers within an epoch, exactly.
+
+    With a data set of `keras_het.loader.pipeline` everything that its builder reads is tuned, with
+    an ordinary `tf.data.Dataset` its thread pool, the priority of its threads and the `prefetch` at
+    its end. A change hands the running pipeline over with its buffers: no element is lost, repeated
+    or reordered. Pipelines that cannot be handed over, and those of a distribution strategy, are
+    only observed; the log says why.
+
+    Loaders are added only while the device waits and the host has what it takes; each move is
+    confirmed by measurement and taken back if it does not pay; see docs/loader.md.
+
+    The input wait of every step is measured in Python: `steps_per_execution` above 1 is exact, but
+    runs its steps one after the other.
+
+    Args:
+        controller: "tuner", "fixed" (measures, and changes nothing), or a function that makes an
+            object with the methods of `keras_het.planning.loader.LoaderController` of the first
+            plan and the number of CPUs.
+        max_memory: most bytes of batches that are prepared or wait; by default a quarter of the
+            memory that is available when training begins.
+        nice: nice value of the pipeline's own threads, so that they give way to the training step;
+            0 leaves them alone.
+        share_host: whether jobs of the same user on this host divide its CPUs among them.
+        verbose: whether to print the moves.
+
+    Attributes:
+        meter: input wait of every training step.
+        test_meter: input wait of the steps of `evaluate`, also within `fit`.
+        predict_meter: input wait of the steps of `predict`.
+        moves: what was changed, with the measurements that led to it.
+
+    Raises:
+        ValueError: if there is no such controller, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        controller: str | Callable[[LoaderPlan, float], LoaderController] = "tuner",
+        *,
+        max_memory: int | None = None,
+        nice: int = 10,
+        share_host: bool = True,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__()
+        _check_arguments(controller, max_memory, nice)
+        self._controller = controller
+        self._max_memory = max_memory
+        self._nice = nice
+        self._share_host = share_host
+        self._verbose = verbose
+        self.meter, self.test_meter, self.predict_meter = StallMeter(), StallMeter(), StallMeter()
+        self.moves: list[Move] = []
+        self._session: TuningSession | None = None
+        self._best: LoaderSettings | None = None
+        self._functions = {kind: StepFunction(f"{kind}_function") for kind in _KINDS}
+        self._test_live: LiveIterator | None = None
+        self._last_start: float | None = None
+        self._last: tuple[float, int, list[Any]] = (0.0, 0, [])
+        self._asked = 0.0
+
+    # --- fit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins to measure and tune."""
+        budget = HostBudget(usable_cpus()) if self._share_host else None
+        self._close()
+        self._session = TuningSession(self._make_controller, self._nice, budget)
+        self.moves = self._session.moves
+        self._functions["train"].replace(self.model, self._train_function)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Time between epochs is no step's."""
+        self._last_start = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the input wait to the logs of the epoch."""
+        if logs is not None:
+            logs["input_wait_fraction"] = self.meter.idle_fraction
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Puts everything back; remembers the settings."""
+        self._best = self._settings()
+        self._functions["train"].restore()
+        if self._verbose:
+            sys.stdout.write(f"\n{self.best_settings()}\n")
+        self._close()
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _train_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def step(iterator: Any) -> Any:
+            session = self._session
+            if session is None:
+                return original(iterator)
+            self._account()
+            live = session.live
+            if live is None or live.given is not iterator:
+                live = session.open(iterator)
+            start = time.perf_counter()
+            if not live.is_tf_data:
+                metered = MeteredIterator(iterator)
+                try:
+                    return original(metered)
+                finally:
+                    self._note_start(start, metered.input_wait_seconds, metered.steps, [])
+            batches = live.take(self.model.steps_per_execution)
+            self._note_start(start, live.input_wait_seconds, len(batches), batches)
+            return original(batches)
+
+        return step
+
+    def _note_start(self, start: float, wait: float, steps: int, batches: list[Any]) -> None:
+        self._last_start = start
+        self._last = (wait, steps, batches)
+
+    def _account(self) -> None:
+        """Takes note of the execution before, whose time ends now."""
+        if self._last_start is None or self._session is None:
+            return
+        seconds = time.perf_counter() - self._last_start
+        wait, steps, batches = self._last
+        self._last = (0.0, 0, [])
+        if steps:
+            self.meter.add(seconds, wait, steps)
+            moves = len(self._session.moves)
+            self._session.after_step(seconds, wait, steps, batches)
+            if self._verbose:
+                for move in self._session.moves[moves:]:
+                    sys.stdout.write(f"\nstep {move.step}: {move.plan}\n")
+
+    # --- evaluate and predict
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Begins to measure."""
+        self._functions["test"].replace(self.model, self._test_function)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Puts the function back."""
+        self._functions["test"].restore()
+        if self._test_live is not None:
+            self._test_live.let_go(is_held_elsewhere=True)
+            self._test_live = None
+
+    def _test_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def step(iterator: Any) -> Any:
+            start = time.perf_counter()
+            live = self._test_live
+            if live is None or live.given is not iterator:
+                live = self._test_live = LiveIterator(iterator)
+            if live.is_tf_data:
+                batches = live.take(self.model.steps_per_execution)
+                result, wait, steps = original(batches), live.input_wait_seconds, len(batches)
+            else:
+                metered = MeteredIterator(iterator)
+                result = original(metered)
+                wait, steps = metered.input_wait_seconds, metered.steps
+            self.test_meter.add(time.perf_counter() - start, wait, steps)
+            return result
+
+        return step
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Begins to measure."""
+        self._functions["predict"].replace(self.model, self._predict_function)
+
+    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """From here on `predict` waits for its batches."""
+        self._asked = time.perf_counter()
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        """Puts the function back."""
+        self._functions["predict"].restore()
+
+    def _predict_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def step(data: Any) -> Any:
+            wait = time.perf_counter() - self._asked
+            result = original(data)
+            self.predict_meter.add(time.perf_counter() - self._asked, wait, len(data))
+            return result
+
+        return step
+
+    # --- what it found
+
+    @property
+    def observes_only(self) -> str | None:
+        """Why the present training is only observed, None if it is tuned."""
+        return self._session.observes_only if self._session is not None else None
+
+    def inspect(self, file: Any = None) -> PipelineReport:
+        """Prints what the running pipeline does; see `keras_het.loader.inspect`.
+
+        Args:
+            file: where to print, the terminal by default.
+
+        Raises:
+            RuntimeError: if nothing is being trained.
+        """
+        if self._session is None or self._session.live is None:
+            raise RuntimeError(
+                "There is no running pipeline. Call inspect within fit, from another callback."
+            )
+        return inspect(self._session.live.iterator, file=file)
+
+    def best_settings(self) -> LoaderSettings:
+        """The settings in effect, as code to paste.
+
+        Raises:
+            RuntimeError: if nothing was trained yet.
+        """
+        found = self._settings() or self._best
+        if found is None:
+            raise RuntimeError("There are no settings yet. Call fit with this callback first.")
+        return found
+
+    def _settings(self) -> LoaderSettings | None:
+        session = self._session
+        if session is None:
+            return None
+        is_plain = session.live is None or session.live.pipeline is None
+        knobs = session.pipeline.knobs if session.pipeline is not None else None
+        return LoaderSettings(knobs, is_plain, self._nice, session.observes_only, self.meter)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Waits and moves as plain Python values, for JSON."""
+        meters = {"train": self.meter, "test": self.test_meter, "predict": self.predict_meter}
+        waits = {name: meter.to_dict() for name, meter in meters.items()}
+        return {**waits, "moves": [move.to_dict() for move in self.moves]}
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_dict()` to a JSON file.
+
+        Args:
+            path: the file.
+        """
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def _make_controller(
+        self, plan: LoaderPlan, cpus: float, max_prefetch: int | None
+    ) -> LoaderController:
+        if self._controller == "fixed":
+            return FixedController(plan)
+        if callable(self._controller):
+            return self._controller(plan, cpus)
+        memory = self._max_memory
+        if memory is None:
+            memory = int(psutil.virtual_memory().available * _DEFAULT_MEMORY_FRACTION)
+        return TunerController(
+            plan,
+            cpus,
+            max_loaders=max(128, plan.loaders),
+            max_prefetch=max_prefetch or max(64, plan.prefetch),
+            max_memory=memory,
+        )
+
+
+_KINDS = ("train", "test", "predict")
+
+
+def _check_arguments(controller: Any, max_memory: int | None, nice: int) -> None:
+    if not callable(controller) and controller not in ("tuner", "fixed"):
+        raise ValueError(
+            'controller must be "tuner", "fixed" or a function. '
+            f"Received: controller={controller!r}."
+        )
+    if max_memory is not None and max_memory <= 0:
+        raise ValueError(f"max_memory must be a number of bytes. Received: {max_memory}.")
+    if not 0 <= nice <= 19:
+        raise ValueError(f"nice must be from 0 to 19. Received: nice={nice}.")

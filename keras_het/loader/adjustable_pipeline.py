@@ -1,0 +1,179 @@
+"""A data set that can be built again with other knobs, while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.handover import hand_over, has_memory_cache
+from keras_het.loader.held_iterator import _hold_functions_of
+from keras_het.loader.knobs import Build, Knobs
+from keras_het.loader.loader_threads import LoaderThreads
+
+
+def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
+    """Makes a data set whose parallelism can change while it is iterated.
+
+        def build(knobs):
+            files = tf.data.Dataset.list_files("images/*.jpg", seed=1)
+            images = files.map(decode, num_parallel_calls=knobs.num_parallel_calls)
+            return images.batch(64).prefetch(knobs.prefetch)
+
+        model.fit(keras_het.loader.pipeline(build), callbacks=[keras_het.callbacks.LoaderTuner()])
+
+    Args:
+        build: builds a `tf.data.Dataset`. It must consist of the same operations with the same
+            arguments whatever the knobs are; only numbers of parallel calls and the size of
+            `prefetch` may follow them. Give shuffles a seed, or set a global one, if the order is
+            to be reproducible.
+        knobs: settings to start from; one thread for each CPU by default. Without a `LoaderTuner`
+            they stay.
+
+    Returns:
+        A `tf.data.Dataset` with the elements of `build(knobs)`.
+
+    Raises:
+        TypeError: if `build` does not return a `tf.data.Dataset`.
+    """
+    knobs = knobs or Knobs.for_host()
+    return AdjustablePipeline(build, knobs, build_tuned(build, knobs))
+
+
+def build_tuned(build: Build, knobs: Knobs) -> Any:
+    """The data set of `build` with the options of the knobs."""
+    dataset = build(knobs)
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            "build must return a tf.data.Dataset. Received: "
+            f"{dataset!r} of type {type(dataset)} from {build}."
+        )
+    return dataset.with_options(knobs.options())
+
+
+class AdjustablePipeline(private_api.UnchangedElementsDataset):
+    """A data set made by `pipeline`.
+
+    Args:
+        build: builds the data set.
+        knobs: settings of `dataset`.
+        dataset: what `build` gave for them.
+
+    Attributes:
+        build: builds the data set.
+        knobs: settings of the iterators that are made from now on.
+    """
+
+    def __init__(self, build: Build, knobs: Knobs, dataset: Any) -> None:
+        self.build = build
+        self.knobs = knobs
+        self._original = self._current = dataset
+        self._is_direct = has_memory_cache(dataset) or any(
+            adapter.is_repeat(node) for node in adapter.upstream_of(dataset)
+        )
+        super().__init__(dataset, private_api.data_set_variant(dataset))
+
+    @property
+    def current(self) -> Any:
+        """The data set that is iterated with the present knobs."""
+        return self._current
+
+    def adopt(self, knobs: Knobs, dataset: Any) -> None:
+        """Makes iterators from now on those of another build.
+
+        The sequence of orders of a shuffle is that of the original data set: every iterator begins
+        there and is handed over before its first element. Pipelines with a cache in memory, which
+        belongs to one build, and those with a `repeat`, which takes several orders from the
+        sequence in one epoch, are iterated directly instead. Later epochs, and later rounds of a
+        `repeat`, have each element once, in an order that may be another one than without a
+        handover if a pipeline has such a part or several shuffles.
+
+        Args:
+            knobs: its settings.
+            dataset: what `build` gave for them, to which a running iterator was handed over.
+        """
+        self.knobs, self._current = knobs, dataset
+
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly():
+            return super().__iter__()
+        if self._current is self._original or self._is_direct:
+            iterator = start(self._current)
+        else:
+            iterator = hand_over(iter(self._original), self._current)
+        iterator.keras_het_pipeline = self
+        return iterator
+
+
+def start(dataset: Any) -> Any:
+    """A new iterator that remembers which threads are its own.
+
+    Args:
+        dataset: a `tf.data.Dataset` with a thread pool of its own.
+
+    Returns:
+        The iterator; `threads_of` gives its threads.
+    """
+    threads = LoaderThreads()
+    with threads.started_here():
+        iterator = iter(dataset)
+    _hold_functions_of(iterator, dataset)
+    iterator.keras_het_threads = threads
+    return iterator
+
+
+def pipeline_of(iterator: Any) -> AdjustablePipeline | None:
+    """The adjustable pipeline that an iterator was made of, None for any other."""
+    return getattr(iterator, "keras_het_pipeline", None)
+
+
+def threads_of(iterator: Any) -> LoaderThreads | None:
+    """The threads of an iterator that `start` made, None for any other."""
+    return getattr(iterator, "keras_het_threads", None)
+
+
+def plain_pipeline(dataset: Any) -> AdjustablePipeline:
+    """An ordinary data set as an adjustable one, of which only some knobs can be turned.
+
+    These are its own thread pool, in which calls with AUTOTUNE may outnumber the cores, and the
+    size of a `prefetch` at its end, if the user gave a number.
+
+    Args:
+        dataset: any `tf.data.Dataset`.
+    """
+    options = dataset.options()
+    node = dataset
+    while adapter.is_options(node):
+        (node,) = adapter.inputs_of(node)
+    size = prefetch_size(dataset)
+
+    def build(knobs: Knobs) -> Any:
+        if size is None:
+            return dataset
+        (source,) = adapter.inputs_of(node)
+        return source.prefetch(knobs.prefetch).with_options(options)
+
+    first = Knobs.for_host()
+    threads = options.threading.private_threadpool_size or first.threads
+    knobs = Knobs(2 * threads, size or first.prefetch, threads)
+    return AdjustablePipeline(build, knobs, build_tuned(build, knobs))
+
+
+def prefetch_size(dataset: Any) -> int | None:
+    """Number of batches in the `prefetch` at the end of a data set.
+
+    Args:
+        dataset: any `tf.data.Dataset`.
+
+    Returns:
+        None if there is none, or it is left to AUTOTUNE.
+    """
+    node = dataset
+    while adapter.is_options(node):
+        (node,) = adapter.inputs_of(node)
+    if not adapter.is_prefetch_or_options(node):
+        return None
+    size = adapter.constant(node._buffer_size)
+    return int(size) if size is not None and size > 0 else None

@@ -1,0 +1,134 @@
+"""CPUs that this process may use, and those of them that nobody uses."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cpus(cgroups: Path = CGROUPS, membership: Path | None = None) -> float:
+    """CPUs that this process may use: its affinity, bounded by the quotas of its cgroups.
+
+    Args:
+        cgroups: where the cgroup file systems are mounted.
+        membership: file that names the cgroups of the process, that of this process by default.
+
+    Returns:
+        A number above 0, not necessarily whole; quotas of versions 1 and 2 count, also those of
+        the groups that contain the process's own.
+
+    Reference:
+        https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files and
+        https://docs.kernel.org/scheduler/sched-bwc.html
+    """
+    return min(float(len(_affinity())), _quota(cgroups, membership))
+
+
+class IdleCpus:
+    """How many CPUs that this process may use were idle since the last question.
+
+    In a container with a CPU quota, no more than what the quota leaves is idle.
+
+    Args:
+        cgroups: where the cgroup file systems are mounted.
+        membership: file that names the cgroups of the process, that of this process by default.
+    """
+
+    def __init__(self, cgroups: Path = CGROUPS, membership: Path | None = None) -> None:
+        self._quota = _quota(cgroups, membership)
+        folders = list(_cpu_folders(cgroups, membership)) if self._quota < math.inf else []
+        self._folder = folders[0] if folders else None
+        self._cpus = _affinity()
+        self._last = self._sample()
+
+    def read(self) -> float:
+        """Average number of idle CPUs since the last call; 0 or more."""
+        last, self._last = self._last, self._sample()
+        seconds = self._last[0] - last[0]
+        if seconds <= 0:
+            return 0.0
+        idle = min(max((self._last[1] - last[1]) / seconds, 0.0), float(len(self._cpus)))
+        if self._folder is not None:
+            idle = min(idle, self._quota - (self._last[2] - last[2]) / seconds)
+        return max(idle, 0.0)
+
+    def _sample(self) -> tuple[float, float, float]:
+        used = _cpu_seconds(self._folder) if self._folder is not None else 0.0
+        return time.monotonic(), _idle_seconds(self._cpus), used
+
+
+def _affinity() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _idle_seconds(cpus: frozenset[int]) -> float:
+    times = psutil.cpu_times(percpu=True)
+    chosen = [times[cpu] for cpu in cpus if cpu < len(times)] or times
+    # a CPU whose threads wait for the disk is free
+    return sum(entry.idle + getattr(entry, "iowait", 0.0) for entry in chosen)
+
+
+def _quota(cgroups: Path, membership: Path | None) -> float:
+    quotas = [_quota_of(folder) for folder in _cpu_folders(cgroups, membership)]
+    return min(quotas, default=math.inf)
+
+
+def _cpu_folders(cgroups: Path, membership: Path | None) -> Iterator[Path]:
+    """The cgroup of this process that has the CPU controller, then those around it."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = (membership or Path("/proc/self/cgroup")).read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        root: Path | None
+        if controllers == "":
+            root = cgroups
+        elif "cpu" in names:
+            root = next((cgroups / n for n in (controllers, "cpu") if (cgroups / n).exists()), None)
+        else:
+            continue
+        if root is None or not root.exists():
+            continue
+        folder = root / path.lstrip("/")
+        # in a container the path may be that of the host: the root is then the own group
+        while not folder.exists() and folder != root:
+            folder = folder.parent
+        while True:
+            yield folder
+            if folder == root:
+                break
+            folder = folder.parent
+
+
+def _quota_of(folder: Path) -> float:
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()[:2]
+        return math.inf if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        microseconds = int((folder / "cpu.cfs_quota_us").read_text())
+        period_us = int((folder / "cpu.cfs_period_us").read_text())
+        return microseconds / period_us if microseconds > 0 else math.inf
+    return math.inf
+
+
+def _cpu_seconds(folder: Path) -> float:
+    """CPU time that a cgroup used."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "cpu.stat").read_text().splitlines():
+            if line.startswith("usage_usec"):
+                return int(line.split()[1]) / 1e6
+    for name in ("cpuacct.usage", "../cpuacct/cpuacct.usage"):
+        with contextlib.suppress(OSError, ValueError):
+            return int((folder / name).read_text()) / 1e9
+    return 0.0

@@ -1,0 +1,103 @@
+"""What a training loop really reads from: the iterator it was given, or that one's successor."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.adjustable_pipeline import pipeline_of, threads_of
+from keras_het.loader.handover import hand_over
+from keras_het.loader.held_iterator import _hold_functions_of
+from keras_het.loader.iterator_release import release
+
+
+class LiveIterator:
+    """Reads batches and times the wait for them; its pipeline may change between two batches.
+
+    Args:
+        given: the iterator that the loop holds.
+        nice: nice value of the pipeline's own threads.
+
+    Attributes:
+        given: the iterator that the loop holds.
+        iterator: the one that is read.
+        input_wait_seconds: time that the last `take` waited.
+        end: last error or StopIteration that `take` met.
+    """
+
+    def __init__(self, given: Any, nice: int = 0) -> None:
+        self.given = self.iterator = given
+        self.input_wait_seconds = 0.0
+        self._nice = nice
+        self._use(given)
+
+    @property
+    def is_tf_data(self) -> bool:
+        """Whether this is an iterator of tf.data, which can be handed over."""
+        return isinstance(self.given, tf.data.Iterator)
+
+    @property
+    def pipeline(self) -> Any:
+        """The adjustable pipeline that the given iterator was made of, or None."""
+        return pipeline_of(self.given)
+
+    def take(self, count: int) -> list[Any]:
+        """The next batches, fewer at the end.
+
+        Args:
+            count: how many.
+
+        Raises:
+            StopIteration: if there is none.
+        """
+        batches: list[Any] = []
+        start = time.perf_counter()
+        try:
+            for _ in range(count):
+                batches.append(self._read())
+        except (StopIteration, tf.errors.OutOfRangeError):
+            if not batches:
+                raise StopIteration from None
+        finally:
+            self.input_wait_seconds = time.perf_counter() - start
+        return batches
+
+    def move_to(self, dataset: Any) -> None:
+        """Continues in another pipeline.
+
+        Args:
+            dataset: the same pipeline with other knobs.
+
+        Raises:
+            HandoverError: if it cannot be done exactly; nothing has changed then.
+        """
+        old, new = self.iterator, hand_over(self.iterator, dataset)
+        _hold_functions_of(new, dataset)
+        self.iterator = new
+        self._use(new)
+        release(old, is_held_elsewhere=old is self.given)
+
+    def let_go(self, is_held_elsewhere: bool) -> None:
+        """Ends the pipeline in the background.
+
+        Args:
+            is_held_elsewhere: whether the loop may still hold the given iterator, unused.
+        """
+        if self.is_tf_data and self.iterator is not None:
+            held = is_held_elsewhere and self.iterator is self.given
+            iterator, self.iterator, self.given = self.iterator, None, None
+            self._read = _ended
+            release(iterator, is_held_elsewhere=held)
+
+    def _use(self, iterator: Any) -> None:
+        self._read = adapter.element_reader(iterator) if self.is_tf_data else iterator.__next__
+        threads = threads_of(iterator)
+        if threads is not None:
+            threads.give_way(self._nice)
+
+
+def _ended() -> Any:
+    raise StopIteration

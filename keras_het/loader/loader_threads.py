@@ -1,0 +1,65 @@
+"""The threads of a pipeline's own pool: their CPU time and their priority."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+_TASKS = Path("/proc/self/task")
+_creating = threading.Lock()
+
+
+class LoaderThreads:
+    """Threads that were started while a pipeline's iterator was made.
+
+    Attributes:
+        ids: ids of the threads in the operating system; empty where it does not tell.
+    """
+
+    def __init__(self) -> None:
+        self.ids: frozenset[int] = frozenset()
+
+    @contextlib.contextmanager
+    def started_here(self) -> Iterator[None]:
+        """Takes the threads that start inside the `with` block for the pipeline's own."""
+        with _creating:
+            before = _thread_ids()
+            yield
+            started = _thread_ids() - before
+        of_python = {thread.native_id for thread in threading.enumerate()}
+        self.ids = frozenset(started - of_python)
+
+    def cpu_seconds(self) -> float | None:
+        """CPU time that they used so far; None where the operating system does not tell."""
+        if not self.ids:
+            return None
+        total = 0
+        for thread in self.ids:
+            try:
+                total += int((_TASKS / str(thread) / "schedstat").read_text().split()[0])
+            except (OSError, ValueError, IndexError):
+                return None
+        return total / 1e9
+
+    def give_way(self, nice: int) -> None:
+        """Lets everything else go first where CPUs are short: the training step above all.
+
+        Args:
+            nice: their nice value, relative to that of this process; 0 leaves them alone.
+        """
+        if not nice or not self.ids:
+            return
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        for thread in self.ids:
+            with contextlib.suppress(OSError):  # ended, or not permitted
+                os.setpriority(os.PRIO_PROCESS, thread, min(own + nice, 19))
+
+
+def _thread_ids() -> set[int]:
+    try:
+        return {int(name) for name in os.listdir(_TASKS)}  # noqa: PTH208 - called often
+    except OSError:
+        return set()

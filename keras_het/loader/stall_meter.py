@@ -1,0 +1,79 @@
+"""How long each step waited for its data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class StallMeter:
+    """Keeps the time and the input wait of the latest steps, and their sums.
+
+    The wait is exact: it is the time between asking for a batch and having it. On a device that
+    works in the background it is an upper bound of what the device stood idle.
+
+    Args:
+        memory: steps that are kept.
+
+    Attributes:
+        steps: steps so far.
+        seconds: their time.
+        input_wait_seconds: part of it in which they waited for data.
+    """
+
+    def __init__(self, memory: int = 4096) -> None:
+        self._seconds = np.zeros(memory)
+        self._waits = np.zeros(memory)
+        self._records = 0
+        self.steps = 0
+        self.seconds = self.input_wait_seconds = 0.0
+
+    def add(self, seconds: float, input_wait_seconds: float, steps: int = 1) -> None:
+        """Takes one step, or several that ran at once.
+
+        Args:
+            seconds: from the moment they ask for their batches to the moment the next ones do.
+            input_wait_seconds: part of it in which they waited.
+            steps: number of steps.
+        """
+        place = self._records % len(self._waits)
+        self._seconds[place], self._waits[place] = seconds, input_wait_seconds
+        self._records += 1
+        self.steps += steps
+        self.seconds += seconds
+        self.input_wait_seconds += input_wait_seconds
+
+    @property
+    def idle_fraction(self) -> float:
+        """Part of the time in which the device waited for data."""
+        return self.input_wait_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def input_waits(self) -> Any:
+        """Waits of the latest executions in seconds, the oldest first, float64."""
+        return self._in_order(self._waits)
+
+    @property
+    def step_times(self) -> Any:
+        """Times of the latest executions in seconds, waits included, the oldest first, float64."""
+        return self._in_order(self._seconds)
+
+    def to_dict(self) -> dict[str, float]:
+        """The sums and the quantiles of the latest waits, for JSON."""
+        waits = self.input_waits
+        median, high = np.quantile(waits, [0.5, 0.95]) if len(waits) else (0.0, 0.0)
+        return {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "input_wait_seconds": self.input_wait_seconds,
+            "idle_fraction": self.idle_fraction,
+            "median_wait_seconds": float(median),
+            "p95_wait_seconds": float(high),
+        }
+
+    def _in_order(self, ring: Any) -> Any:
+        place = self._records % len(ring)
+        if self._records <= len(ring):
+            return ring[: self._records].copy()
+        return np.concatenate([ring[place:], ring[:place]])

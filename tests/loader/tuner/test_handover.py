@@ -1,0 +1,217 @@
+"""Handovers lose, repeat and reorder nothing; those that could are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from handover_pipelines import (
+    FIRST_ROUND,
+    ORDERED,
+    REFUSED,
+    UNORDERED,
+    cached,
+    plain,
+    records_of,
+    write_records,
+)
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from keras_het.loader import Knobs
+from keras_het.loader.adjustable_pipeline import build_tuned, pipeline, threads_of
+from keras_het.loader.handover import HandoverError, hand_over, has_memory_cache, why_not
+from keras_het.loader.iterator_release import release, wait_until_released
+
+EPOCHS = 3
+KNOBS = st.builds(Knobs, st.integers(1, 8), st.integers(1, 3), st.integers(1, 6))
+# epoch, number of elements taken before, knobs from then on
+MOVES = st.lists(st.tuples(st.integers(0, EPOCHS - 1), st.integers(0, 20), KNOBS), max_size=6)
+PROPERTY = settings(
+    max_examples=5,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # finding a smaller example would take minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def as_lists(element):
+    return tf.nest.map_structure(lambda tensor: tensor.numpy().tolist(), element)
+
+
+def epochs_of(build, moves=(), epochs=EPOCHS):
+    """The elements of some epochs, with handovers on the way."""
+    source = pipeline(build, Knobs(2, 2, 2))
+    result = []
+    for epoch in range(epochs):
+        iterator = iter(source)
+        elements = []
+        for taken in range(1000):
+            for _, _, knobs in (move for move in moves if move[:2] == (epoch, taken)):
+                other = build_tuned(build, knobs)
+                new = hand_over(iterator, other)
+                source.adopt(knobs, other)
+                release(iterator)
+                iterator = new
+            try:
+                elements.append(as_lists(next(iterator)))
+            except StopIteration:
+                break
+        result.append(elements)
+        release(iterator)
+    return result
+
+
+def flat(epochs):
+    return [sorted(value for batch in epoch for value in values(batch)) for epoch in epochs]
+
+
+def values(batch):
+    if isinstance(batch, dict):
+        batch = batch["x"]
+    return np.ravel(batch[0] if isinstance(batch, tuple) else batch).tolist()
+
+
+@pytest.mark.parametrize("name", ORDERED)
+@PROPERTY
+@given(moves=MOVES)
+def test_the_same_elements_in_the_same_order(name, moves):
+    build = ORDERED[name]
+    assert epochs_of(build, moves) == epochs_of(build)
+
+
+@pytest.mark.parametrize("name", ["records", *FIRST_ROUND])
+@PROPERTY
+@given(moves=MOVES)
+def test_the_same_order_in_the_running_epoch(name, moves, tmp_path_factory):
+    build = FIRST_ROUND.get(name)
+    if build is None:
+        build = records_of(write_records(tmp_path_factory.mktemp("records")))
+    assert epochs_of(build, moves, 1) == epochs_of(build, (), 1)
+
+
+@pytest.mark.parametrize("name", ["records", *UNORDERED])
+@PROPERTY
+@given(moves=MOVES)
+def test_each_element_exactly_once(name, moves, tmp_path_factory):
+    build = UNORDERED.get(name)
+    if build is None:
+        build = records_of(write_records(tmp_path_factory.mktemp("records")))
+    assert flat(epochs_of(build, moves)) == flat(epochs_of(build))
+
+
+def test_a_cached_pipeline_keeps_its_order_too_if_handed_over_within_an_epoch():
+    moves = [(0, 3, Knobs(5, 3, 4)), (0, 6, Knobs(1, 1, 1)), (1, 2, Knobs(3, 3, 3))]
+    build = cached
+    assert epochs_of(build, moves) == epochs_of(build)
+
+
+def test_a_move_in_every_step():
+    moves = [(0, step, Knobs(1 + step % 7, 1 + step % 5, 1 + step % 4)) for step in range(16)]
+    build = ORDERED["shuffled"]
+    assert epochs_of(build, moves, 1) == epochs_of(build, (), 1)
+
+
+def test_an_order_really_is_random():
+    """Or else the tests above could not tell a lost sequence of seeds."""
+    first, second, third = epochs_of(ORDERED["shuffled"])
+    assert first != second != third
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_handed_over_is_refused_and_goes_on(name):
+    build, match = REFUSED[name]
+    iterator = iter(pipeline(build, Knobs(2, 2, 2)))
+    first = as_lists(next(iterator))
+    with pytest.raises(HandoverError, match=match):
+        hand_over(iterator, build_tuned(build, Knobs(4, 3, 4)))
+    rest = [as_lists(element) for element in iterator]
+    assert [first, *rest] == [as_lists(element) for element in build(Knobs(2, 2, 2))]
+
+
+def test_what_tensorflow_itself_refuses_goes_on():
+    """A part inside a function, which is not looked at, has one operation more."""
+
+    def build(knobs):
+        def part(start):
+            inner = tf.data.Dataset.range(start, start + 5)
+            return inner.prefetch(2) if knobs.prefetch > 2 else inner
+
+        parts = tf.data.Dataset.range(4).interleave(part, cycle_length=2, num_parallel_calls=2)
+        return parts.batch(3).prefetch(2)
+
+    iterator = iter(pipeline(build, Knobs(2, 2, 2)))
+    first = as_lists(next(iterator))
+    try:
+        iterator = hand_over(iterator, build_tuned(build, Knobs(2, 4, 2)))
+    except HandoverError as error:
+        assert "TensorFlow refused" in str(error)
+    rest = [as_lists(element) for element in iterator]
+    assert [first, *rest] == [as_lists(element) for element in build(Knobs(2, 2, 2))]
+
+
+def test_reasons_are_known_before():
+    assert why_not(REFUSED["from_generator"][0](Knobs(2, 2, 2)))
+    assert why_not(plain(Knobs(2, 2, 2))) is None
+    assert has_memory_cache(cached(Knobs(2, 2, 2)))
+    assert not has_memory_cache(plain(Knobs(2, 2, 2)))
+
+
+def test_the_new_threads_are_known_and_give_way():
+    iterator = iter(pipeline(plain, Knobs(2, 2, 3)))
+    assert len(threads_of(iterator).ids) == 3
+    next(iterator)
+    new = hand_over(iterator, build_tuned(plain, Knobs(4, 2, 5)))
+    threads = threads_of(new)
+    assert len(threads.ids) == 5
+    threads.give_way(7)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads.ids} == {own + 7}
+    assert threads.cpu_seconds() >= 0.0
+    release(new)
+    release(iterator, is_held_elsewhere=True)
+    assert wait_until_released(20)
+    assert list(iterator) == [], "it was emptied"
+
+
+def test_other_batch_sizes_never_crash(tmp_path):
+    """TensorFlow dies of SIGSEGV here without the guard, so this runs in a process of its own."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import tensorflow as tf
+            from keras_het.loader import Knobs
+            from keras_het.loader.adjustable_pipeline import build_tuned, pipeline
+            from keras_het.loader.handover import HandoverError, hand_over
+
+            def builder(batch):
+                def build(knobs):
+                    rows = tf.data.Dataset.range(400).map(lambda v: v, knobs.num_parallel_calls)
+                    return rows.batch(batch).prefetch(knobs.prefetch)
+                return build
+
+            for before, after in ((20, 8), (8, 20), (20, 20)):
+                iterator = iter(pipeline(builder(before), Knobs(8, 4, 2)))
+                seen = [next(iterator) for _ in range(3)]
+                try:
+                    iterator = hand_over(iterator, build_tuned(builder(after), Knobs(4, 4, 2)))
+                except HandoverError as error:
+                    print("refused:", error)
+                seen += list(iterator)
+                assert tf.concat(seen, 0).numpy().tolist() == list(range(400))
+            print("alive")
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("refused:") == 2
+    assert done.stdout.rstrip().endswith("alive")
