@@ -78,6 +78,11 @@ class DistributedSteps(adapter.DistributedDataset):
         return self._last.fingerprint if self._last else self._last_fingerprint
 
     @property
+    def was_looked_at(self) -> bool:
+        """Whether the first element of the next pass was looked at, and nothing since."""
+        return self._looked_at is not None
+
+    @property
     def passes_started(self) -> int:
         """Passes over the data that were started; a look at the first element starts one."""
         return self._runs_started
@@ -160,11 +165,16 @@ class DistributedSteps(adapter.DistributedDataset):
         run, self._looked_at = self._looked_at, None
         if run is None:
             self._runs_started += 1
+            number = self._pass_to_start(number)
             self._let_go_by([False] * self._passes.start(number))
             run = self._new_run(number, self._first_step)
             self._first_step = 0
         self._last = run
         return run
+
+    def _pass_to_start(self, number: int) -> int:
+        """The pass that an iterator starts, by default the one that it was numbered with."""
+        return number
 
     def _drop(self, run: Run) -> None:
         # With a single step a look and a whole epoch are the same; only the first is a look.

@@ -13,6 +13,9 @@ import tensorflow as tf
 
 from keras_het.loader import rows
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.batch_sources import PipelineSource, SlicedSource, repeated
+from keras_het.loader.claimed_run import BatchSource, ClaimedRun
+from keras_het.loader.claims import Claims
 from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.loader.local_pipeline import build_local_pipeline, global_batches, whole_batches
 from keras_het.loader.pipeline_form import PipelineForm, with_batch_size
@@ -58,6 +61,8 @@ class GlobalOrderDataset(DistributedSteps):
         batch_map: row-wise function of a batch (row i of the result depends on row i only), or
             several, first to last; run on local rows only; must accept 0 rows.
         lookahead: steps the pipeline works ahead, and by which a change of weights is late.
+        claims: called with this data set when a pass starts; gives the `Claims` of a pass of which
+            others take some of the batches, or None.
 
     Raises:
         TypeError: if `dataset` is not a `tf.data.Dataset`.
@@ -74,6 +79,7 @@ class GlobalOrderDataset(DistributedSteps):
         global_batch_size: int | None = None,
         batch_map: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
         lookahead: int = 2,
+        claims: Callable[[Any], Claims | None] | None = None,
     ) -> None:
         _check_arguments(dataset, global_batch_size, lookahead)
         if global_batch_size is None:
@@ -83,6 +89,8 @@ class GlobalOrderDataset(DistributedSteps):
         self._layout = layout
         self._weights = weights
         self._lookahead = lookahead
+        self._get_claims = claims
+        self._claims: Claims | None = None
         self._row_functions = (batch_map,) if callable(batch_map) else tuple(batch_map)
         self._only_slices = self._form.only_slices and not self._row_functions
         self._idle: list[tuple[Any, WorkOrders]] = []
@@ -154,6 +162,7 @@ class GlobalOrderDataset(DistributedSteps):
             global_batch_size=global_batch_size,
             batch_map=(*self._row_functions, function),
             lookahead=self._lookahead,
+            claims=self._get_claims,
         )
 
     def prefetch(self, buffer_size: int) -> GlobalOrderDataset:
@@ -167,7 +176,19 @@ class GlobalOrderDataset(DistributedSteps):
         self._idle.append(self._build(0))
         return self._idle[0][0].element_spec[0][0]
 
+    def _pass_to_start(self, number: int) -> int:
+        self._claims = self._get_claims(self) if self._get_claims is not None else None
+        if self._claims is None:
+            return number
+        number = self._claims.pass_number
+        if number < len(self._passes.gone_by):  # this pass again, where it was left
+            self._seek(self._passes.before(number))
+            self._passes.set_to(self._passes.before(number))
+        return number
+
     def _new_run(self, number: int, first_step: int) -> Run:
+        if self._claims is not None:
+            return self._claimed_run(self._claims, number)
         arguments: dict[str, Any] = {
             "number": number,
             "first_step": first_step,
@@ -191,6 +212,25 @@ class GlobalOrderDataset(DistributedSteps):
             give_back=functools.partial(_keep_idle, idle, self._form, pipeline, orders),
             **arguments,
         )
+
+    def _claimed_run(self, claims: Claims, number: int) -> Run:
+        """A pass of which others take some of the batches."""
+        parts = claims.num_parts
+        weights = repeated(self._weights, parts)
+        self.pipelines_built += 1
+        # with several parts all replicas are local: an async worker is alone in its group
+        layout = ReplicaLayout((self._layout.num_replicas * parts,)) if parts > 1 else self._layout
+        if self._only_slices:
+            whole = whole_batches(self._form, self._lookahead)
+            source: BatchSource = SlicedSource(whole, weights, layout.local_replicas, self._form)
+        else:
+            orders = WorkOrders(layout.num_replicas, self._lookahead)
+            pipeline = build_local_pipeline(
+                self._form, layout, orders, self._lookahead, 0, self._row_functions
+            )
+            batch_rows = self._form.batch_size or 0
+            source = PipelineSource(pipeline, orders, weights, batch_rows, self._form)
+        return ClaimedRun(source, claims, self._lookahead, number)
 
     def _build(self, skip: int) -> tuple[Any, WorkOrders]:
         self.pipelines_built += 1

@@ -39,7 +39,7 @@ class WorkOrders:
         """Orders the next global batch.
 
         Args:
-            weights: one share weight for each replica.
+            weights: one share weight for each replica; all zero for a batch that nobody takes.
             expected_rows: rows the batch probably has; its shares are computed here.
             fingerprint: whether the batch is to be hashed.
 
@@ -64,7 +64,7 @@ class WorkOrders:
                 f"Expected one weight for each of the {self._num_replicas} replicas. "
                 f"Received: {list(weights)}."
             )
-        shares = np.asarray(apportion(expected_rows, values.tolist()), np.int64)
+        shares = _sizes(expected_rows, values)
         header = np.array([expected_rows, fingerprint], np.int64)
         with tf.device("CPU:0"):
             return [tf.constant(part) for part in (values, shares, header)]
@@ -100,4 +100,6 @@ class WorkOrders:
 
 
 def _sizes(rows: Any, weights: Any) -> Any:
+    if not weights.any():
+        return np.zeros(len(weights), np.int64)
     return np.asarray(apportion(int(rows), weights.tolist()), np.int64)

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.strategy.cluster_config import read_cluster_config
+from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.strategy.peer_watch import PeerWatch
 
 _KEYS_PER_STRATEGY = 100_000
@@ -33,11 +33,18 @@ class Membership:
         resolver: the cluster resolver for TensorFlow; its cluster is empty for a single worker.
         peers: name of every other worker's task to its address.
         num_workers: number of workers that train together.
+        config: the whole cluster, None if TF_CONFIG describes none or a resolver was given.
     """
 
     resolver: Any
     peers: Mapping[str, str]
     num_workers: int
+    config: ClusterConfig | None = None
+
+    @property
+    def is_async_worker(self) -> bool:
+        """Whether this process trains outside of the sync group."""
+        return self.config is not None and self.config.is_async_worker
 
 
 def find_cluster(cluster_resolver: Any = None) -> Membership:
@@ -49,12 +56,13 @@ def find_cluster(cluster_resolver: Any = None) -> Membership:
     Raises:
         ValueError: for a malformed TF_CONFIG.
     """
+    config = None
     if cluster_resolver is None:
         config = read_cluster_config()
         if config is None or config.num_workers == 1:
-            # An evaluator and a lone worker need no server and no collectives.
-            return Membership(_single_worker_resolver(), {}, 1)
-        cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+            # A lone worker needs no server and no collectives.
+            return Membership(_single_worker_resolver(), {}, 1, config)
+        cluster_resolver = _sync_group_resolver(config)
     spec = cluster_resolver.cluster_spec()
     peers = {
         f"/job:{job}/replica:0/task:{index}": spec.task_address(job, index)
@@ -67,7 +75,18 @@ def find_cluster(cluster_resolver: Any = None) -> Membership:
         return Membership(_single_worker_resolver(), {}, 1)
     num_workers = len(peers)
     del peers[own_task]
-    return Membership(cluster_resolver, peers, num_workers)
+    return Membership(cluster_resolver, peers, num_workers, config)
+
+
+def _sync_group_resolver(config: ClusterConfig) -> Any:
+    """The workers that have collectives; TensorFlow must not wait for the others."""
+    if not config.async_workers and config.parameter_service is None:
+        return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    jobs = config.as_cluster_dict()
+    spec = tf.train.ClusterSpec({job: jobs[job] for job in ("chief", "worker") if job in jobs})
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=config.task_type, task_id=config.task_index, rpc_layer=config.rpc_layer
+    )
 
 
 def _single_worker_resolver() -> Any:

@@ -23,9 +23,11 @@ _EXAMPLE = (
 )
 _TOP_LEVEL_KEYS = ("cluster", "task", "rpc_layer", "environment", "session_master", "job")
 _TASK_KEYS = ("type", "index", "trial", "cloud")
-_JOBS = ("chief", "worker", "evaluator")
-_SINGLE_TASK_JOBS = ("chief", "evaluator")
-_FUTURE_JOBS = ("ps", "async")
+_JOBS = ("chief", "worker", "evaluator", "async", "ps")
+_SINGLE_TASK_JOBS = ("chief", "evaluator", "ps")
+# Tasks that are a cluster of their own, as far as TensorFlow's collectives are concerned.
+_LONE_JOBS = ("evaluator", "async", "ps")
+SERVICE_ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,19 @@ class ClusterConfig:
     """A validated cluster and the place of this process in it.
 
     An evaluator is outside the training cluster. As in TensorFlow it is a cluster of its own: one
-    worker, index 0, and its own chief.
+    worker, index 0, and its own chief. Async workers and parameter services are clusters of their
+    own too, but no chiefs.
 
     Args:
         chief: Address `host:port` of the chief, or `None` if the cluster has no job `chief`.
         workers: Addresses of the job `worker`, in task order.
         evaluator: Address of the evaluator, or `None` if it is not listed.
-        task_type: This process's job: `"chief"`, `"worker"` or `"evaluator"`.
+        task_type: This process's job: `"chief"`, `"worker"`, `"evaluator"`, `"async"` or `"ps"`.
         task_index: This process's index within its job.
         rpc_layer: Protocol between the workers. Defaults to `"grpc"`.
+        async_workers: Addresses of the job `async`, in task order; they tell workers apart, nothing
+            listens there.
+        parameter_service: Address of the job `ps`, or `None`: the service is in the leader then.
     """
 
     chief: str | None
@@ -50,6 +56,36 @@ class ClusterConfig:
     task_type: str
     task_index: int
     rpc_layer: str = "grpc"
+    async_workers: tuple[str, ...] = ()
+    parameter_service: str | None = None
+
+    @property
+    def is_async_worker(self) -> bool:
+        """Whether this process trains on its own and exchanges with the parameter service."""
+        return self.task_type == "async"
+
+    @property
+    def is_parameter_service(self) -> bool:
+        """Whether this process holds the parameter service and does not train."""
+        return self.task_type == "ps"
+
+    def service_address(self, environ: Mapping[str, str] | None = None) -> str:
+        """Where the parameter service answers.
+
+        Args:
+            environ: environment to read; by default `os.environ`.
+
+        Returns:
+            `KERAS_HET_SERVICE_ADDRESS` if it is set, else the address of the job `ps`, else that of
+            the sync group's first task with the next port.
+        """
+        given = (os.environ if environ is None else environ).get(SERVICE_ADDRESS, "")
+        if given:
+            return check_address(given, SERVICE_ADDRESS)
+        if self.parameter_service is not None:
+            return self.parameter_service
+        host, _, port = (self.chief or self.workers[0]).rpartition(":")
+        return f"{host}:{int(port) + 1}"
 
     @property
     def is_evaluator(self) -> bool:
@@ -59,7 +95,7 @@ class ClusterConfig:
     @property
     def is_chief(self) -> bool:
         """Whether this process writes the shared files: job `chief` if present, else worker 0."""
-        return self.worker_index == 0
+        return self.worker_index == 0 and self.task_type not in ("async", "ps")
 
     @property
     def num_workers(self) -> int:
@@ -90,8 +126,8 @@ class ClusterConfig:
         """
         job, index = self._member(worker_index)
         address = {"chief": self.chief, "evaluator": self.evaluator}.get(job)
-        if job == "worker":
-            return self.workers[index]
+        if job in ("worker", "async"):
+            return (self.workers if job == "worker" else self.async_workers)[index]
         if address is None:
             raise ValueError(
                 f'TF_CONFIG lists no address for {_task_name(job, index)}. Add "{job}": '
@@ -116,13 +152,15 @@ class ClusterConfig:
             "chief": [self.chief] if self.chief else [],
             "worker": list(self.workers),
             "evaluator": [self.evaluator] if self.evaluator else [],
+            "async": list(self.async_workers),
+            "ps": [self.parameter_service] if self.parameter_service else [],
         }
         return {job: addresses for job, addresses in jobs.items() if addresses}
 
     @property
     def _members(self) -> tuple[tuple[str, int], ...]:
-        if self.is_evaluator:
-            return (("evaluator", 0),)
+        if self.task_type in _LONE_JOBS:
+            return ((self.task_type, self.task_index),)
         chief = (("chief", 0),) if self.chief is not None else ()
         return (*chief, *(("worker", index) for index in range(len(self.workers))))
 
@@ -165,6 +203,8 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
         task_type=task_type,
         task_index=task_index,
         rpc_layer=_read_rpc_layer(config.get("rpc_layer")),
+        async_workers=jobs.get("async", ()),
+        parameter_service=next(iter(jobs.get("ps", ())), None),
     )
 
 
@@ -247,7 +287,18 @@ def _read_cluster(cluster: Any) -> dict[str, tuple[str, ...]]:
                     "another port."
                 )
             seen[address] = place
+    _check_async_workers(jobs)
     return jobs
+
+
+def _check_async_workers(jobs: dict[str, tuple[str, ...]]) -> None:
+    has_service = any(job in jobs for job in ("chief", "worker", "ps"))
+    if "async" in jobs and not has_service:
+        raise ValueError(
+            'TF_CONFIG has a job "async" but nobody to exchange with. Received: jobs '
+            f'{sorted(jobs)}. List the sync group in the job "worker", or a task that runs '
+            '`keras-het serve` in the job "ps".'
+        )
 
 
 def _read_job(job: str, addresses: Any) -> tuple[str, ...]:
@@ -267,7 +318,7 @@ def _read_job(job: str, addresses: Any) -> tuple[str, ...]:
     if job in _SINGLE_TASK_JOBS and len(addresses) > 1:
         raise ValueError(
             f'TF_CONFIG\'s job "{job}" may have one task only. Received: {len(addresses)} '
-            f'addresses {addresses}. Keep one and move the others to "worker".'
+            f"addresses {addresses}. Keep one{_instead(job)}."
         )
     return tuple(
         check_address(address, f'TF_CONFIG\'s job "{job}", task {index}')
@@ -275,13 +326,11 @@ def _read_job(job: str, addresses: Any) -> tuple[str, ...]:
     )
 
 
+def _instead(job: str) -> str:
+    return "" if job == "ps" else ' and move the others to "worker"'
+
+
 def _check_job_name(job: str) -> None:
-    if job in _FUTURE_JOBS:
-        raise ValueError(
-            f'TF_CONFIG\'s job "{job}" is not supported yet by keras_het. Received: a cluster '
-            f"with {job!r}; expected only the jobs {list(_JOBS)}. Remove it and make its machines "
-            "workers."
-        )
     if job not in _JOBS:
         hint = ' Did you mean "worker"?' if job.startswith("worker") else ""
         raise ValueError(

@@ -25,14 +25,41 @@ class DataPath:
         self._strategy = weakref.ref(strategy)
         self._latest: weakref.ref[Any] | None = None
         self.latest_shares: tuple[int, ...] = ()
+        self.samples_delivered = 0
+        # Where async workers take a part of each epoch: who takes which batches of a new pass, and
+        # of which data set.
+        self.claims_source: Callable[[], Any] | None = None
+        self._claimed: weakref.ref[Any] | None = None
+        self._latest_built: weakref.ref[Any] | None = None
 
     def distribute(
         self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: Any
     ) -> GlobalOrderDataset:
         """Gives every replica its share of one global order; see `Strategy.distribute`."""
         return self._build(
-            GlobalOrderDataset, dataset, global_batch_size=global_batch_size, **options
+            GlobalOrderDataset,
+            dataset,
+            global_batch_size=global_batch_size,
+            claims=self._claims,
+            **options,
         )
+
+    def claim(self, dataset: Any, source: Callable[[], Any] | None) -> None:
+        """Makes passes over `dataset` take only the batches that `source` gives."""
+        self.claims_source = source
+        self._claimed = weakref.ref(dataset) if source is not None else None
+
+    def _claims(self, dataset: Any) -> Any:
+        is_claimed = self._claimed is not None and self._claimed() is dataset
+        return self.claims_source() if is_claimed and self.claims_source is not None else None
+
+    def to_be_trained(self) -> Any:
+        """The data that a `fit` which begins now will iterate, None if it cannot be told."""
+        iterated = self.iterated()
+        built = self._latest_built() if self._latest_built is not None else None
+        if iterated is not None and (built is None or iterated.was_looked_at):
+            return iterated
+        return built
 
     def distribute_files(
         self,
@@ -42,18 +69,25 @@ class DataPath:
         **options: Any,
     ) -> FileShardedDataset:
         """Gives every worker whole files; see `Strategy.distribute_files`."""
+        if self._get_strategy().num_async_workers:
+            raise ValueError(
+                "Async workers take global batches of one order; files that each worker reads by "
+                'itself have none. Received: a cluster with a job "async". Use strategy.distribute.'
+            )
         return self._build(
             FileShardedDataset, filenames, reader, global_batch_size=global_batch_size, **options
         )
 
     def _build(self, kind: Any, *sources: Any, **options: Any) -> Any:
-        return kind(
+        dataset = kind(
             *sources,
             layout=self._get_strategy().layout,
             weights=lambda: self._get_strategy().shares,
             wrap=_Wrapper(self),
             **options,
         )
+        self._latest_built = weakref.ref(dataset)
+        return dataset
 
     def iterated(self) -> Any:
         """The data set that gave the latest step, None if there is none."""
@@ -73,7 +107,7 @@ class DataPath:
         """Called with every step; compares the workers' orders in the first one of a pass."""
         self._latest = weakref.ref(dataset)
         strategy = self._get_strategy()
-        if is_new_pass and strategy.num_workers > 1:
+        if self.claims_source is None and is_new_pass and strategy.num_workers > 1:
             agreement.check_same_order(strategy.extended, dataset.fingerprint or 0)
 
     def _get_strategy(self) -> Any:
@@ -101,6 +135,7 @@ class _Wrapper:
 
     def __call__(self, local_batches: list[Any], sizes: np.ndarray) -> Any:
         self._data_path.latest_shares = tuple(sizes.tolist())
+        self._data_path.samples_delivered += int(sizes.sum())
         dataset = self._dataset() if self._dataset is not None else None
         if dataset is not None:
             passes = dataset.passes_started

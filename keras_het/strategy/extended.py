@@ -109,6 +109,10 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         """Concatenates a tensor of every worker along its first dimension, in worker order."""
         return self._host_cross_device_ops.gather_between_workers(value)
 
+    def sum_over_workers(self, value: Any) -> Any:
+        """Sums a tensor in host memory over all workers; in a function that all workers call."""
+        return self._host_cross_device_ops.sum_between_workers(value)
+
     def _use_merge_call(self) -> bool:
         return False
 

@@ -17,6 +17,7 @@ from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout, apportion
 from keras_het.strategy import agreement, cluster
 from keras_het.strategy.chief_only import install_chief_only
+from keras_het.strategy.cluster_config import ClusterConfig
 from keras_het.strategy.compute_times import ComputeTimes
 from keras_het.strategy.data_path import DataPath
 from keras_het.strategy.departure import leave_together
@@ -98,6 +99,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 devices=names,
             )
         )
+        self._cluster_config = membership.config
         self._data_path = DataPath(self)
         self._compute_times = ComputeTimes(self.num_replicas_in_sync)
         self._peer_watch: PeerWatch | None = None
@@ -110,6 +112,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             install_report(self._peer_watch)
             install_chief_only()
             atexit.register(leave_together, weakref.ref(self))
+        if self.is_async_worker:
+            install_chief_only()
 
     @property
     def layout(self) -> ReplicaLayout:
@@ -130,7 +134,22 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     @property
     def is_chief(self) -> bool:
         """Whether this worker writes to shared paths."""
-        return self.worker_index == 0
+        return self.worker_index == 0 and not self.is_async_worker
+
+    @property
+    def cluster_config(self) -> ClusterConfig | None:
+        """The whole cluster as TF_CONFIG describes it, None if it does not."""
+        return self._cluster_config
+
+    @property
+    def is_async_worker(self) -> bool:
+        """Whether this process trains outside of the sync group (job `async`)."""
+        return self._cluster_config is not None and self._cluster_config.is_async_worker
+
+    @property
+    def num_async_workers(self) -> int:
+        """Number of workers outside of the sync group."""
+        return 0 if self._cluster_config is None else len(self._cluster_config.async_workers)
 
     @property
     def has_lost_workers(self) -> bool:
@@ -236,6 +255,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._data_path.latest_shares
 
     @property
+    def samples_delivered(self) -> int:
+        """Samples of all batches so far, over all replicas of this group."""
+        return self._data_path.samples_delivered
+
+    @property
     def iterated_data(self) -> Any:
         """The distributed data set that gave the latest step, None before the first step.
 
@@ -257,6 +281,21 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             ValueError: if no data set is being iterated, or it cannot go on at that place.
         """
         self._data_path.resume(passes, step)
+
+    def take_claimed_batches(self, dataset: Any, source: Callable[[], Any] | None) -> None:
+        """Makes passes that start from now on take only some of the global batches.
+
+        Args:
+            dataset: the distributed data set.
+            source: called when a pass starts; gives its `keras_het.loader.Claims`, or None for a
+                pass over everything. None to stop.
+        """
+        self._data_path.claim(dataset, source)
+
+    @property
+    def data_to_be_trained(self) -> Any:
+        """The distributed data set that a `fit` which begins now will iterate."""
+        return self._data_path.to_be_trained()
 
     def barrier(self) -> None:
         """Waits until every worker has called it, for example until the chief has saved."""

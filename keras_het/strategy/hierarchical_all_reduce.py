@@ -100,6 +100,16 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         # TensorFlow gathers in graphs only.
         return self._gather_function(axis, options)(value)
 
+    def sum_between_workers(self, value: Any) -> Any:
+        """Sums one tensor of every worker; in the graph.
+
+        Args:
+            value: tensor of this worker, of the same shape on all workers.
+        """
+        if self._group_size == 1:
+            return value
+        return self._all_reduce_by_type([value], 0, self._options)[0]
+
     @functools.lru_cache(maxsize=8)  # noqa: B019 - the strategy lives as long as its process.
     def _gather_function(self, axis: Any, options: Any) -> Any:
         return tf.function(

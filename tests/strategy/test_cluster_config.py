@@ -190,8 +190,11 @@ MALFORMED = {
         config_of({**TWO_WORKERS, "evaluator": ["e:1", "f:1"]}),
         '"evaluator" may have one task only',
     ),
-    "ps": (config_of({"ps": ["p:1"], **TWO_WORKERS}), 'job "ps" is not supported yet'),
-    "async": (config_of({"async": ["p:1"], **TWO_WORKERS}), 'job "async" is not supported yet'),
+    "two services": (config_of({"ps": ["p:1", "q:1"], **TWO_WORKERS}), '"ps" may have one task'),
+    "nobody to exchange with": (
+        config_of({"async": ["p:1"]}, task={"type": "async", "index": 0}),
+        'a job "async" but nobody to exchange with',
+    ),
     "unknown job": (
         config_of({"workers": ["a:1"]}),
         r"unknown job. Received: 'workers'.*Did you mean \"worker\"",
@@ -273,3 +276,40 @@ def test_never_fails_in_another_way(config: Any) -> None:
         assert "TF_CONFIG" in str(error)
     else:
         assert result is None or isinstance(result, ClusterConfig)
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ", "expected"),
+    [
+        ({}, {}, "a:2"),
+        ({"chief": ["c:70"]}, {}, "c:71"),
+        ({"ps": ["p:5"]}, {}, "p:5"),
+        ({"ps": ["p:5"]}, {"KERAS_HET_SERVICE_ADDRESS": "q:6"}, "q:6"),
+    ],
+)
+def test_address_of_the_parameter_service(extra, environ, expected):
+    cluster = {"worker": ["a:1", "b:1"], "async": ["s:1", "t:1"], **extra}
+    text = json.dumps({"cluster": cluster, "task": {"type": "async", "index": 1}})
+    config = read_cluster_config({"TF_CONFIG": text})
+    assert config.service_address(environ) == expected
+    assert config.is_async_worker and not config.is_chief
+    assert config.async_workers == ("s:1", "t:1")
+    assert config.num_workers == 1 and config.address_of(0) == "t:1"
+    assert config.task_name == "/job:async/replica:0/task:1"
+
+
+def test_async_workers_are_no_part_of_the_sync_group():
+    cluster = {"worker": ["a:1", "b:1"], "async": ["s:1"], "ps": ["p:1"]}
+    text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
+    config = read_cluster_config({"TF_CONFIG": text})
+    assert config.num_workers == 2 and config.is_chief
+    assert config.as_cluster_dict() == cluster
+
+
+def test_a_wrong_service_address():
+    cluster = {"worker": ["a:1"], "async": ["s:1"]}
+    text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
+    with pytest.raises(ValueError, match="KERAS_HET_SERVICE_ADDRESS"):
+        read_cluster_config({"TF_CONFIG": text}).service_address(
+            {"KERAS_HET_SERVICE_ADDRESS": "no port"}
+        )

@@ -80,6 +80,11 @@ class ParameterClient:
         )
         self._say_hello(address)
 
+    @property
+    def wire_is_exact(self) -> bool:
+        """Whether nothing is left of a message that was sent."""
+        return isinstance(self._wire, FloatWire) and self._wire.answer_type() == tf.float32
+
     def _say_hello(self, address: str) -> None:
         spec = tf.TensorSpec([], tf.int32)
         answer = self._rpc.call(f"{self._prefix}hello", [self._credential], output_specs=spec)

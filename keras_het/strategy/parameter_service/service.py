@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.gate import Gate
 from keras_het.strategy.parameter_service.partitions import Partitions
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire
 from keras_het.strategy.rules import PushMeta, UpdateRule
@@ -56,10 +56,7 @@ class ParameterService:
         self.partitions = partitions
         self._rule = rule
         self._num_clients = num_clients
-        # Hashes under a key that nobody knows are compared, not the bytes one by one: how long the
-        # comparison takes says nothing about the credential.
-        self._key = [secrets.randbits(63), secrets.randbits(63)]
-        self._expected = int(self._hash(tf.constant(credential)))
+        self._gate = Gate(credential)
         with tf.init_scope(), tf.device("CPU:0"):
             self._parts = [_Part(size, rule, num_clients) for size in partitions.sizes]
         self._server = private_api.RpcServer(address) if server is None else server
@@ -78,8 +75,20 @@ class ParameterService:
         Args:
             tensors: one for each variable.
         """
-        for part, values in zip(self._parts, self.partitions.pack(tensors), strict=True):
+        self.set_partitions(self.partitions.pack(tensors))
+
+    def set_partitions(self, partitions: Sequence[Any]) -> None:
+        """Sets the weights; versions stay.
+
+        Args:
+            partitions: a vector for each partition.
+        """
+        for part, values in zip(self._parts, partitions, strict=True):
             part.center.assign(values)
+
+    def center_partitions(self) -> list[Any]:
+        """The weights, a vector for each partition."""
+        return [part.center.read_value() for part in self._parts]
 
     def center(self) -> list[Any]:
         """The weights, one float32 tensor for each variable."""
@@ -111,17 +120,11 @@ class ParameterService:
             for part, change in zip(self._parts, changes, strict=True)
         ]
 
-    def _hash(self, credential: Any) -> Any:
-        return tf.strings.to_hash_bucket_strong(credential, 2**62, key=self._key)
-
-    def _is_admitted(self, credential: Any) -> Any:
-        return tf.equal(self._hash(credential), self._expected)
-
     def _hello_function(self) -> Any:
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
         def hello(credential: Any) -> Any:
             refused = tf.constant(int(Status.REFUSED))
-            return tf.where(self._is_admitted(credential), int(Status.OK), refused)
+            return tf.where(self._gate.admits(credential), int(Status.OK), refused)
 
         return hello
 
@@ -129,7 +132,7 @@ class ParameterService:
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
         def pull(credential: Any) -> Any:
             return tf.cond(
-                self._is_admitted(credential),
+                self._gate.admits(credential),
                 lambda: (
                     tf.constant(int(Status.OK)),
                     part.version.read_value(),
@@ -166,7 +169,7 @@ class ParameterService:
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
             known &= sequence >= 0
             return tf.cond(
-                self._is_admitted(credential),
+                self._gate.admits(credential),
                 lambda: tf.cond(
                     known,
                     lambda: tf.cond(finite, update, lambda: self._nothing(Status.NOT_FINITE)),

@@ -1,0 +1,197 @@
+"""Lets slow workers train on their own beside a synchronous group, in one `fit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import keras
+
+from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.strategy.hybrid import AsyncWorker, HybridOptions, Participant, SyncGroup
+from keras_het.strategy.parameter_service import Wire
+from keras_het.strategy.rules import UpdateRule, get
+
+_logger = logging.getLogger("keras_het")
+
+
+class HybridAggregation(keras.callbacks.Callback):
+    r"""All-reduce among the fast workers, a parameter service for the slow ones.
+
+    Workers with the job `worker` (and `chief`) in TF_CONFIG train synchronously as without it.
+    Those with the job `async` run the same script, train on their own replicas, and exchange with
+    the *center* weights every `period` steps; the sync group's leader does so in its own memory.
+    With the rule "delta",
+
+    .. math:: c \leftarrow c + (x_i - x_i^\text{seen}), \qquad x_i \leftarrow c + \text{own progress
+              since},
+
+    what one learns reaches all others, and nobody ever waits for a slower one. Every epoch is
+    shared: each global batch is taken by the sync group or by one async worker, who is faster takes
+    more. `evaluate`, `save` and callbacks after this one in the list see the center's weights at
+    the end of an epoch and of training.
+
+    Without a job `async` in TF_CONFIG it does nothing. All tasks need the same arguments and the
+    secret `KERAS_HET_SERVICE_SECRET`.
+
+    Args:
+        rule: name, dict or instance of a `keras_het.strategy.rules.UpdateRule`.
+        period: steps between two exchanges; for rules that send gradients, steps over which an
+            async worker accumulates one.
+        async_batch_size: samples of an async worker's own steps. Default: global batch over number
+            of workers of the sync group.
+        staleness_bound: updates of the center since a worker last saw it, beyond which its push is
+            not taken: it starts from the center again, with its own progress. None for no bound.
+        on_service_loss: "raise", or "continue" to let an async worker train on alone until the
+            service is back.
+        timeout_seconds: for each message.
+        connect_seconds: how long an async worker waits for the service to start.
+        end_seconds: how long the sync group waits at its end for async workers that are here.
+        wire: format of the weights on the wire, such as
+            `keras_het.strategy.parameter_service.FloatWire("float16")`.
+
+    Raises:
+        ValueError: for arguments out of range, data that cannot be shared, or a missing secret.
+
+    Reference:
+        Kim et al., Cluster Computing 23, 2020 (all-reduce within, parameter server between); Jiang
+        et al., "BytePS", OSDI 2020 (the rule "delta").
+    """
+
+    def __init__(
+        self,
+        rule: str | dict[str, Any] | UpdateRule = "delta",
+        *,
+        period: int = 8,
+        async_batch_size: int | None = None,
+        staleness_bound: int | None = None,
+        on_service_loss: str = "raise",
+        timeout_seconds: float = 10.0,
+        connect_seconds: float = 300.0,
+        end_seconds: float = 60.0,
+        wire: Wire | None = None,
+    ) -> None:
+        super().__init__()
+        _check_arguments(period, async_batch_size, staleness_bound, on_service_loss)
+        self._rule = rule
+        self._options = HybridOptions(
+            rule=_asynchronous(rule, num_workers=2),
+            period=period,
+            async_batch_size=async_batch_size,
+            staleness_bound=staleness_bound,
+            timeout_seconds=timeout_seconds,
+            connect_seconds=connect_seconds,
+            end_seconds=end_seconds,
+            goes_on_without_service=on_service_loss == "continue",
+            wire=wire,
+        )
+        self._participant: Participant | None = None
+        self._user_optimizer: Any = None
+        self._last_batch = -1
+
+    @property
+    def participant(self) -> Participant | None:
+        """This task's side of the exchange, None before training or without async workers."""
+        return self._participant
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Finds this task's role; the service starts with the first epoch."""
+        strategy = heterogeneous_strategy(self.model, self)
+        if not strategy.num_async_workers:
+            _logger.info("No job async in TF_CONFIG: HybridAggregation has nothing to do.")
+            return
+        rule = _asynchronous(self._rule, 1 + strategy.num_async_workers)
+        rule.check_optimizer(self.model.optimizer)
+        self._options = dataclasses.replace(self._options, rule=rule)
+        kind = AsyncWorker if strategy.is_async_worker else SyncGroup
+        self._participant = kind(self.model, strategy, self._options)
+        if self._options.rule.uses_gradients:
+            self._send_gradients(strategy)
+        data = self._participant.data
+        strategy.take_claimed_batches(data, self._claims)
+        data.cut_anew()
+        self._samples_before = strategy.samples_delivered
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Opens the service, or connects to it; gives the worker its own weights back."""
+        if self._participant is None:
+            return
+        self._participant.hide_center()
+        self._participant.start_epoch(epoch)
+        self._last_batch = -1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Exchanges if it is time."""
+        if self._participant is None:
+            return
+        steps, self._last_batch = batch - self._last_batch, batch
+        delivered = heterogeneous_strategy(self.model, self).samples_delivered
+        samples, self._samples_before = delivered - self._samples_before, delivered
+        self._participant.steps_done(steps, samples)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Shows the center."""
+        if self._participant is not None:
+            self._participant.show_center()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Keeps the samples that were evaluated out of the count."""
+        if self._participant is not None:
+            self._samples_before = heterogeneous_strategy(self.model, self).samples_delivered
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Shows the center to the callbacks that follow."""
+        if self._participant is not None:
+            self._participant.show_center()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leaves the center's weights in the model."""
+        if self._participant is None:
+            return
+        self._participant.hide_center()
+        self._participant.end()
+        heterogeneous_strategy(self.model, self).take_claimed_batches(None, None)
+        if self._user_optimizer is not None:
+            self.model.optimizer, self._user_optimizer = self._user_optimizer, None
+            self.model.make_train_function(force=True)
+        self._participant = None
+
+    def _claims(self) -> Any:
+        return self._participant.claims() if self._participant is not None else None
+
+    def _send_gradients(self, strategy: Any) -> None:
+        """Makes a step move the weights by the gradient alone; the optimizer is in the service."""
+        self._user_optimizer = self.model.optimizer
+        steps = self._options.period
+        with strategy.scope():
+            optimizer = keras.optimizers.SGD(
+                learning_rate=1.0, gradient_accumulation_steps=steps if steps > 1 else None
+            )
+            optimizer.build(self.model.trainable_variables)
+            self.model.optimizer = optimizer
+        self.model.make_train_function(force=True)
+
+
+def _asynchronous(rule: Any, num_workers: int) -> UpdateRule:
+    found = get(rule, num_workers=num_workers)
+    if not isinstance(found, UpdateRule):
+        raise ValueError(
+            "Async workers need a rule in which nobody waits. Received: "
+            f"{found.name!r}, in which all workers exchange together."
+        )
+    return found
+
+
+def _check_arguments(
+    period: int, async_batch_size: int | None, bound: int | None, on_service_loss: str
+) -> None:
+    for name, value in (("period", period), ("async_batch_size", async_batch_size)):
+        if value is not None and (isinstance(value, bool) or value != int(value) or value < 1):
+            raise ValueError(f"{name} must be a whole number of 1 or more. Received: {value!r}.")
+    if bound is not None and bound < 0:
+        raise ValueError(f"staleness_bound must be 0 or more, or None. Received: {bound!r}.")
+    if on_service_loss not in ("raise", "continue"):
+        raise ValueError(
+            f'on_service_loss must be "raise" or "continue". Received: {on_service_loss!r}.'
+        )

@@ -1,0 +1,207 @@
+"""An async worker's side: trains on its own and exchanges with the service now and then."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+from keras_het.strategy.hybrid.claims import AsyncClaims
+from keras_het.strategy.hybrid.participant import HybridOptions, Participant
+from keras_het.strategy.hybrid.service_connection import Pending, connect, open_connection
+from keras_het.strategy.parameter_service import Status
+from keras_het.strategy.parameter_service.ledger_client import LedgerFacts, ServiceLostError
+from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
+
+_logger = logging.getLogger("keras_het")
+_POLL_SECONDS = 0.02
+
+
+class AsyncWorker(Participant):
+    """Takes batches of the epoch in its own time; nobody waits for it.
+
+    Its message travels while it computes the next `period` steps; then it goes on from the answer
+    and what it has moved meanwhile. A lost service is an error, or, if the options say so, it
+    trains on alone with the batches it has and tries again after each period.
+
+    Args:
+        model: the model that is trained.
+        strategy: its `HeterogeneousStrategy`.
+        options: the same on all tasks.
+    """
+
+    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+        super().__init__(model, strategy, options)
+        self._client = 1 + strategy.cluster_config.task_index
+        self._center: Any = None
+        self._state: Any = None
+        self._ledger: Any = None
+        self._pending: Pending | None = None
+        self._claims: AsyncClaims | None = None
+        self._epoch = -1
+        self._steps = self._samples = self._unreported = 0
+        self._is_lost = False
+
+    def start_epoch(self, epoch: int) -> None:
+        """Connects before the first epoch; goes on with an epoch that is not used up."""
+        if self._ledger is None:
+            self._join()
+        facts = self._report(Presence.TRAINING)
+        if self._claims is not None and not self._claims.is_exhausted:
+            epoch = self._epoch
+        else:
+            epoch = max(epoch, self._epoch + 1, facts.epoch)
+        self._epoch = epoch
+        self._claims = AsyncClaims(self.pass_of(epoch), self._num_parts(), self._claim)
+
+    def claims(self) -> AsyncClaims | None:
+        """The batches that this worker takes."""
+        return self._claims
+
+    def steps_done(self, steps: int, samples: int) -> None:
+        """Exchanges every `period` steps."""
+        self._steps += steps
+        self._samples += samples
+        self._unreported += samples
+        if self._steps < self.options.period:
+            return
+        self._steps = 0
+        try:
+            self._receive()
+            self._send()
+            if self.rule.uses_gradients:  # the next gradient must be that of the new weights
+                self._receive()
+            self._report(Presence.TRAINING)
+        except ServiceLostError as error:
+            self._lose(error)
+
+    def meet_center(self) -> list[Any]:
+        """Sends what was not sent, and waits for the answer."""
+        self._receive()
+        if self._steps and not self.rule.uses_gradients:
+            self._steps = 0
+            self._send()
+            self._receive()
+        return list(self._center.pull())
+
+    def end(self) -> None:
+        """Sends the last change, waits for the sync group's end, and fetches the center."""
+        self.meet_center()
+        facts = self._report(Presence.WAITING)
+        while facts.stage != Stage.CLOSED:
+            time.sleep(_POLL_SECONDS)
+            facts = self._report(Presence.WAITING)
+        self.vectors.weights.write(self._center.pull())
+        if self._state is not None and self.vectors.state is not None:
+            self.vectors.state.write(self._state.pull())
+        self._report(Presence.GONE)
+
+    def _join(self) -> None:
+        """Connects and starts from the center."""
+        seconds = self.options.connect_seconds
+        connected = connect(lambda: open_connection(self, self._client), seconds)
+        self._center, self._state, self._ledger = connected
+        facts = self._report(Presence.TRAINING)
+        while facts.stage == Stage.STARTING:
+            time.sleep(_POLL_SECONDS)
+            facts = self._report(Presence.TRAINING)
+        self._check_same_data(facts)
+        self._start_from_center()
+        _logger.info("Async worker %d trains from epoch %d on.", self._client, facts.epoch + 1)
+
+    def _start_from_center(self) -> None:
+        center = self._center.pull()
+        self._center.adopt(center)
+        self.vectors.weights.write(center)
+        if self._state is not None and self.vectors.state is not None:
+            state = self._state.pull()
+            self._state.adopt(state)
+            self.vectors.state.write(state)
+
+    def _check_same_data(self, facts: LedgerFacts) -> None:
+        received = (self.num_batches, self.fingerprint)
+        expected = (facts.num_batches, facts.fingerprint)
+        if received[0] != expected[0] or (
+            0 not in (received[1], expected[1]) and (received[1] != expected[1])
+        ):
+            raise ValueError(
+                "This async worker's data is not the sync group's, so that they cannot share an "
+                f"epoch. Received: {received[0]} batches, hash {received[1]}; the group has "
+                f"{expected[0]} batches, hash {expected[1]}. Use the same data and batch size on "
+                "every task, and give shuffle() a seed."
+            )
+
+    def _num_parts(self) -> int:
+        """Steps that a global batch is cut into."""
+        whole = int(self.data.global_batch_size or 0)
+        size = self.options.async_batch_size
+        if size is None:
+            config = self.strategy.cluster_config
+            group = len(config.workers) + (config.chief is not None)
+            return max(group, 1)
+        if not whole:
+            raise ValueError(
+                "async_batch_size cuts global batches, whose size must be known. Received: "
+                f"async_batch_size={size} and data that does not end in batch()."
+            )
+        return max(1, math.ceil(whole / size))
+
+    def _claim(self) -> int | None:
+        """The next batch of the epoch, None if there is none."""
+        while True:
+            try:
+                status, first, granted = self._ledger.claim(self._epoch)
+            except ServiceLostError as error:
+                self._lose(error)
+                return None
+            if status == Status.OK:
+                return first if granted else None
+            if self._report(Presence.TRAINING).stage in (Stage.ENDING, Stage.CLOSED):
+                self.model.stop_training = True
+                return None
+            time.sleep(_POLL_SECONDS)
+
+    def _send(self) -> None:
+        weights = self.vectors.weights.read()
+        push, goes_on = self._center.send(weights, self._samples)
+        state = None
+        if self._state is not None and self.vectors.state is not None:
+            statistics = self.vectors.state.read()
+            state = (statistics, self._state.send(statistics, self._samples)[0])
+        self._samples = 0
+        self._pending = Pending(push, goes_on, state)
+        if self.rule.uses_gradients:
+            self.vectors.weights.write(goes_on)
+
+    def _receive(self) -> None:
+        """Waits for the answer that is under way, if any, and goes on from it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        weights = self.vectors.weights.read()
+        self.vectors.weights.write(self._center.finish(pending.push, pending.sent, weights))
+        if pending.state is not None and self.vectors.state is not None:
+            sent, push = pending.state
+            statistics = self.vectors.state.read()
+            self.vectors.state.write(self._state.finish(push, sent, statistics))
+        if self._is_lost:
+            self._is_lost = False
+            _logger.warning("The parameter service answers again.")
+
+    def _report(self, presence: Presence) -> LedgerFacts:
+        used, self._unreported = self._unreported, 0
+        try:
+            facts: LedgerFacts = self._ledger.report(presence, used)
+        except ServiceLostError:
+            self._unreported += used
+            raise
+        return facts
+
+    def _lose(self, error: ServiceLostError) -> None:
+        self._pending = None
+        if not self.options.goes_on_without_service:
+            raise error
+        if not self._is_lost:
+            self._is_lost = True
+            _logger.warning("%s Training goes on alone.", error)

@@ -1,0 +1,122 @@
+"""What the sync group and an async worker have in common."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+from keras_het.strategy.hybrid.model_vectors import ModelVectors
+from keras_het.strategy.parameter_service import FloatWire, Wire, credential
+from keras_het.strategy.parameter_service.admission import read_secret
+from keras_het.strategy.rules import ElasticAveraging, UpdateRule
+
+WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridOptions:
+    """How a sync group and async workers train together.
+
+    Args:
+        rule: combines what a worker sends with the center.
+        period: steps between two exchanges.
+        async_batch_size: samples of an async worker's own steps; None for what one replica of the
+            sync group gets of an even split.
+        staleness_bound: updates of the center since a worker last saw it, beyond which its push is
+            not taken; None for no bound.
+        timeout_seconds: for each message.
+        connect_seconds: how long an async worker waits for the service to start.
+        end_seconds: how long the sync group waits at the end for async workers that are here.
+        goes_on_without_service: whether an async worker trains on where the service is lost.
+        wire: how values travel; None for float32.
+    """
+
+    rule: UpdateRule
+    period: int = 8
+    async_batch_size: int | None = None
+    staleness_bound: int | None = None
+    timeout_seconds: float = 10.0
+    connect_seconds: float = 300.0
+    end_seconds: float = 60.0
+    goes_on_without_service: bool = False
+    wire: Wire | None = None
+
+    @property
+    def weights_wire(self) -> Wire:
+        """How weights travel."""
+        return self.wire or FloatWire()
+
+
+class Participant(abc.ABC):
+    """One side of a hybrid training, driven by `keras_het.callbacks.HybridAggregation`.
+
+    Args:
+        model: the model that is trained.
+        strategy: its `HeterogeneousStrategy`.
+        options: the same on all tasks.
+    """
+
+    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+        self.model, self.strategy, self.options = model, strategy, options
+        self.rule = options.rule
+        self.vectors = ModelVectors(model, strategy)
+        self.credential = credential(read_secret(), self.vectors.fingerprint(self.rule))
+        self.num_clients = 1 + strategy.num_async_workers
+        # Moving statistics: each worker pulls them a step of 1/n towards its own.
+        self.state_rule = ElasticAveraging(alpha=1.0 / self.num_clients)
+        self.data = data = strategy.data_to_be_trained
+        self.num_batches = int(data.cardinality)
+        self.fingerprint = int(data.fingerprint or 0)
+        self.first_pass = len(data.position[0])
+        self._own: list[Any] | None = None
+        _check_data(data, self.num_batches)
+
+    def pass_of(self, epoch: int) -> int:
+        """Number of an epoch's pass over the data: Keras makes two iterators for each epoch."""
+        return self.first_pass + 2 * epoch
+
+    @abc.abstractmethod
+    def start_epoch(self, epoch: int) -> None:
+        """Called before the first step of an epoch; starts everything before the first one."""
+
+    @abc.abstractmethod
+    def claims(self) -> Any:
+        """The `Claims` of the pass that starts now."""
+
+    @abc.abstractmethod
+    def steps_done(self, steps: int, samples: int) -> None:
+        """Called after training steps; exchanges if it is time."""
+
+    @abc.abstractmethod
+    def meet_center(self) -> list[Any]:
+        """Exchanges and waits for the answer; returns the center's partitions."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Ends training; the model has the center's weights afterwards."""
+
+    def show_center(self) -> None:
+        """Gives the model the center's weights, to be evaluated or saved; idempotent."""
+        if self._own is not None:
+            return
+        center = self.meet_center()
+        self._own = self.vectors.weights.read()
+        if not self.rule.center_is_weights:
+            self.vectors.weights.write(center)
+
+    def hide_center(self) -> None:
+        """Gives the model its own weights back."""
+        own, self._own = self._own, None
+        if own is not None and not self.rule.center_is_weights:
+            self.vectors.weights.write(own)
+
+
+def _check_data(data: Any, num_batches: int) -> None:
+    if num_batches <= 0:
+        raise ValueError(
+            "Async workers share each epoch with the sync group, so its number of batches must be "
+            f"known. Received: {data} with cardinality {num_batches}. Leave repeat() and "
+            "steps_per_epoch out, and state a number that tf.data cannot know by "
+            "dataset.apply(tf.data.experimental.assert_cardinality(n))."
+        )

@@ -1,0 +1,159 @@
+"""The sync group's side: its leader has the parameter service in its own memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.strategy.hybrid.claims import GroupClaims
+from keras_het.strategy.hybrid.participant import HybridOptions, Participant
+from keras_het.strategy.hybrid.service_host import ServiceHost
+from keras_het.strategy.parameter_service.sample_ledger import Stage
+
+_logger = logging.getLogger("keras_het")
+_GROUP = 0
+_POLL_SECONDS = 0.02
+
+
+class SyncGroup(Participant):
+    """Trains synchronously; every `period` steps its leader exchanges with the center.
+
+    What comes back reaches the other members by one collective, in which they add zeros to the
+    leader's values: all members have the same bits afterwards. The batches that the group may take
+    next travel with it.
+
+    Args:
+        model: the model that is trained.
+        strategy: its `HeterogeneousStrategy`.
+        options: the same on all tasks.
+    """
+
+    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+        super().__init__(model, strategy, options)
+        if self.rule.may_wait:
+            raise ValueError(
+                f"The rule {self.rule.name!r} makes workers wait for their turn, but a sync group "
+                'never waits. Use it with async workers alone (jobs "async" and "ps"), or another '
+                "rule."
+            )
+        self._host: ServiceHost | None = None
+        self._claims: GroupClaims | None = None
+        self._seen: list[Any] = []
+        self._epoch = 0
+        self._steps = self._samples = 0
+        self._ask = 2 * options.period
+        self._sum = tf.function(self._sum_over_members, autograph=False)
+
+    @property
+    def host(self) -> ServiceHost | None:
+        """The parameter service, on the leader."""
+        return self._host
+
+    def start_epoch(self, epoch: int) -> None:
+        """Opens the service before the first epoch, and claims the first batches of this one."""
+        if self._host is None and self.strategy.is_chief:
+            self._host = ServiceHost(self)
+            self._seen = self._host.seen
+        if self._host is not None:
+            self._host.ledger.start_epoch(epoch, self.num_batches, self.fingerprint)
+            self._host.ledger.set_stage(Stage.RUNNING)
+        self._epoch = epoch
+        self._claims = GroupClaims(self.pass_of(epoch))
+        self._ask = 2 * self.options.period
+        self._exchange(push=False)
+
+    def claims(self) -> GroupClaims | None:
+        """The group's batches of the present epoch."""
+        return self._claims
+
+    def steps_done(self, steps: int, samples: int) -> None:
+        """Exchanges every `period` steps."""
+        self._steps += steps
+        self._samples += samples
+        if self._steps >= self.options.period:
+            self._exchange(push=True)
+
+    def meet_center(self) -> list[Any]:
+        """Exchanges now; gradients that are still being accumulated stay where they are."""
+        self._exchange(push=self._steps > 0 and not self.rule.uses_gradients)
+        return self._agreed(self._host.center() if self._host is not None else None)
+
+    def end(self) -> None:
+        """Waits for the async workers that are here; all end with the center's weights."""
+        self.meet_center()
+        host = self._host
+        if host is not None:
+            host.ledger.set_stage(Stage.ENDING)
+            self._wait_until(lambda: not host.training_clients(), "to send their last changes")
+            host.ledger.set_stage(Stage.CLOSED)
+        self.vectors.weights.write(self._agreed(host.center() if host else None))
+        if self.vectors.state is not None:
+            self.vectors.state.write(self._agreed_state())
+        if host is not None:
+            self._wait_until(lambda: not host.waiting_clients(), "to fetch the final weights")
+
+    def _wait_until(self, is_done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.options.end_seconds
+        while not is_done() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if not is_done():
+            _logger.warning(
+                "Async workers were given %g s %s; going on without those that did not.",
+                self.options.end_seconds,
+                what,
+            )
+
+    def _exchange(self, push: bool) -> None:
+        """Exchanges with the center, and claims as many batches as were used."""
+        asked = max(self._steps, self._ask)
+        self._ask = 0
+        weights = self.vectors.weights.read()
+        state = self.vectors.state.read() if self.vectors.state is not None else []
+        header = [0, 0]
+        answer = [tf.zeros_like(part) for part in (*weights, *state)]
+        if self._host is not None:
+            answer = self._host.exchange(weights, state, self._seen, self._samples, push)
+            if asked:
+                header = list(self._host.ledger.claim(_GROUP, self._epoch, asked))
+            self._host.ledger.add_used(_GROUP, self._samples)
+        *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
+        self._steps = self._samples = 0
+        self._take(values[: len(weights)], values[len(weights) :], push)
+        if asked and self._claims is not None:
+            first, count = (int(number) for number in np.array(header))
+            self._claims.add(first, count, asked)
+
+    def _take(self, weights: list[Any], state: list[Any], push: bool) -> None:
+        """Goes on from what the exchange gave."""
+        if push:
+            self.vectors.weights.write(weights)
+        if self.vectors.state is not None:
+            self.vectors.state.write(state)
+        if self._host is not None:
+            self._seen = self._host.seen
+
+    def _agreed(self, values: list[Any] | None) -> list[Any]:
+        """The leader's partitions, on all members."""
+        if self._host is None:
+            values = [tf.zeros([size]) for size in self.vectors.weights.partitions.sizes]
+        return list(self._sum(list(values or [])))
+
+    def _agreed_state(self) -> list[Any]:
+        state = self.vectors.state
+        if state is None:
+            return []
+        if self._host is not None:
+            return list(self._sum(self._host.state_center()))
+        return list(self._sum([tf.zeros([size]) for size in state.partitions.sizes]))
+
+    def _sum_over_members(self, values: list[Any]) -> list[Any]:
+        if self.strategy.num_workers == 1:
+            return values
+        sizes = [value.shape[0] for value in values]
+        packed = tf.concat(values, axis=0)
+        return list(tf.split(self.strategy.extended.sum_over_workers(packed), sizes))

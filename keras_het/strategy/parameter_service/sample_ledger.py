@@ -1,0 +1,213 @@
+"""Who takes which global batches of an epoch, and which samples were used."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.gate import Gate
+
+LARGEST_EPOCH = 1 << 16
+PREFIX = "ledger_"
+
+
+class Stage(enum.IntEnum):
+    """How far training is."""
+
+    STARTING = 0
+    RUNNING = 1
+    ENDING = 2
+    CLOSED = 3
+
+
+class Presence(enum.IntEnum):
+    """What an async worker is doing."""
+
+    GONE = 0
+    WAITING = 1
+    TRAINING = 2
+
+
+class SampleLedger:
+    """Hands out the global batches of each epoch, each once, and counts the samples used.
+
+    Clients take batches in their own time: who is faster takes more, nobody waits. An epoch is over
+    when all its batches were handed out. A client may begin the next epoch at once, but is never
+    more than one epoch ahead of the sync group. A batch that a killed client held is not handed out
+    again: `claimed` minus `used` says what was lost.
+
+    Args:
+        server: `private_api.RpcServer` to answer on.
+        gate: who is let in.
+        num_clients: number of clients; client 0 is the sync group.
+    """
+
+    def __init__(self, server: Any, gate: Gate, num_clients: int) -> None:
+        self._gate = gate
+        self._num_clients = num_clients
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._next = _variable(tf.zeros([LARGEST_EPOCH], tf.int64))
+            self._total = _variable(tf.zeros([], tf.int64))
+            self._epoch = _variable(tf.zeros([], tf.int64))
+            self._stage = _variable(tf.zeros([], tf.int32))
+            self._fingerprint = _variable(tf.zeros([], tf.int64))
+            self._claimed = _variable(tf.zeros([num_clients], tf.int64))
+            self._used = _variable(tf.zeros([num_clients], tf.int64))
+            self._last_seen = _variable(tf.zeros([num_clients], tf.float64))
+            self._presence = _variable(tf.zeros([num_clients], tf.int32))
+            self._lock = tf.CriticalSection()
+        self._claim = self._claim_function()
+        server.register(f"{PREFIX}claim", self._remote_claim_function())
+        server.register(f"{PREFIX}report", self._report_function())
+
+    def start_epoch(self, epoch: int, num_batches: int, fingerprint: int) -> None:
+        """The sync group begins an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            num_batches: global batches of an epoch.
+            fingerprint: of the order of the samples, 0 if not known.
+        """
+        self._total.assign(num_batches)
+        self._fingerprint.assign(fingerprint)
+        self._epoch.assign(epoch)
+
+    def set_stage(self, stage: Stage) -> None:
+        """Tells all clients how far training is."""
+        self._stage.assign(int(stage))
+
+    def claim(self, client: int, epoch: int, count: int) -> tuple[int, int]:
+        """Takes the next batches of an epoch, in this process.
+
+        Returns:
+            The first batch, and how many there are; 0 at the end of the epoch.
+        """
+        first, granted = self._claim(
+            tf.constant(client), tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)
+        )
+        return int(first), int(granted)
+
+    def add_used(self, client: int, samples: int) -> None:
+        """Counts samples that a client has used."""
+        self._used.scatter_nd_add([[client]], [samples])
+
+    @property
+    def claimed(self) -> np.ndarray:
+        """Global batches handed out to each client, int64 of shape [num_clients]."""
+        return np.array(self._claimed)
+
+    @property
+    def used(self) -> np.ndarray:
+        """Samples that each client has used, int64 of shape [num_clients]."""
+        return np.array(self._used)
+
+    def present(self, presence: Presence, within_seconds: float) -> list[int]:
+        """Clients that were heard of lately.
+
+        Args:
+            presence: what they said they were doing.
+            within_seconds: how long ago they were heard of at most.
+        """
+        recent = np.array(self._last_seen) > float(tf.timestamp()) - within_seconds
+        chosen = np.flatnonzero(recent & (np.array(self._presence) == int(presence)))
+        return [int(client) for client in chosen]
+
+    def _claim_function(self) -> Any:
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([], tf.int64),
+            ]
+        )
+        def claim(client: Any, epoch: Any, count: Any) -> Any:
+            def take() -> Any:
+                first = self._next[epoch]
+                granted = tf.clip_by_value(self._total - first, 0, count)
+                taken = self._next.scatter_nd_update([[epoch]], [first + granted])
+                counted = self._claimed.scatter_nd_add([[client]], [granted])
+                with tf.control_dependencies([taken, counted]):
+                    return tf.identity(first), tf.identity(granted)
+
+            return self._lock.execute(take)
+
+        return claim
+
+    def _remote_claim_function(self) -> Any:
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.string),
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([], tf.int64),
+            ]
+        )
+        def remote_claim(credential: Any, client: Any, epoch: Any, count: Any) -> Any:
+            nothing = tf.constant(0, tf.int64)
+
+            def refuse(status: Status) -> Any:
+                return tf.constant(int(status)), nothing, nothing
+
+            def take() -> Any:
+                first, granted = self._claim(client, epoch, count)
+                return tf.constant(int(Status.OK)), first, granted
+
+            known = (client >= 0) & (client < self._num_clients) & (count > 0)
+            known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
+            running = tf.equal(self._stage, int(Stage.RUNNING)) & (epoch <= self._epoch + 1)
+            return tf.cond(
+                self._gate.admits(credential),
+                lambda: tf.cond(
+                    known,
+                    lambda: tf.cond(running, take, lambda: refuse(Status.WAIT)),
+                    lambda: refuse(Status.UNKNOWN_CLIENT),
+                ),
+                lambda: refuse(Status.REFUSED),
+            )
+
+        return remote_claim
+
+    def _report_function(self) -> Any:
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.string),
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([], tf.int32),
+            ]
+        )
+        def report(credential: Any, client: Any, used: Any, presence: Any) -> Any:
+            known = (client >= 0) & (client < self._num_clients) & (used >= 0)
+
+            def note() -> Any:
+                place = [[client]]
+                notes = [
+                    self._used.scatter_nd_add(place, [used]),
+                    self._last_seen.scatter_nd_update(place, [tf.timestamp()]),
+                    self._presence.scatter_nd_update(place, [presence]),
+                ]
+                with tf.control_dependencies(notes):
+                    return tf.constant(int(Status.OK))
+
+            def status() -> Any:
+                return tf.cond(known, note, lambda: tf.constant(int(Status.UNKNOWN_CLIENT)))
+
+            code = tf.cond(
+                self._gate.admits(credential), status, lambda: tf.constant(int(Status.REFUSED))
+            )
+            with tf.control_dependencies([code]):
+                admitted = tf.equal(code, int(Status.OK))
+                facts = tf.stack(
+                    [tf.cast(self._stage, tf.int64), self._epoch, self._total, self._fingerprint]
+                )
+                return code, tf.where(admitted, facts, tf.fill([4], tf.constant(-1, tf.int64)))
+
+        return report
+
+
+def _variable(value: Any) -> Any:
+    return tf.Variable(value, trainable=False)

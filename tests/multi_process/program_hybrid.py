@@ -1,0 +1,140 @@
+"""Program: trains with async workers and writes what each task did.
+
+Arguments: folder for the results, JSON of options: "rule", "period", "epochs", "fit" (extra).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_het
+from keras_het.callbacks import HybridAggregation
+from keras_het.strategy import rules
+
+SAMPLES, BATCH = 360, 12
+
+
+class Recorded(keras.Model):
+    """A model that notes which samples it was trained on."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seen: list[int] = []
+        self.inner = keras.Sequential(
+            [keras.layers.Dense(8, activation="tanh"), keras.layers.BatchNormalization()]
+        )
+        self.head = keras.layers.Dense(1)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.head(self.inner(x, training=training))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        note = tf.numpy_function(self._note, [y[:, 1]], tf.int64)
+        with tf.control_dependencies([note]):
+            x = tf.identity(x)
+        return super().train_step((x, y[:, :1]))
+
+    def test_step(self, data: Any) -> Any:
+        return super().test_step((data[0], data[1][:, :1]))
+
+    def _note(self, ids: Any) -> Any:
+        self.seen += [int(i) for i in ids if i >= 0]
+        return np.int64(len(self.seen))
+
+
+class Epochs(keras.callbacks.Callback):
+    """Notes the samples of each epoch, and runs orders of the test."""
+
+    def __init__(self, folder: Path, name: str, orders: dict[str, Any]) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+        self.steps = 0
+        self.seconds: list[float] = []
+        self._folder, self._name, self._orders = folder, name, orders
+        self._last = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last = now
+        self.steps += 1
+        # the test waits for this
+        (self._folder / f"{self._name}.step").write_text(str(self.steps))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(list(self.model.seen))
+        self.model.seen.clear()
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(5)
+    x = random.normal(size=(SAMPLES, 6)).astype(np.float32)
+    y = x @ np.arange(6, dtype=np.float32)[:, None]
+    # the number of the sample rides with the label; -1 would be a row of zeros
+    return x, np.concatenate([y, np.arange(SAMPLES, dtype=np.float32)[:, None]], axis=1)
+
+
+def main() -> None:
+    keras.config.disable_traceback_filtering()
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    rule = options.pop("rule", "delta")
+    epochs = options.pop("epochs", 3)
+    rate = options.pop("rate", 0.02)
+    steps_per_execution = options.pop("steps_per_execution", 1)
+    if isinstance(rule, dict) and rule.get("optimizer"):
+        rule = rules.AsyncSGD(optimizer=keras.optimizers.get(rule["optimizer"]))
+    strategy = keras_het.HeterogeneousStrategy()
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = Recorded()
+        model.compile(keras.optimizers.SGD(rate), "mse", steps_per_execution=steps_per_execution)
+        model.build((None, 6))
+    config = strategy.cluster_config
+    name = f"{config.task_type}_{config.task_index}"
+    x, y = arrays()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=3).batch(BATCH)
+    hybrid = HybridAggregation(rule, **options)
+    notes = Epochs(folder, name, options)
+
+    class Service(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: dict[str, Any] = {}
+
+        def on_train_end(self, logs: Any = None) -> None:
+            host = getattr(self.participant, "host", None)
+            if host is not None:
+                self.counts = {
+                    "claimed": host.ledger.claimed.tolist(),
+                    "used": host.ledger.used.tolist(),
+                    "versions": host.versions().tolist(),
+                }
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.participant = hybrid.participant
+
+    service = Service()
+    history = model.fit(
+        data, epochs=epochs, verbose=0, validation_data=data, callbacks=[hybrid, notes, service]
+    )
+    result = {
+        "seen": notes.seen,
+        "steps": notes.steps,
+        "seconds": notes.seconds,
+        "history": history.history,
+        "weights": [np.array(weight).tolist() for weight in model.get_weights()],
+        **service.counts,
+    }
+    (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+main()
