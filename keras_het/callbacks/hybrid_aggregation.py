@@ -162,6 +162,13 @@ class HybridAggregation(keras.callbacks.Callback):
 
     def _send_gradients(self, strategy: Any) -> None:
         """Makes a step move the weights by the gradient alone; the optimizer is in the service."""
+        each = self.model.steps_per_execution
+        if self._options.period % each:
+            raise ValueError(
+                "Rules that send gradients exchange when a gradient is whole, between two "
+                f"executions. Received: period={self._options.period} and steps_per_execution="
+                f"{each}. Make the period a multiple of it."
+            )
         self._user_optimizer = self.model.optimizer
         steps = self._options.period
         with strategy.scope():

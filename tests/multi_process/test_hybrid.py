@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +21,22 @@ VARIANCE = 55  # of the labels: the loss of a model that has learnt nothing
 SECRET = {"KERAS_HET_SERVICE_SECRET": "a secret that only tests know"}
 
 
-def environments(jobs: dict[str, int], slow: float = 0.002) -> list[dict[str, str]]:
+def environments(
+    jobs: dict[str, int], slow: float = 0.002, fast: float = 0.001
+) -> list[dict[str, str]]:
     """One environment a task; async workers take `slow` seconds a sample."""
     ports = ReservedPorts(1)
     ports.release()
     ports.close()
     common = {**SECRET, "KERAS_HET_SERVICE_ADDRESS": ports.addresses[0]}
     found = cluster_environments(jobs, common)
-    emulation = Emulation((1.0,), seconds_per_sample=slow).environment_of(0)
-    fast = Emulation((1.0,), seconds_per_sample=0.001).environment_of(0)
+    emulated = {
+        seconds: Emulation((1.0,), seconds_per_sample=seconds).environment_of(0)
+        for seconds in (slow, fast)
+    }
     for environment in found:
         task = json.loads(environment["TF_CONFIG"])["task"]["type"]
-        environment.update(emulation if task == "async" else fast)
+        environment.update(emulated[slow if task == "async" else fast])
     return found
 
 
@@ -71,3 +78,149 @@ def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
     assert all(count > 0 for count in leader["used"])
     assert_equal_weights(results)
     assert leader["history"]["val_loss"][-1] < 0.4 * VARIANCE
+
+
+RULES = {
+    "server-side Adam": {
+        "rule": {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
+    },
+    "gradients": {"rule": {"class_name": "AsyncSGD", "config": {"learning_rate": 0.02}}},
+    "delay compensated": {
+        "rule": {
+            "class_name": "DelayCompensated",
+            "config": {"learning_rate": 0.02, "compensation": 0.04, "num_workers": 2},
+        }
+    },
+    "elastic": {"rule": "async_easgd"},
+    "bounded staleness": {"rule": "delta", "staleness_bound": 1},
+    "several steps at once": {"rule": "delta", "steps_per_execution": 4},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules(start_workers: Any, tmp_path: Path, rule: str) -> None:
+    results = run(start_workers, tmp_path, {"worker": 1, "async": 1}, period=2, **RULES[rule])
+    counts = sample_counts(results)
+    assert counts.tolist() == [EPOCHS] * SAMPLES
+    assert_equal_weights(results)
+    leader = results["worker_0"]
+    assert sum(leader["used"]) == EPOCHS * SAMPLES
+    assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
+
+
+class Cluster:
+    """A hybrid cluster whose tasks the test treats badly."""
+
+    def __init__(self, start: Any, folder: Path, jobs: dict[str, int], **options: Any) -> None:
+        self.folder = folder
+        self._start = start
+        self._arguments = [folder, json.dumps({"epochs": EPOCHS, "period": 2, **options})]
+        # slow enough that the test can act while they train
+        environments_of_tasks = environments(jobs, slow=0.008, fast=0.008)
+        names = [f"{job}_{index}" for job, count in jobs.items() for index in range(count)]
+        self._environments = dict(zip(names, environments_of_tasks, strict=True))
+
+    def start(self, *names: str) -> Any:
+        return self._start(
+            "program_hybrid.py",
+            arguments=self._arguments,
+            environments=[self._environments[name] for name in names],
+        )
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        path = self.folder / f"{name}.step"
+        wait_until(
+            lambda: path.exists() and int(path.read_text() or 0) >= step, f"{name} at {step}"
+        )
+
+    def result(self, name: str) -> dict[str, Any]:
+        return dict(json.loads((self.folder / f"{name}.json").read_text()))
+
+
+def wait_until(is_true: Any, what: str, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    never = threading.Event()
+    while not is_true():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        never.wait(0.02)
+
+
+def test_a_killed_async_worker_holds_nobody_up(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(start_workers, tmp_path, {"worker": 2, "async": 1}, timeout_seconds=2)
+    group = cluster.start("worker_0", "worker_1")
+    victim = cluster.start("async_0")
+    cluster.wait_for_step("async_0", 3)
+    victim.send_signal(0)
+    for worker in group.wait():
+        assert worker.exit_code == 0, worker.output
+    results = {name: cluster.result(name) for name in ("worker_0", "worker_1")}
+    assert_equal_weights(results)
+    leader = results["worker_0"]
+    claimed, used = leader["claimed"], leader["used"]
+    # it held one batch, and had not told of the steps since its last exchange
+    assert 0 < claimed[1] * BATCH - used[1] <= BATCH + 2 * BATCH
+    assert claimed[0] * BATCH == used[0] and sum(claimed) == EPOCHS * SAMPLES // BATCH
+    assert sample_counts(results).max() <= EPOCHS
+
+
+def test_a_stopped_async_worker_goes_on_later(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
+    group, worker = cluster.start("worker_0"), cluster.start("async_0")
+    cluster.wait_for_step("async_0", 2)
+    worker.send_signal(0, signal.SIGSTOP)
+    before = int((tmp_path / "worker_0.step").read_text())
+    cluster.wait_for_step("worker_0", before + 15)
+    worker.send_signal(0, signal.SIGCONT)
+    for each in [*group.wait(), *worker.wait()]:
+        assert each.exit_code == 0, each.output
+    results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
+    assert_equal_weights(results)
+    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
+
+
+def test_a_late_worker_joins(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
+    group = cluster.start("worker_0")
+    cluster.wait_for_step("worker_0", 12)
+    late = cluster.start("async_0")
+    for each in [*group.wait(), *late.wait()]:
+        assert each.exit_code == 0, each.output
+    results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
+    assert_equal_weights(results)
+    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str) -> None:
+    cluster = Cluster(
+        start_workers,
+        tmp_path,
+        {"worker": 1, "async": 1},
+        timeout_seconds=2,
+        on_service_loss=on_loss,
+    )
+    leader, worker = cluster.start("worker_0"), cluster.start("async_0")
+    cluster.wait_for_step("async_0", 3)
+    leader.send_signal(0)
+    (result,) = worker.wait()
+    if on_loss == "raise":
+        assert result.exit_code != 0
+        assert "ServiceLostError" in result.output
+        assert "did not answer" in result.output
+    else:
+        assert result.exit_code == 0, result.output
+        assert "Training goes on alone" in result.output
+        # all batches are its own from then on
+        assert cluster.result("async_0")["steps"] > SAMPLES // BATCH
+
+
+def test_another_secret_is_refused(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
+    cluster._environments["async_0"]["KERAS_HET_SERVICE_SECRET"] = "one that was guessed"
+    group, worker = cluster.start("worker_0"), cluster.start("async_0")
+    (refused,) = worker.wait()
+    assert refused.exit_code != 0
+    assert "PermissionError" in refused.output and "secret" in refused.output
+    (leader,) = group.wait()
+    assert leader.exit_code == 0, leader.output
+    assert cluster.result("worker_0")["used"] == [EPOCHS * SAMPLES, 0]

@@ -37,23 +37,31 @@ class AsyncWorker(Participant):
         self._center: Any = None
         self._state: Any = None
         self._ledger: Any = None
-        self._pending: Pending | None = None
+        self._pending: tuple[Pending, Pending | None] | None = None
         self._claims: AsyncClaims | None = None
         self._epoch = -1
         self._steps = self._samples = self._unreported = 0
+        self._latest_batch = -1
         self._is_lost = False
+        self._next_try = 0.0
 
     def start_epoch(self, epoch: int) -> None:
         """Connects before the first epoch; goes on with an epoch that is not used up."""
         if self._ledger is None:
             self._join()
-        facts = self._report(Presence.TRAINING)
         if self._claims is not None and not self._claims.is_exhausted:
             epoch = self._epoch
         else:
-            epoch = max(epoch, self._epoch + 1, facts.epoch)
-        self._epoch = epoch
-        self._claims = AsyncClaims(self.pass_of(epoch), self._num_parts(), self._claim)
+            epoch = max(epoch, self._epoch + 1, self._epoch_of_the_group())
+        self._epoch, self._latest_batch = epoch, -1
+        self._claims = AsyncClaims(self.pass_of(epoch), self._num_parts(), self._next_batch)
+
+    def _epoch_of_the_group(self) -> int:
+        try:
+            return self._report(Presence.TRAINING).epoch
+        except ServiceLostError as error:
+            self._lose(error)
+            return 0
 
     def claims(self) -> AsyncClaims | None:
         """The batches that this worker takes."""
@@ -67,7 +75,11 @@ class AsyncWorker(Participant):
         if self._steps < self.options.period:
             return
         self._steps = 0
+        if self._is_lost and time.monotonic() < self._next_try:
+            return
         try:
+            if self._is_lost:
+                self._attach_again()
             self._receive()
             self._send()
             if self.rule.uses_gradients:  # the next gradient must be that of the new weights
@@ -77,17 +89,29 @@ class AsyncWorker(Participant):
             self._lose(error)
 
     def meet_center(self) -> list[Any]:
-        """Sends what was not sent, and waits for the answer."""
-        self._receive()
-        if self._steps and not self.rule.uses_gradients:
-            self._steps = 0
-            self._send()
+        """Sends what was not sent, and waits for the answer; its own weights without a service."""
+        try:
+            if self._is_lost:
+                self._attach_again()
             self._receive()
-        return list(self._center.pull())
+            if self._samples and not self.rule.uses_gradients:
+                self._steps = 0
+                self._send()
+                self._receive()
+            return list(self._center.pull())
+        except ServiceLostError as error:
+            self._lose(error)
+            return self.vectors.weights.read()
 
     def end(self) -> None:
         """Sends the last change, waits for the sync group's end, and fetches the center."""
         self.meet_center()
+        try:
+            self._wait_for_the_end()
+        except ServiceLostError as error:
+            self._lose(error)
+
+    def _wait_for_the_end(self) -> None:
         facts = self._report(Presence.WAITING)
         while facts.stage != Stage.CLOSED:
             time.sleep(_POLL_SECONDS)
@@ -147,47 +171,61 @@ class AsyncWorker(Participant):
             )
         return max(1, math.ceil(whole / size))
 
+    def _next_batch(self) -> int | None:
+        batch = self._claim()
+        self._latest_batch = self._latest_batch if batch is None else batch
+        return batch
+
     def _claim(self) -> int | None:
-        """The next batch of the epoch, None if there is none."""
-        while True:
+        """The next batch of the epoch, None if there is none.
+
+        Without a service the worker trains on all batches: nobody says which are taken.
+        """
+        while not self._is_lost:
             try:
                 status, first, granted = self._ledger.claim(self._epoch)
             except ServiceLostError as error:
                 self._lose(error)
-                return None
+                break
             if status == Status.OK:
                 return first if granted else None
             if self._report(Presence.TRAINING).stage in (Stage.ENDING, Stage.CLOSED):
                 self.model.stop_training = True
                 return None
             time.sleep(_POLL_SECONDS)
+        following = self._latest_batch + 1
+        return following if following < self.num_batches else None
 
     def _send(self) -> None:
-        weights = self.vectors.weights.read()
-        push, goes_on = self._center.send(weights, self._samples)
+        pending = self._center.send(self.vectors.weights.read(), self._samples)
         state = None
         if self._state is not None and self.vectors.state is not None:
-            statistics = self.vectors.state.read()
-            state = (statistics, self._state.send(statistics, self._samples)[0])
+            state = self._state.send(self.vectors.state.read(), self._samples)
         self._samples = 0
-        self._pending = Pending(push, goes_on, state)
+        self._pending = (pending, state)
         if self.rule.uses_gradients:
-            self.vectors.weights.write(goes_on)
+            self.vectors.weights.write(pending.sent)
 
     def _receive(self) -> None:
         """Waits for the answer that is under way, if any, and goes on from it."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        weights = self.vectors.weights.read()
-        self.vectors.weights.write(self._center.finish(pending.push, pending.sent, weights))
-        if pending.state is not None and self.vectors.state is not None:
-            sent, push = pending.state
-            statistics = self.vectors.state.read()
-            self.vectors.state.write(self._state.finish(push, sent, statistics))
-        if self._is_lost:
-            self._is_lost = False
-            _logger.warning("The parameter service answers again.")
+        weights, state = self._pending
+        self.vectors.weights.write(self._center.finish(weights, self.vectors.weights.read()))
+        if state is not None and self.vectors.state is not None:
+            self.vectors.state.write(self._state.finish(state, self.vectors.state.read()))
+        self._pending = None
+
+    def _attach_again(self) -> None:
+        """Finds the service again after a loss; what was under way is sent again."""
+        self._report(Presence.TRAINING)
+        if self._pending is not None:
+            weights, state = self._pending
+            self._center.send_again(weights)
+            if state is not None:
+                self._state.send_again(state)
+        self._is_lost = False
+        _logger.warning("The parameter service answers again.")
 
     def _report(self, presence: Presence) -> LedgerFacts:
         used, self._unreported = self._unreported, 0
@@ -199,9 +237,9 @@ class AsyncWorker(Participant):
         return facts
 
     def _lose(self, error: ServiceLostError) -> None:
-        self._pending = None
         if not self.options.goes_on_without_service:
             raise error
+        self._next_try = time.monotonic() + self.options.timeout_seconds
         if not self._is_lost:
             self._is_lost = True
             _logger.warning("%s Training goes on alone.", error)

@@ -19,17 +19,21 @@ _POLL_SECONDS = 0.05
 
 @dataclasses.dataclass
 class Pending:
-    """A push under way.
+    """A push under way; it can be sent again, and counts once.
 
     Args:
         push: the messages.
+        samples: samples behind the change.
+        versions: version of each partition that the worker had seen.
+        sequence: number of the push.
         sent: weights that the worker went on with, for each partition.
-        state: moving statistics that were sent, and their messages.
     """
 
     push: PendingPush
+    samples: int
+    versions: Any
+    sequence: int
     sent: list[Any]
-    state: tuple[list[Any], PendingPush] | None
 
 
 class CenterClient:
@@ -67,7 +71,7 @@ class CenterClient:
         """Takes the center for what was seen last."""
         self.seen, self._residuals = center, None
 
-    def send(self, weights: list[Any], samples: int) -> tuple[PendingPush, list[Any]]:
+    def send(self, weights: list[Any], samples: int) -> Pending:
         """Sends the rule's message.
 
         Args:
@@ -75,53 +79,68 @@ class CenterClient:
             samples: samples behind the change.
 
         Returns:
-            What is under way, and the weights to go on with.
+            What is under way.
         """
         pairs = list(zip(weights, self.seen, strict=True))
         messages = [self._rule.message(w, seen) for w, seen in pairs]
         if self._residuals is not None:
             messages = [m + r for m, r in zip(messages, self._residuals, strict=True)]
         self._sequence += 1
-        push = self._client.start_push(messages, self._versions, samples, self._sequence)
-        return push, [self._rule.after_sending(w, seen) for w, seen in pairs]
+        versions = self._versions.copy()
+        push = self._client.start_push(messages, versions, samples, self._sequence)
+        sent = [self._rule.after_sending(w, seen) for w, seen in pairs]
+        return Pending(push, samples, versions, self._sequence, sent)
 
-    def finish(self, push: PendingPush, sent: list[Any], weights: list[Any]) -> list[Any]:
+    def finish(self, pending: Pending, weights: list[Any]) -> list[Any]:
         """Waits for the answer and combines it with the weights of now.
 
-        A part whose push was too stale starts from the center again with the worker's own progress;
-        one without an answer stays as it is.
+        A part whose push was too stale starts from the center again with the worker's own progress.
+        Where it is not this worker's turn yet, it asks until it is.
 
         Args:
-            push: what `send` gave.
-            sent: likewise.
+            pending: what `send` gave; after a loss it may be given again.
             weights: the worker's weights now, for each partition.
 
         Returns:
             The weights to go on with.
 
         Raises:
-            ServiceLostError: if no part was answered in time.
+            ServiceLostError: if a part was not answered in time. Nothing has changed then.
         """
-        answer = push.answer(self.seen)
-        statuses = np.array(answer.statuses)
-        if (statuses == NO_ANSWER).all():
+        answer = pending.push.answer(self.seen)
+        statuses, values = np.array(answer.statuses), list(answer.partitions)
+        versions = np.array(answer.versions)
+        while (statuses == int(Status.WAIT)).any():
+            time.sleep(_POLL_SECONDS / 10)
+            self.send_again(pending)
+            again = pending.push.answer(self.seen)
+            for index in np.flatnonzero(statuses == int(Status.WAIT)):
+                statuses[index] = int(again.statuses[index])
+                versions[index], values[index] = int(again.versions[index]), again.partitions[index]
+        if (statuses == NO_ANSWER).any():
             raise ServiceLostError(_lost(statuses))
         carried = [
-            self._part(index, int(status), answer, sent[index], weights[index])
+            self._part(index, int(status), values[index], pending.sent[index], weights[index])
             for index, status in enumerate(statuses)
         ]
+        taken = np.isin(statuses, (Status.OK, Status.REPEATED, Status.STALE))
+        self._versions = np.where(taken, versions, self._versions)
         self._residuals = self._left_over(statuses, answer)
         return carried
 
-    def _part(self, index: int, status: int, answer: Any, sent: Any, weights: Any) -> Any:
-        values = answer.partitions[index]
+    def send_again(self, pending: Pending) -> None:
+        """Sends a push whose answer did not come, with its old number."""
+        pending.push = self._client.start_push(
+            pending.push.changes, pending.versions, pending.samples, pending.sequence
+        )
+
+    def _part(self, index: int, status: int, values: Any, sent: Any, weights: Any) -> Any:
         if status in (Status.OK, Status.REPEATED):
             new = self._rule.receive(weights, sent, values)
         elif status == Status.STALE:
             new = values + (weights - self.seen[index])
         else:
             return weights
-        self._versions[index] = int(answer.versions[index])
         self.seen[index] = values
         return new
 

@@ -45,8 +45,9 @@ class SyncGroup(Participant):
         self._claims: GroupClaims | None = None
         self._seen: list[Any] = []
         self._epoch = 0
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._unclaimed = 0
         self._ask = 2 * options.period
+        self._counted = 0  # of the samples, those that the ledger knows
         self._sum = tf.function(self._sum_over_members, autograph=False)
 
     @property
@@ -74,6 +75,7 @@ class SyncGroup(Participant):
     def steps_done(self, steps: int, samples: int) -> None:
         """Exchanges every `period` steps."""
         self._steps += steps
+        self._unclaimed += steps
         self._samples += samples
         if self._steps >= self.options.period:
             self._exchange(push=True)
@@ -110,8 +112,8 @@ class SyncGroup(Participant):
 
     def _exchange(self, push: bool) -> None:
         """Exchanges with the center, and claims as many batches as were used."""
-        asked = max(self._steps, self._ask)
-        self._ask = 0
+        asked = max(self._unclaimed, self._ask)
+        self._unclaimed = self._ask = 0
         weights = self.vectors.weights.read()
         state = self.vectors.state.read() if self.vectors.state is not None else []
         header = [0, 0]
@@ -120,9 +122,11 @@ class SyncGroup(Participant):
             answer = self._host.exchange(weights, state, self._seen, self._samples, push)
             if asked:
                 header = list(self._host.ledger.claim(_GROUP, self._epoch, asked))
-            self._host.ledger.add_used(_GROUP, self._samples)
+            self._host.ledger.add_used(_GROUP, self._samples - self._counted)
         *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
-        self._steps = self._samples = 0
+        self._counted = self._samples
+        if push or not self.rule.uses_gradients:  # gradients may be half accumulated
+            self._steps = self._samples = self._counted = 0
         self._take(values[: len(weights)], values[len(weights) :], push)
         if asked and self._claims is not None:
             first, count = (int(number) for number in np.array(header))
