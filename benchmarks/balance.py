@@ -294,7 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="few steps: form, not numbers")
-    parser.add_argument("--only", help="only the clusters whose name contains this")
+    parser.add_argument("--only", help="only the clusters whose name contains this, nothing else")
     options = parser.parse_args()
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(

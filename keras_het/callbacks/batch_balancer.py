@@ -28,6 +28,7 @@ from keras_het.strategy.compute_times import StepTimes
 
 _logger = logging.getLogger("keras_het")
 
+_WARM_UP = 2.0
 _FIXED_POLICIES = ("even", "static")
 
 
@@ -109,6 +110,8 @@ class BatchBalancer(keras.callbacks.Callback):
         self._is_growing, self._max_global_batch = global_batch == "adaptive", max_global_batch
         self._growth: GlobalBatchGrowth | None = None
         self._interval = ReadingInterval()
+        self._first_steps: list[StepTimes] = []
+        self._warms_up = False
         self._latest_reading: float | None = None
         self._given_policy = policy
         self._max_share, self._min_share = max_share, min_share
@@ -167,16 +170,22 @@ class BatchBalancer(keras.callbacks.Callback):
             self._policy.set_global_batch_size(batch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Leaves Keras as it was."""
+        """Reads the rest, and leaves Keras as it was."""
+        self._read(is_last=True)
         if self._growth is not None:
             self._growth.training_ends()
 
-    def _read(self) -> None:
+    def _read(self, is_last: bool = False) -> None:
         strategy = heterogeneous_strategy(self.model, self)
         steps = strategy.compute_times.read_new()
         if not steps:
             return
+        if self._step == 0 and len(steps) + len(self._first_steps) < 2 and not is_last:
+            self._first_steps = steps  # whether it is a warm-up, the next step will tell
+            return
+        steps, self._first_steps = [*self._first_steps, *steps], []
         self._note_whole_steps(len(steps))
+        self._warms_up = self._step == 0 and _is_warm_up(steps)
         for group in self._interval.groups(steps):
             self._observe(strategy, group)
         self._interval.was_read(steps)
@@ -210,14 +219,14 @@ class BatchBalancer(keras.callbacks.Callback):
             self._policy.set_global_batch_size(total)
         # A replica without a share computed a row of zeros: its time says nothing about samples.
         seconds = [np.where(shares > 0, step.seconds, np.nan) for step in steps]
-        is_first = self._step == 0
+        is_warm_up = self._step == 0 and self._warms_up
         for each in seconds:
             row = {"step": self._step, "shares": shares.tolist(), "seconds": each.tolist()}
             self.measurements.append(row)
             self._step += 1
         if self._policy is not None and strategy.is_chief:
-            # The first step loads kernels and allocates memory: it says nothing about later ones.
-            median = np.full(len(shares), np.nan) if is_first else np.median(seconds, axis=0)
+            unknown = np.full(len(shares), np.nan)
+            median = unknown if is_warm_up else np.median(seconds, axis=0)
             self._policy.observe(self._step - 1, shares, median)
 
     def _start(self, strategy: Any, total: int) -> None:
@@ -363,6 +372,15 @@ def _check_global_batch(global_batch: str, largest: int | None, policy: Any) -> 
             'global_batch="adaptive" needs the time models of the policy "boa". Received: '
             f"policy={policy!r}."
         )
+
+
+def _is_warm_up(steps: list[StepTimes]) -> bool:
+    """Whether the first step loaded kernels and memory: on all replicas, it took far longer."""
+    first, *others = steps
+    if not others:
+        return False
+    used = (first.shares > 0) & (others[0].shares > 0)
+    return bool((first.seconds[used] > _WARM_UP * others[0].seconds[used]).all())
 
 
 def _check_same_shares(shares: Any, mean_shares: Any) -> None:

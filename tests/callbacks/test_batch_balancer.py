@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -15,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 from equivalence import Trial, assert_equivalent, batches, dense_model, three_replicas
 
 from keras_het import HeterogeneousStrategy
-from keras_het.callbacks import BatchBalancer, reading_interval
+from keras_het.callbacks import BatchBalancer, batch_balancer, reading_interval
 from keras_het.planning import BalancePlan
+from keras_het.strategy.compute_times import StepTimes
 
 
 class Zigzag:
@@ -88,12 +90,10 @@ def test_every_step_is_observed_with_the_shares_it_had():
     assert [sum(shares) for _, shares, _ in policy.seen] == [8, 8, 8, 8, 8, 6] * 2
     used = {shares for _, shares, _ in policy.seen}
     assert used & set(Zigzag.SHARES)
-    # the first step loads kernels, which is no measure of the others
-    assert all(math.isnan(value) for value in policy.seen[0][2])
     for _, shares, seconds in policy.seen[1:]:
         for share, value in zip(shares, seconds, strict=True):
             assert math.isnan(value) if share == 0 else 0 < value < 60
-    assert len(balancer.plans) == 13
+    assert len(balancer.plans) == 12  # none after the first step, which may be a warm-up
     assert [row["step"] for row in balancer.measurements] == list(range(12))
 
 
@@ -268,14 +268,13 @@ def test_short_steps_are_read_seldom_and_none_is_lost(monkeypatch):
     three_replicas().set_shares((1, 1, 1))
     fit(balancer, samples=160, epochs=2)
     assert [row["step"] for row in balancer.measurements] == list(range(40))
-    # the first step counts for itself; later ones of the same shares count as one
     assert policy.seen[0][0] == 0 and policy.seen[-1][0] == 39
     assert len(policy.seen) < 20
     by_step = {row["step"]: row for row in balancer.measurements}
     last = [by_step[step]["seconds"] for step in range(policy.seen[-2][0] + 1, 40)]
     np.testing.assert_allclose(policy.seen[-1][2], np.median(last, axis=0))
-    # before the first step, after it, then every 8 steps and at the end of each epoch of 20
-    assert [plan.step for plan in balancer.plans] == [-1, 0, 8, 16, 19, 27, 35, 39]
+    # before the first step, after two, then every 8 steps and at the end of each epoch of 20
+    assert [plan.step for plan in balancer.plans] == [-1, 1, 9, 17, 19, 27, 35, 39]
 
 
 def test_long_steps_are_read_at_once(monkeypatch):
@@ -283,4 +282,28 @@ def test_long_steps_are_read_at_once(monkeypatch):
     monkeypatch.setattr(reading_interval, "LONG_STEP_SECONDS", 1e-9)
     balancer = BatchBalancer(Zigzag())
     fit(balancer, samples=80, epochs=1)
-    assert [plan.step for plan in balancer.plans] == list(range(-1, 10))
+    assert [plan.step for plan in balancer.plans] == [-1, *range(1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("first", "is_warm_up"), [((60, 65), True), ((3, 65), False), ((1, 2), False)]
+)
+def test_a_first_step_that_loads_kernels_says_nothing(monkeypatch, first, is_warm_up):
+    policy, balancer = Zigzag(), BatchBalancer("even")
+    balancer._policy = policy
+
+    def step(seconds):
+        rest = (np.zeros(2), 0.0, 0, 0.0)
+        shares = np.array([4, 4])
+        return StepTimes(shares, shares.astype(float), np.array(seconds, float), shares, *rest)
+
+    monkeypatch.setattr(balancer, "_global_batch_size", 8)
+    strategy = SimpleNamespace(is_chief=True)
+    steps = [step(first), step((2, 3))]
+    balancer._warms_up = batch_balancer._is_warm_up(steps)
+    for each in steps:
+        balancer._observe(strategy, [each])
+    seen = [seconds for _, _, seconds in policy.seen]
+    assert all(map(math.isnan, seen[0])) == is_warm_up
+    assert seen[1] == (2, 3)
+    assert [row["seconds"] for row in balancer.measurements] == [list(first), [2, 3]]
