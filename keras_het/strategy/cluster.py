@@ -80,7 +80,8 @@ def find_cluster(cluster_resolver: Any = None) -> Membership:
 
 def _sync_group_resolver(config: ClusterConfig) -> Any:
     """The workers that have collectives; TensorFlow must not wait for the others."""
-    if not config.async_workers and config.parameter_service is None:
+    outsiders = (config.async_workers, config.parameter_service, config.summation_machines)
+    if not any(outsiders):
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
     jobs = config.as_cluster_dict()
     spec = tf.train.ClusterSpec({job: jobs[job] for job in ("chief", "worker") if job in jobs})

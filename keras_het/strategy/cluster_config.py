@@ -23,10 +23,10 @@ _EXAMPLE = (
 )
 _TOP_LEVEL_KEYS = ("cluster", "task", "rpc_layer", "environment", "session_master", "job")
 _TASK_KEYS = ("type", "index", "trial", "cloud")
-_JOBS = ("chief", "worker", "evaluator", "async", "ps")
+_JOBS = ("chief", "worker", "evaluator", "async", "ps", "summation")
 _SINGLE_TASK_JOBS = ("chief", "evaluator", "ps")
 # Tasks that are a cluster of their own, as far as TensorFlow's collectives are concerned.
-_LONE_JOBS = ("evaluator", "async", "ps")
+_LONE_JOBS = ("evaluator", "async", "ps", "summation")
 SERVICE_ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
 
 
@@ -42,12 +42,14 @@ class ClusterConfig:
         chief: Address `host:port` of the chief, or `None` if the cluster has no job `chief`.
         workers: Addresses of the job `worker`, in task order.
         evaluator: Address of the evaluator, or `None` if it is not listed.
-        task_type: This process's job: `"chief"`, `"worker"`, `"evaluator"`, `"async"` or `"ps"`.
+        task_type: This process's job: `"chief"`, `"worker"`, `"evaluator"`, `"async"`, `"ps"` or
+            `"summation"`.
         task_index: This process's index within its job.
         rpc_layer: Protocol between the workers. Defaults to `"grpc"`.
         async_workers: Addresses of the job `async`, in task order; they tell workers apart, nothing
             listens there.
         parameter_service: Address of the job `ps`, or `None`: the service is in the leader then.
+        summation_machines: Addresses of the job `summation`, spare machines that sum gradients.
     """
 
     chief: str | None
@@ -58,6 +60,7 @@ class ClusterConfig:
     rpc_layer: str = "grpc"
     async_workers: tuple[str, ...] = ()
     parameter_service: str | None = None
+    summation_machines: tuple[str, ...] = ()
 
     @property
     def is_async_worker(self) -> bool:
@@ -68,6 +71,11 @@ class ClusterConfig:
     def is_parameter_service(self) -> bool:
         """Whether this process holds the parameter service and does not train."""
         return self.task_type == "ps"
+
+    @property
+    def is_summation_machine(self) -> bool:
+        """Whether this process sums gradients of the workers and does not train."""
+        return self.task_type == "summation"
 
     def service_address(self, environ: Mapping[str, str] | None = None) -> str:
         """Where the parameter service answers.
@@ -95,7 +103,7 @@ class ClusterConfig:
     @property
     def is_chief(self) -> bool:
         """Whether this process writes the shared files: job `chief` if present, else worker 0."""
-        return self.worker_index == 0 and self.task_type not in ("async", "ps")
+        return self.worker_index == 0 and self.task_type not in ("async", "ps", "summation")
 
     @property
     def num_workers(self) -> int:
@@ -126,8 +134,8 @@ class ClusterConfig:
         """
         job, index = self._member(worker_index)
         address = {"chief": self.chief, "evaluator": self.evaluator}.get(job)
-        if job in ("worker", "async"):
-            return (self.workers if job == "worker" else self.async_workers)[index]
+        if job in ("worker", "async", "summation"):
+            return self.as_cluster_dict()[job][index]
         if address is None:
             raise ValueError(
                 f'TF_CONFIG lists no address for {_task_name(job, index)}. Add "{job}": '
@@ -154,6 +162,7 @@ class ClusterConfig:
             "evaluator": [self.evaluator] if self.evaluator else [],
             "async": list(self.async_workers),
             "ps": [self.parameter_service] if self.parameter_service else [],
+            "summation": list(self.summation_machines),
         }
         return {job: addresses for job, addresses in jobs.items() if addresses}
 
@@ -205,6 +214,7 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
         rpc_layer=_read_rpc_layer(config.get("rpc_layer")),
         async_workers=jobs.get("async", ()),
         parameter_service=next(iter(jobs.get("ps", ())), None),
+        summation_machines=jobs.get("summation", ()),
     )
 
 

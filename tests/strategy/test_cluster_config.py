@@ -313,3 +313,16 @@ def test_a_wrong_service_address():
         read_cluster_config({"TF_CONFIG": text}).service_address(
             {"KERAS_HET_SERVICE_ADDRESS": "no port"}
         )
+
+
+def test_summation_machines_are_no_part_of_the_sync_group():
+    cluster = {"worker": ["a:1", "b:1"], "summation": ["s:1", "t:1"]}
+    text = json.dumps({"cluster": cluster, "task": {"type": "summation", "index": 1}})
+    machine = read_cluster_config({"TF_CONFIG": text})
+    assert machine.is_summation_machine and not machine.is_chief
+    assert machine.address_of(0) == "t:1" and machine.num_workers == 1
+    assert machine.as_cluster_dict() == cluster
+    text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})
+    worker = read_cluster_config({"TF_CONFIG": text})
+    assert not worker.is_summation_machine and worker.num_workers == 2
+    assert worker.summation_machines == ("s:1", "t:1")
