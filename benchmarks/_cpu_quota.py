@@ -1,4 +1,4 @@
-"""Two workers that compute for real, one of them throttled by a CPU quota of its cgroup."""
+"""Two workers that compute for real, throttled by CPU quotas of their cgroups or on one core."""
 
 from __future__ import annotations
 
@@ -17,20 +17,33 @@ from keras_het.launch.local_cluster import LocalCluster
 
 EMULATED = "KERAS_HET_EMULATED_DEVICES"  # not here
 CGROUPS = Path("/sys/fs/cgroup")
-QUOTAS = (1.0, 0.35)  # of one core each
+# Quota of each worker, in cores, and whether both run on one and the same core.
+CASES = {
+    "cpu quotas 1:0.35": ((1.0, 0.35), False),
+    "one shared core": ((1.0, 1.0), True),
+    "one shared core, quotas 0.6:0.25": ((0.6, 0.25), True),
+}
 PERIOD_MICROSECONDS = 5_000  # short against a step, so that a step does not see single periods
 BATCH = 8192  # so that computing takes longer than exchanging gradients
 TIMEOUT_SECONDS = 400
 
 
 def measure_with_quotas(quick: bool) -> list[dict[str, Any]]:
-    """One row for each policy, or one that says why there is none."""
+    """One row for each case and policy, or one that says why there is none."""
     reason = why_not()
     if reason:
         return [{"case": "cpu quotas", "policy": "boa", "skipped": reason}]
+    cases = list(CASES)[:1] if quick else list(CASES)
+    return [row for case in cases for row in measure_case(case, quick)]
+
+
+def measure_case(case: str, quick: bool) -> list[dict[str, Any]]:
+    """One row for each policy."""
+    quotas, is_shared = CASES[case]
     steps, rounds = (12, 1) if quick else (60, 5)
-    with cpu_quotas() as groups, tempfile.TemporaryDirectory() as folder:
-        arguments = [str(steps), str(rounds), folder, *map(str, groups)]
+    with cpu_quotas(quotas) as groups, tempfile.TemporaryDirectory() as folder:
+        core = str(min(os.sched_getaffinity(0))) if is_shared else ""
+        arguments = [str(steps), str(rounds), folder, core, *map(str, groups)]
         command = [sys.executable, str(Path(__file__)), *arguments]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", EMULATED: ""}
         with LocalCluster(command, 2, env=environment) as cluster:
@@ -38,13 +51,13 @@ def measure_with_quotas(quick: bool) -> list[dict[str, Any]]:
         if cluster.failures:
             raise RuntimeError(describe_failures(cluster.failures, cluster.num_workers))
         runs = json.loads((Path(folder) / "runs.json").read_text())
-    return [row_of(policy, runs) for policy in runs]
+    return [row_of(case, policy, runs) for policy in runs]
 
 
-def row_of(policy: str, runs: dict[str, list[float]]) -> dict[str, Any]:
+def row_of(case: str, policy: str, runs: dict[str, list[float]]) -> dict[str, Any]:
     ratios = sorted(ours / even for ours, even in zip(runs[policy], runs["even"], strict=True))
     return {
-        "case": f"cpu quotas {QUOTAS[0]:g}:{QUOTAS[1]:g}",
+        "case": case,
         "policy": policy,
         "speedup_over_even": round(statistics.median(ratios), 3),
         "lowest_ratio": round(ratios[0], 3),
@@ -58,20 +71,20 @@ def why_not() -> str | None:
     if len(os.sched_getaffinity(0)) < 2:
         return "fewer than two cores"
     try:
-        with cpu_quotas():
+        with cpu_quotas((0.5, 0.5)):
             return None
     except OSError as error:
         return f"CPU quotas are not permitted: {error}"
 
 
 @contextlib.contextmanager
-def cpu_quotas() -> Iterator[list[Path]]:
+def cpu_quotas(quotas: tuple[float, ...]) -> Iterator[list[Path]]:
     """Makes one cgroup for each worker; yields the files that take their process ids."""
     version_1 = (CGROUPS / "cpu" / "cpu.cfs_period_us").exists()
     root = CGROUPS / "cpu" if version_1 else CGROUPS
     made: list[Path] = []
     try:
-        for index, quota in enumerate(QUOTAS):
+        for index, quota in enumerate(quotas):
             group = root / f"keras_het_{os.getpid()}_{index}"
             group.mkdir()
             made.append(group)
@@ -89,7 +102,7 @@ def cpu_quotas() -> Iterator[list[Path]]:
 
 def worker() -> None:
     """One of the two workers."""
-    steps, rounds, folder, *groups = sys.argv[1:]
+    steps, rounds, folder, core, *groups = sys.argv[1:]
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     import time
 
@@ -110,6 +123,9 @@ def worker() -> None:
     data = strategy.distribute(tf.data.Dataset.from_tensors(rows).repeat(int(steps)))
     model.fit(data, verbose=0)  # Traces the step, before this process is slow.
     Path(groups[index]).write_text(str(os.getpid()))
+    if core:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {int(core)})
 
     class Clock(keras.callbacks.Callback):
         def on_train_begin(self, logs: Any = None) -> None:

@@ -33,6 +33,7 @@ def run_workers(
     arguments: Sequence[str],
     emulation: Emulation | None,
     names: Sequence[str],
+    num_async_workers: int = 0,
 ) -> list[Results]:
     """Runs a script as several workers, or alone without an emulation.
 
@@ -42,6 +43,7 @@ def run_workers(
         arguments: further arguments of the script.
         emulation: devices of the workers.
         names: names under which the chief saves results.
+        num_async_workers: how many of the workers, the last ones, train outside of the sync group.
 
     Returns:
         What was saved under these names.
@@ -54,7 +56,12 @@ def run_workers(
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, str(script), "--directory", directory, *arguments]
         cluster = LocalCluster(
-            command, emulation=emulation, env=ENVIRONMENT, on_line=show, keep_lines=200
+            command,
+            num_async_workers=num_async_workers,
+            emulation=emulation,
+            env=ENVIRONMENT,
+            on_line=show,
+            keep_lines=200,
         )
         # Leaving the block ends all workers, also after Ctrl-C.
         with cluster:

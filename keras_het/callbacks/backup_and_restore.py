@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_het.callbacks.model_strategy import heterogeneous_strategy
 
@@ -37,6 +38,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def __init__(self, backup_dir: str, save_freq: str | int = "epoch", **kwargs: Any) -> None:
         super().__init__(str(backup_dir), save_freq=save_freq, **kwargs)
         self._position_path = Path(backup_dir) / "data_position.json"
+        self._service_path = Path(backup_dir) / "service.npz"
         self._epoch = 0
         self._first_step = 0
         self._step = 0
@@ -48,6 +50,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         super().on_train_begin(logs)
         if not self._position_path.exists():
             return
+        self._restore_service()
         position = json.loads(self._position_path.read_text())
         self._epoch, self._first_step = position["epoch"], position["step"]
         num_steps = self.params.get("steps")
@@ -98,9 +101,25 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         temporary.write_text(json.dumps(self._position()))
         # A process killed in between leaves the old position or the new one, never half of it.
         temporary.replace(self._position_path)
+        self._save_service(self._strategy().service_state)
+
+    def _save_service(self, state: Any) -> None:
+        """Keeps the versions and the rule's state of a parameter service in this process."""
+        if state is not None:
+            temporary = self._service_path.with_name("service.tmp.npz")
+            np.savez(temporary, **state())
+            temporary.replace(self._service_path)
+
+    def _restore_service(self) -> None:
+        if self._service_path.exists():
+            with np.load(self._service_path) as arrays:
+                self._strategy().restored_service_state = {name: arrays[name] for name in arrays}
 
     def _position(self) -> dict[str, Any]:
         passes, pass_step = ((), 0) if self._data is None else self._data.position
+        if self._strategy().num_async_workers:
+            # who took which batches of an epoch is not kept: it starts again from its beginning
+            return {"epoch": self._epoch, "step": 0, "passes": passes, "pass_step": 0}
         if self._step and self._step == self.params.get("steps") and not pass_step:
             # Keras has yet to start the iterator that it does not use at the end of an epoch
             passes = (*passes, False)

@@ -9,7 +9,13 @@ from typing import Any
 import keras
 
 from keras_het.callbacks.model_strategy import heterogeneous_strategy
-from keras_het.strategy.hybrid import AsyncWorker, HybridOptions, Participant, SyncGroup
+from keras_het.strategy.hybrid import (
+    AsyncWorker,
+    HybridOptions,
+    Participant,
+    ServiceTask,
+    SyncGroup,
+)
 from keras_het.strategy.parameter_service import Wire
 from keras_het.strategy.rules import UpdateRule, get
 
@@ -31,6 +37,9 @@ class HybridAggregation(keras.callbacks.Callback):
     shared: each global batch is taken by the sync group or by one async worker, who is faster takes
     more. `evaluate`, `save` and callbacks after this one in the list see the center's weights at
     the end of an epoch and of training.
+
+    Async workers can also train by themselves: a task with the job `ps`, which runs the same script
+    too, then holds the center, and saves it.
 
     Without a job `async` in TF_CONFIG it does nothing. All tasks need the same arguments and the
     secret `KERAS_HET_SERVICE_SECRET`.
@@ -101,10 +110,16 @@ class HybridAggregation(keras.callbacks.Callback):
         if not strategy.num_async_workers:
             _logger.info("No job async in TF_CONFIG: HybridAggregation has nothing to do.")
             return
-        rule = _asynchronous(self._rule, 1 + strategy.num_async_workers)
+        num_workers = strategy.num_async_workers + strategy.cluster_config.has_sync_group
+        rule = _asynchronous(self._rule, num_workers)
         rule.check_optimizer(self.model.optimizer)
         self._options = dataclasses.replace(self._options, rule=rule)
-        kind = AsyncWorker if strategy.is_async_worker else SyncGroup
+        kinds: tuple[tuple[bool, type[Participant]], ...] = (
+            (strategy.is_async_worker, AsyncWorker),
+            (strategy.is_parameter_service, ServiceTask),
+            (True, SyncGroup),
+        )
+        kind = next(kind for applies, kind in kinds if applies)
         self._participant = kind(self.model, strategy, self._options)
         if self._options.rule.uses_gradients:
             self._send_gradients(strategy)
@@ -151,7 +166,9 @@ class HybridAggregation(keras.callbacks.Callback):
             return
         self._participant.hide_center()
         self._participant.end()
-        heterogeneous_strategy(self.model, self).take_claimed_batches(None, None)
+        strategy = heterogeneous_strategy(self.model, self)
+        strategy.take_claimed_batches(None, None)
+        strategy.service_state = None
         if self._user_optimizer is not None:
             self.model.optimizer, self._user_optimizer = self._user_optimizer, None
             self.model.make_train_function(force=True)
@@ -182,10 +199,11 @@ class HybridAggregation(keras.callbacks.Callback):
 
 def _asynchronous(rule: Any, num_workers: int) -> UpdateRule:
     found = get(rule, num_workers=num_workers)
-    if not isinstance(found, UpdateRule):
+    if not isinstance(found, UpdateRule) or found.may_wait:
         raise ValueError(
-            "Async workers need a rule in which nobody waits. Received: "
-            f"{found.name!r}, in which all workers exchange together."
+            "HybridAggregation needs a rule in which no worker waits for another. Received: "
+            f"{found.name!r}. Use one of delta, async_sgd, delay_compensated, async_easgd, "
+            "async_measgd and hogwild_easgd."
         )
     return found
 

@@ -90,6 +90,7 @@ class LoaderTuner(keras.callbacks.Callback):
         self._last_start: float | None = None
         self._last: tuple[float, int, list[Any]] = (0.0, 0, [])
         self._asked = 0.0
+        self._epoch_start = (0.0, 0.0)
 
     # --- fit
 
@@ -104,11 +105,15 @@ class LoaderTuner(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Time between epochs is no step's."""
         self._last_start = None
+        self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the input wait to the logs of the epoch."""
+        self._end_of_steps()
+        seconds = self.meter.seconds - self._epoch_start[0]
+        wait = self.meter.input_wait_seconds - self._epoch_start[1]
         if logs is not None:
-            logs["input_wait_fraction"] = self.meter.idle_fraction
+            logs["input_wait_fraction"] = wait / seconds if seconds else 0.0
 
     def on_train_end(self, logs: Any = None) -> None:
         """Puts everything back; remembers the settings."""
@@ -149,6 +154,11 @@ class LoaderTuner(keras.callbacks.Callback):
         self._last_start = start
         self._last = (wait, steps, batches)
 
+    def _end_of_steps(self) -> None:
+        """What follows, a validation for instance, is no part of the last step."""
+        self._account()
+        self._last_start = None
+
     def _account(self) -> None:
         """Takes note of the execution before, whose time ends now."""
         if self._last_start is None or self._session is None:
@@ -168,6 +178,7 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Begins to measure."""
+        self._end_of_steps()
         self._functions["test"].replace(self.model, self._test_function)
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -255,6 +266,8 @@ class LoaderTuner(keras.callbacks.Callback):
             return None
         is_plain = session.live is None or session.live.pipeline is None
         knobs = session.pipeline.knobs if session.pipeline is not None else None
+        if is_plain and not session.has_changed:
+            knobs = None  # the thread pool is the user's still
         return LoaderSettings(knobs, is_plain, self._nice, session.observes_only, self.meter)
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ examples:
   keras-het run --workers 3 train.py --epochs 5
   keras-het run --speeds 4,2,1 train.py         three emulated devices, 4 : 2 : 1
   keras-het run --workers 2 -m package.train
+  keras-het run --speeds 4,4,1 --async-workers 1 train.py    the slow one trains on its own
 
 Options of keras-het stand before the script; everything after it belongs to the script.
 """
@@ -58,6 +59,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         )
     if options.workers is None and options.speeds is None:
         parser.error("give --workers N, or --speeds A,B,... to emulate devices")
+    num_workers = options.workers or len(options.speeds)
+    if options.async_workers >= num_workers:
+        parser.error(
+            f"--async-workers {options.async_workers} leaves no worker of {num_workers} for the "
+            "synchronous group; give less"
+        )
     if options.module == []:
         parser.error("-m needs a MODULE")
     if options.module is None and not Path(_script(parser, options)).is_file():
@@ -91,6 +98,14 @@ def _add_target(run: argparse.ArgumentParser) -> None:
         type=_positive_integer,
         metavar="N",
         help="number of workers (default: the number of speeds)",
+    )
+    run.add_argument(
+        "--async-workers",
+        type=_positive_integer,
+        metavar="N",
+        default=0,
+        help="how many of the workers, the last ones, train outside of the synchronous group and "
+        "exchange with its leader (see keras_het.callbacks.HybridAggregation)",
     )
     run.add_argument(
         "-m",

@@ -74,6 +74,7 @@ def _make_cluster(
     return LocalCluster(
         worker_command(options),
         options.workers,
+        num_async_workers=options.async_workers,
         emulation=emulation,
         cpus_per_worker=options.cpus_per_worker,
         pin=options.pin,

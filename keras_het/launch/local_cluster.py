@@ -17,7 +17,7 @@ from keras_het.launch.emulation import Emulation
 from keras_het.launch.escalation import Escalation
 from keras_het.launch.free_ports import ReservedPorts
 from keras_het.launch.line_splitter import OutputLine
-from keras_het.launch.worker_environment import worker_environment
+from keras_het.launch.worker_environment import service_environment, worker_environment
 from keras_het.launch.worker_process import OnLine, Stream, WorkerProcess, WorkerResult
 
 _TIMEOUT_LINES = 15
@@ -38,6 +38,8 @@ class LocalCluster:
     Args:
         command: Program and arguments of each worker.
         num_workers: Number of workers. Defaults to the number of emulated devices.
+        num_async_workers: How many of them, the last ones, train outside of the sync group (job
+            `async`). They get a secret; one that fails ends nobody else. Defaults to 0.
         env: Variables for all workers, besides those of this process.
         worker_env: Further variables, one mapping a worker. Defaults to none.
         cwd: Working directory of the workers. Defaults to this process's.
@@ -59,6 +61,7 @@ class LocalCluster:
         command: Sequence[str],
         num_workers: int | None = None,
         *,
+        num_async_workers: int = 0,
         env: Mapping[str, str] | None = None,
         worker_env: Sequence[Mapping[str, str]] | None = None,
         cwd: str | os.PathLike[str] | None = None,
@@ -72,6 +75,7 @@ class LocalCluster:
         grace_seconds: float = 10.0,
     ) -> None:
         self.num_workers = _number_of_workers(num_workers, emulation, worker_env)
+        self.num_async_workers = _number_of_async_workers(num_async_workers, self.num_workers)
         self.stopped_by: int | None = None
         self._command = list(command)
         self._env = dict(env or {})
@@ -90,6 +94,7 @@ class LocalCluster:
         self._results: dict[int, WorkerResult] = {}
         self._ports: ReservedPorts | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
+        self._service_env: dict[str, str] = {}
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -118,8 +123,11 @@ class LocalCluster:
         """
         if self._ports is not None:
             raise ValueError("A LocalCluster starts once. Make a new one to run the command again.")
-        self._ports = ReservedPorts(self.num_workers)
-        self._addresses = self._ports.addresses
+        # one more for the parameter service
+        self._ports = ReservedPorts(self.num_workers + bool(self.num_async_workers))
+        self._addresses = self._ports.addresses[: self.num_workers]
+        if self.num_async_workers:
+            self._service_env = service_environment(self._ports.addresses[-1], os.environ)
         try:
             self._watchdog = _start_watchdog()
             self._ports.release()
@@ -214,10 +222,15 @@ class LocalCluster:
         self.close()
 
     def _start_worker(self, index: int) -> None:
-        inherited = {**os.environ, **self._env, **self._worker_env[index]}
+        inherited = {**os.environ, **self._service_env, **self._env, **self._worker_env[index]}
         threads = self._cpus.threads_per_worker[index]
         environment = worker_environment(
-            index, self._addresses, threads, inherited, self._emulation
+            index,
+            self._addresses,
+            threads,
+            inherited,
+            self._emulation,
+            self.num_async_workers,
         )
         worker = WorkerProcess(
             index,
@@ -247,7 +260,7 @@ class LocalCluster:
         if kind == "exit":
             self._tell_watchdog("-", self._workers[value])
             self._results[value] = self._workers[value].result()
-            if self.failures and self._end_on_failure:
+            if self._end_on_failure and any(map(self._is_needed, self.failures)):
                 self._escalation.begin([signal.SIGTERM, signal.SIGKILL])
         elif self._escalation.has_begun:
             self._escalation.advance()
@@ -256,6 +269,10 @@ class LocalCluster:
             self._on_stop(value)
             gentler = [] if value == signal.SIGTERM else [value]
             self._escalation.begin([*gentler, signal.SIGTERM, signal.SIGKILL])
+
+    def _is_needed(self, result: WorkerResult) -> bool:
+        """Whether the others cannot go on without this worker."""
+        return result.index < self.num_workers - self.num_async_workers
 
     def _end_running(self, signal_number: int) -> None:
         for worker in self._workers:
@@ -311,6 +328,15 @@ def _number_of_workers(
             f"and {num_workers} workers."
         )
     return num_workers
+
+
+def _number_of_async_workers(num_async_workers: int, num_workers: int) -> int:
+    if not 0 <= num_async_workers < num_workers:
+        raise ValueError(
+            "Some of the workers, but not all, may be async. Received: num_async_workers="
+            f"{num_async_workers} of {num_workers} workers. Leave one for the sync group at least."
+        )
+    return num_async_workers
 
 
 def _start_watchdog() -> subprocess.Popen[bytes]:

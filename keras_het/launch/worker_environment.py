@@ -1,11 +1,13 @@
 """The environment variables each local worker is started with."""
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 
 from keras_het.launch.emulation import Emulation
 
 _LEAST_INTEROP_THREADS = 2
+_SECRET = "KERAS_HET_SERVICE_SECRET"
 
 
 def worker_environment(
@@ -14,6 +16,7 @@ def worker_environment(
     threads: int,
     inherited: Mapping[str, str],
     emulation: Emulation | None = None,
+    num_async_workers: int = 0,
 ) -> dict[str, str]:
     """Returns the whole environment of one worker.
 
@@ -26,9 +29,16 @@ def worker_environment(
         threads: Threads that compute in this worker.
         inherited: What the worker gets besides; wins over the defaults.
         emulation: Emulated devices, or `None`.
+        num_async_workers: How many of the workers, the last ones, train outside of the sync group.
     """
+    num_sync = len(addresses) - num_async_workers
+    cluster = {"worker": list(addresses[:num_sync])}
     task = {"type": "worker", "index": worker_index}
-    tf_config = {"cluster": {"worker": list(addresses)}, "task": task}
+    if num_async_workers:
+        cluster["async"] = list(addresses[num_sync:])
+    if worker_index >= num_sync:
+        task = {"type": "async", "index": worker_index - num_sync}
+    tf_config = {"cluster": cluster, "task": task}
     defaults = {
         "TF_NUM_INTRAOP_THREADS": str(threads),
         # A worker that waits in a collective needs a second thread to answer its peers.
@@ -39,3 +49,15 @@ def worker_environment(
     }
     emulated = emulation.environment_of(worker_index) if emulation else {}
     return {**defaults, **inherited, **emulated, "TF_CONFIG": json.dumps(tf_config)}
+
+
+def service_environment(address: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Returns what all workers of a local cluster need to find the parameter service.
+
+    Args:
+        address: `host:port` of the service.
+        inherited: Environment in which the user may have given a secret.
+    """
+    given = any(name in inherited for name in (_SECRET, f"{_SECRET}_FILE"))
+    secret = {} if given else {_SECRET: secrets.token_hex(32)}
+    return {"KERAS_HET_SERVICE_ADDRESS": address, **secret}

@@ -13,13 +13,19 @@ import tensorflow as tf
 
 from keras_het import private_api
 
+_ONE_DEVICE_TYPE = (
+    " A collective group has one type of device: a machine without GPU beside machines with GPUs "
+    'joins as a summation machine (job "summation") or as an async worker (job "async").'
+)
 
-def check_agreement(extended: Any, weights: Sequence[float]) -> None:
+
+def check_agreement(extended: Any, weights: Sequence[float], aggregation: object = None) -> None:
     """Compares the set-up of all workers.
 
     Args:
         extended: the strategy's `HeterogeneousExtended`.
         weights: this worker's share weights.
+        aggregation: settings of the summation, None without one.
 
     Raises:
         ValueError: on every worker, if one of them was started differently.
@@ -28,6 +34,7 @@ def check_agreement(extended: Any, weights: Sequence[float]) -> None:
         "share weights": str([float(weight) for weight in weights]),
         "type of device": extended._local_device_type,
         "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
+        "aggregation": repr(aggregation),
     }
     own = np.array([_hash(text) for text in described.values()], np.int64)
     everyone = extended.gather_over_workers(own).reshape(-1, len(own))
@@ -38,6 +45,7 @@ def check_agreement(extended: Any, weights: Sequence[float]) -> None:
                 f"The workers were started with different settings: {what}. This worker "
                 f"({extended.layout.worker_index}) has {text}; worker(s) {different.tolist()} have "
                 "something else. Start all workers with the same script, arguments and versions."
+                + (_ONE_DEVICE_TYPE if what == "type of device" else "")
             )
 
 

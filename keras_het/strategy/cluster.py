@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.strategy.peer_watch import PeerWatch
+from keras_het.strategy.summation import SummationGroup
 
 _KEYS_PER_STRATEGY = 100_000
 _strategies = itertools.count()
@@ -150,8 +151,25 @@ def _short_name(device: str) -> str:
     return f"{device_type.upper()}:{index or 0}"
 
 
-def watch_peers(membership: Membership) -> PeerWatch:
-    """Starts watching the other workers."""
-    watch = PeerWatch(membership.peers, private_api.peer_is_healthy, private_api.abort_collectives)
+def watch_peers(membership: Membership, summation: SummationGroup | None = None) -> PeerWatch:
+    """Starts watching the other workers, and the spare machines that sum.
+
+    Args:
+        membership: the workers.
+        summation: the machines that sum gradients, None if TensorFlow's collectives do.
+    """
+    spare = {} if summation is None else summation.spare_machines
+
+    def is_healthy(task: str, timeout_seconds: float) -> bool:
+        if summation is not None and task in spare:
+            return summation.is_healthy(task, timeout_seconds)
+        return private_api.peer_is_healthy(task, timeout_seconds)
+
+    def abort(message: str) -> None:
+        if summation is not None:
+            summation.abort()
+        private_api.abort_collectives(message)
+
+    watch = PeerWatch({**membership.peers, **spare}, is_healthy, abort)
     watch.start()
     return watch

@@ -102,8 +102,18 @@ class ClusterConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes the shared files: job `chief` if present, else worker 0."""
-        return self.worker_index == 0 and self.task_type not in ("async", "ps", "summation")
+        """Whether this process writes the shared files.
+
+        The job `chief` if present, else worker 0; for async workers alone the job `ps`.
+        """
+        if self.is_parameter_service:
+            return not self.has_sync_group
+        return self.worker_index == 0 and self.task_type not in ("async", "summation")
+
+    @property
+    def has_sync_group(self) -> bool:
+        """Whether there are workers that all-reduce; else async workers train by themselves."""
+        return bool(self.chief or self.workers)
 
     @property
     def num_workers(self) -> int:
@@ -306,8 +316,13 @@ def _check_async_workers(jobs: dict[str, tuple[str, ...]]) -> None:
     if "async" in jobs and not has_service:
         raise ValueError(
             'TF_CONFIG has a job "async" but nobody to exchange with. Received: jobs '
-            f'{sorted(jobs)}. List the sync group in the job "worker", or a task that runs '
-            '`keras-het serve` in the job "ps".'
+            f'{sorted(jobs)}. List the sync group in the job "worker", or for async workers alone '
+            'a task in the job "ps", which runs the same script and holds the parameter service.'
+        )
+    if "ps" in jobs and any(job in jobs for job in ("chief", "worker")):
+        raise ValueError(
+            'TF_CONFIG has a job "ps" beside a sync group, whose leader holds the parameter service '
+            f'itself. Received: jobs {sorted(jobs)}. Remove "ps", or make all workers "async".'
         )
 
 

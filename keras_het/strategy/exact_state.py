@@ -106,9 +106,9 @@ def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     def next_seed(self: Any, *args: Any, **kwargs: Any) -> Any:
         seed = original(self, *args, **kwargs)
         step = current_step()
-        if step is None or step.replica_id == 0:
+        if step is None or step.seed_stream == 0:
             return seed
-        offset = (step.replica_id * _SEED_STRIDE) % (2**31)
+        offset = (step.seed_stream * _SEED_STRIDE) % (2**31)
         return seed + tf.cast(tf.constant([offset, 0], tf.int64), seed.dtype)
 
     return next_seed

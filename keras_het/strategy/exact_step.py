@@ -37,6 +37,8 @@ class ExactStep:
 
     def __init__(self, replica_id: int, samples: Any, total: Any) -> None:
         self.replica_id = replica_id
+        # Which of the independent streams of random numbers this replica draws from.
+        self.seed_stream = replica_id
         self.samples = samples
         self.total = total
         # float64, so that a float64 model loses nothing; cast to each value's own type

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.planning import ReplicaLayout
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
+from keras_het.strategy.summation import SummationGroup
 
 _KEYS_PER_RANGE = 10_000
 
@@ -95,6 +96,20 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._host_cross_device_ops = self._hierarchical(
             (self._worker_device,), self.layout.num_workers
         )
+
+    def use_summation(self, group: SummationGroup) -> None:
+        """Makes the reductions of graphs that are traced from now on go through a summation.
+
+        Args:
+            group: the machines that sum.
+        """
+        for operations in (self._cross_device_ops, self._host_cross_device_ops):
+            operations.summation = group
+
+    @property
+    def summation(self) -> SummationGroup | None:
+        """The machines that sum, None if TensorFlow's collectives do."""
+        return self._cross_device_ops.summation
 
     def _hierarchical(self, devices: Sequence[str], num_values: int) -> HierarchicalAllReduce:
         return HierarchicalAllReduce(

@@ -29,9 +29,16 @@ from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.keras_step import run_predict_step, run_train_or_test_step
 from keras_het.strategy.lost_worker_report import install_report
 from keras_het.strategy.peer_watch import PeerWatch, name_lost_workers
+from keras_het.strategy.summation import (
+    Summation,
+    check_is_no_summation_machine,
+    read_aggregation,
+    start_summation,
+)
 from keras_het.strategy.uneven_per_replica import UnevenPerReplica
 
 _logger = logging.getLogger(__name__)
+_SEED_STREAMS_PER_GROUP = 1000
 
 
 class HeterogeneousStrategy(tf.distribute.Strategy):
@@ -59,6 +66,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
         communication_options: `tf.distribute.experimental.CommunicationOptions`. Default: NCCL
             between GPUs, rings over gRPC otherwise.
+        aggregation: how gradients (and what else a step sums) are added up between workers:
+            "all_reduce" by TensorFlow's collectives; "summation" by the CPUs of all workers and
+            of the spare machines in TF_CONFIG's job `summation`, or a
+            `keras_het.strategy.summation.Summation` with settings. Needs a shared secret in the
+            environment.
 
     Raises:
         ValueError: for a malformed TF_CONFIG, devices that do not exist or are of different types,
@@ -85,10 +97,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         shares: Sequence[float] | None = None,
         cluster_resolver: Any = None,
         communication_options: Any = None,
+        aggregation: str | Summation = "all_reduce",
     ) -> None:
+        summation = read_aggregation(aggregation)
         self._collective_key_base = cluster.next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
         membership = cluster.find_cluster(cluster_resolver)
+        check_is_no_summation_machine(membership.config)
         names = cluster.choose_devices(devices, membership.num_workers)
         super().__init__(
             HeterogeneousExtended(
@@ -102,13 +117,20 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._cluster_config = membership.config
         self._data_path = DataPath(self)
         self._compute_times = ComputeTimes(self.num_replicas_in_sync)
+        # What a backup keeps of a parameter service in this process, and what one brought back.
+        self.service_state: Callable[[], dict[str, np.ndarray]] | None = None
+        self.restored_service_state: dict[str, np.ndarray] | None = None
         self._peer_watch: PeerWatch | None = None
         self._weights = _check_shares(shares, self.layout)
         self._check_emulated_devices()
         if self.num_workers > 1:
-            agreement.check_agreement(self.extended, self._weights)
+            agreement.check_agreement(self.extended, self._weights, summation)
             agreement.share_random_seed(self.extended)
-            self._peer_watch = cluster.watch_peers(membership)
+            group = None
+            if summation is not None:
+                group = start_summation(summation, self.extended, membership)
+                self.extended.use_summation(group)
+            self._peer_watch = cluster.watch_peers(membership, group)
             install_report(self._peer_watch)
             install_chief_only()
             atexit.register(leave_together, weakref.ref(self))
@@ -134,7 +156,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     @property
     def is_chief(self) -> bool:
         """Whether this worker writes to shared paths."""
-        return self.worker_index == 0 and not self.is_async_worker
+        if self._cluster_config is not None:
+            return self._cluster_config.is_chief or self._cluster_config.is_evaluator
+        return self.worker_index == 0
 
     @property
     def cluster_config(self) -> ClusterConfig | None:
@@ -145,6 +169,18 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def is_async_worker(self) -> bool:
         """Whether this process trains outside of the sync group (job `async`)."""
         return self._cluster_config is not None and self._cluster_config.is_async_worker
+
+    @property
+    def is_parameter_service(self) -> bool:
+        """Whether this process holds the parameter service of async workers and trains nothing."""
+        return self._cluster_config is not None and self._cluster_config.is_parameter_service
+
+    @property
+    def first_seed_stream(self) -> int:
+        """Where this group's streams of random numbers begin; async workers draw others."""
+        if self._cluster_config is None or not self.is_async_worker:
+            return 0
+        return _SEED_STREAMS_PER_GROUP * (1 + self._cluster_config.task_index)
 
     @property
     def num_async_workers(self) -> int:
@@ -373,6 +409,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def _needs_exact_step(self) -> bool:
         return (
             self.num_replicas_in_sync > 1
+            or self.is_async_worker
             or self._emulated_devices is not None
             or self._compute_times.is_measuring
         )

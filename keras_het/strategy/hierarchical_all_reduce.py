@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.strategy.summation import SummationGroup
 
 
 class HierarchicalAllReduce(private_api.CollectiveAllReduce):
@@ -45,6 +46,8 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         )
         self._local_devices = tuple(devices)
         self._num_replicas = num_replicas
+        # Sums float32 values in place of the collective, where the user wants that.
+        self.summation: SummationGroup | None = None
 
     def _all_reduce_per_replica_values(
         self, reduce_op: Any, per_replica_values: Sequence[Any], options: Any
@@ -65,17 +68,30 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
 
     def _all_reduce_by_type(self, flat: list[Any], replica_id: Any, options: Any) -> list[Any]:
         """Sums over the workers; one packed collective per element type."""
+        group = self.summation
         by_type: dict[Any, list[int]] = {}
         for position, item in enumerate(flat):
-            by_type.setdefault(item.dtype, []).append(position)
+            kind = item.dtype, group is not None and group.can_sum(item)
+            by_type.setdefault(kind, []).append(position)
         result = list(flat)
-        for positions in by_type.values():
-            summed = super()._all_reduce(
-                tf.distribute.ReduceOp.SUM, [flat[p] for p in positions], replica_id, options
-            )
+        for (_, by_service), positions in by_type.items():
+            values = [flat[p] for p in positions]
+            summed = self._sum_by_service(values) if by_service else None
+            if summed is None:
+                summed = super()._all_reduce(
+                    tf.distribute.ReduceOp.SUM, values, replica_id, options
+                )
             for position, item in zip(positions, summed, strict=True):
                 result[position] = item
         return result
+
+    def _sum_by_service(self, values: list[Any]) -> list[Any] | None:
+        """Sums by the machines' CPUs; None if they have no place for it."""
+        sums = None if self.summation is None else self.summation.sum(values)
+        if sums is None:
+            return None
+        with tf.device(self._local_devices[0]):
+            return [tf.identity(value) for value in sums]
 
     def _batch_all_gather(
         self, per_replica_values: Sequence[Any], axis: Any, options: Any

@@ -41,6 +41,7 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(replica_data, sizes)
+        step.seed_stream += strategy.first_seed_stream
         step.may_defer_update = private_api.is_stock_train_step(function)
         is_measuring = strategy.compute_times.is_measuring
         step.wants_gradient_squares = strategy.compute_times.is_measuring_gradients

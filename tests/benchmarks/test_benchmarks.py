@@ -19,8 +19,25 @@ FIELDS = {
         "steps_to_balance",
         "plan_changes_after_balance",
     },
+    "loader": {
+        "policy",
+        "steps_per_s",
+        "idle_fraction",
+        "ratio_to_autotune",
+        "ratio_to_oracle",
+        "peak_rss_mb",
+    },
     "parameter_service": {"gb_per_s", "ratio_to_socket", "ratio_to_remote_variables"},
+    "hybrid": {"mode", "time_to_target", "samples_per_s", "ratio_to_best_other", "advised"},
     "solver": {"mode", "milliseconds", "optimal"},
+    "summation": {
+        "n",
+        "k",
+        "bytes_ratio",
+        "speedup_over_allreduce",
+        "speedup_over_ps",
+        "predicted_speedup",
+    },
     "overhead": {"mode", "step_time_ratio", "lowest_ratio", "highest_ratio"},
 }
 

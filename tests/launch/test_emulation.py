@@ -4,7 +4,7 @@ import math
 import pytest
 
 from keras_het.launch.emulation import Emulation
-from keras_het.launch.worker_environment import worker_environment
+from keras_het.launch.worker_environment import service_environment, worker_environment
 from keras_het.strategy.emulated_device_config import read_emulated_devices
 
 
@@ -57,6 +57,26 @@ def test_environment_keeps_what_the_user_set() -> None:
         "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},
         "task": {"type": "worker", "index": 1},
     }
+
+
+def test_the_last_workers_may_be_async() -> None:
+    addresses = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
+    configs = [
+        json.loads(worker_environment(i, addresses, 1, {}, None, 1)["TF_CONFIG"]) for i in range(3)
+    ]
+    assert [config["task"] for config in configs] == [
+        {"type": "worker", "index": 0},
+        {"type": "worker", "index": 1},
+        {"type": "async", "index": 0},
+    ]
+    assert configs[0]["cluster"] == {"worker": addresses[:2], "async": addresses[2:]}
+
+
+def test_a_secret_that_the_user_gave_is_kept() -> None:
+    given = service_environment("127.0.0.1:9", {"KERAS_HET_SERVICE_SECRET_FILE": "secret.txt"})
+    assert given == {"KERAS_HET_SERVICE_ADDRESS": "127.0.0.1:9"}
+    one, two = (service_environment("127.0.0.1:9", {}) for _ in range(2))
+    assert one["KERAS_HET_SERVICE_SECRET"] != two["KERAS_HET_SERVICE_SECRET"]
 
 
 def test_environment_defaults() -> None:

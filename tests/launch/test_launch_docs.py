@@ -34,7 +34,14 @@ def test_the_documented_label_is_the_label() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["TF_CONFIG", "KERAS_HET_EMULATED_DEVICES", "TF_NUM_INTRAOP_THREADS", "PYTHONUNBUFFERED"],
+    [
+        "TF_CONFIG",
+        "KERAS_HET_EMULATED_DEVICES",
+        "TF_NUM_INTRAOP_THREADS",
+        "PYTHONUNBUFFERED",
+        "KERAS_HET_SERVICE_ADDRESS",
+        "KERAS_HET_SERVICE_SECRET",
+    ],
 )
 def test_variables_are_documented(name: str) -> None:
     assert f"`{name}`" in (DOCS / "environment.md").read_text()

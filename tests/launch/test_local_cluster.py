@@ -115,6 +115,23 @@ def test_first_failure_ends_the_others(cluster_of: MakeCluster) -> None:
     assert results[0].shell_exit_code == 143
 
 
+def test_an_async_worker_that_fails_ends_nobody(cluster_of: MakeCluster) -> None:
+    script = """
+    task, cluster = config["task"], config["cluster"]
+    assert [len(cluster[job]) for job in ("worker", "async")] == [2, 1]
+    print(os.environ["KERAS_HET_SERVICE_ADDRESS"], len(os.environ["KERAS_HET_SERVICE_SECRET"]))
+    if task["type"] == "async":
+        sys.exit(7)
+    sys.exit(0)
+    """
+    cluster = cluster_of(script, 3, num_async_workers=1)
+    results = cluster.wait(TIMEOUT)
+    assert [result.exit_code for result in results] == [0, 0, 7]
+    assert not any(result.was_ended for result in results)
+    assert len({result.stdout for result in results}) == 1
+    assert results[0].stdout.split()[1] == "64"
+
+
 def test_a_worker_that_ignores_sigterm_is_killed(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WAIT_FOR_EVER,

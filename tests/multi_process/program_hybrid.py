@@ -89,6 +89,7 @@ def main() -> None:
     rule = options.pop("rule", "delta")
     epochs = options.pop("epochs", 3)
     rate = options.pop("rate", 0.02)
+    backup = options.pop("backup", None)
     steps_per_execution = options.pop("steps_per_execution", 1)
     if isinstance(rule, dict) and rule.get("optimizer"):
         rule = rules.AsyncSGD(optimizer=keras.optimizers.get(rule["optimizer"]))
@@ -123,8 +124,13 @@ def main() -> None:
             self.participant = hybrid.participant
 
     service = Service()
+    backups = [keras_het.callbacks.BackupAndRestore(backup, delete_checkpoint=False)] * bool(backup)
     history = model.fit(
-        data, epochs=epochs, verbose=0, validation_data=data, callbacks=[hybrid, notes, service]
+        data,
+        epochs=epochs,
+        verbose=0,
+        validation_data=data,
+        callbacks=[hybrid, notes, service, *backups],
     )
     result = {
         "seen": notes.seen,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from forked_workers import cluster_environments
 
+import keras_het
 from keras_het.launch.emulation import Emulation
 from keras_het.launch.free_ports import ReservedPorts
 
@@ -106,6 +107,63 @@ def test_rules(start_workers: Any, tmp_path: Path, rule: str) -> None:
     leader = results["worker_0"]
     assert sum(leader["used"]) == EPOCHS * SAMPLES
     assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
+
+
+def test_a_backup_has_center_versions_and_the_services_optimizer(
+    start_workers: Any, tmp_path: Path
+) -> None:
+    adam = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
+    jobs, backup = {"worker": 1, "async": 1}, str(tmp_path / "backup")
+    common = {"rule": adam, "period": 2, "backup": backup}
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    first = run(start_workers, folders[0], jobs, **{**common, "epochs": 1})
+    with np.load(Path(backup) / "service.npz") as state:
+        saved = {name: state[name] for name in state}
+    assert saved["versions"].tolist() == first["worker_0"]["versions"]
+    assert any(np.abs(array).max() > 0 for name, array in saved.items() if name != "versions")
+    second = run(start_workers, folders[1], jobs, **{**common, "epochs": 3})
+    # the first epoch is not trained again, and versions go on
+    assert len(second["worker_0"]["seen"]) == 2
+    assert sample_counts(second).tolist() == [2] * SAMPLES
+    pushes = np.array(second["worker_0"]["versions"]) - first["worker_0"]["versions"]
+    assert pushes.min() > 20
+    assert (
+        second["worker_0"]["history"]["val_loss"][0] < first["worker_0"]["history"]["val_loss"][0]
+    )
+    assert_equal_weights(second)
+
+
+@pytest.mark.parametrize("rule", ["async_easgd", "delta"])
+def test_async_workers_alone(start_workers: Any, tmp_path: Path, rule: str) -> None:
+    results = run(start_workers, tmp_path, {"ps": 1, "async": 2}, period=2, rule=rule)
+    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
+    assert_equal_weights(results)
+    service = results["ps_0"]
+    assert sum(service["used"]) == EPOCHS * SAMPLES and min(service["used"]) > 0
+    assert service["history"]["val_loss"][-1] < 0.5 * VARIANCE
+
+
+@pytest.mark.parametrize("rule", ["round_robin_easgd", "diloco", "sync_easgd"])
+def test_rules_in_which_workers_wait_are_refused(rule: str) -> None:
+    with pytest.raises(ValueError, match="no worker waits"):
+        keras_het.callbacks.HybridAggregation(rule)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"rule": "gossip"}, "gossip"),
+        ({"period": 0}, "period must be a whole number"),
+        ({"async_batch_size": 2.5}, "async_batch_size must be"),
+        ({"staleness_bound": -1}, "staleness_bound must be"),
+        ({"on_service_loss": "panic"}, '"raise" or "continue"'),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        keras_het.callbacks.HybridAggregation(**arguments)
 
 
 class Cluster:

@@ -23,6 +23,7 @@ PARTS = {
     "quickstart_worker.py",
     "stopwatch.py",
     "straggler_figure.py",
+    "tune_loader_figure.py",
     "workers.py",
 }
 LAUNCHER = ("-m", "keras_het.launch", "run")
@@ -154,3 +155,29 @@ def test_resume_gives_the_uninterrupted_weights(tmp_path: Path) -> None:
     text = run(RECIPES / "resume.py", cwd=tmp_path)
     assert "killed by SIGKILL" in text
     assert numbers(r"uninterrupted training: (\S+)", text)[0] < 1e-4
+
+
+def test_tune_loader_keeps_the_device_busier(tmp_path: Path) -> None:
+    text = run(RECIPES / "tune_loader.py", "--steps", 120, cwd=tmp_path)
+    assert re.search(r"step \d+: \d+ loaders, prefetch \d+ \(device waits", text), "moves are shown"
+    assert "knobs = keras_het.loader.Knobs(num_parallel_calls=" in text
+    before, after = numbers(r"AUTOTUNE: +([\d.]+)", text)[0], numbers(r"Tuner: +([\d.]+)", text)[0]
+    # AUTOTUNE cannot have more calls than cores: at most this many reads of 15 ms a second.
+    assert before <= 1.1 * (os.cpu_count() or 1) / 0.015 / 16
+    assert after <= numbers(r"at most (\d+) steps/s", text)[0]
+    assert_is_picture(tmp_path / "tune_loader.png")
+
+
+def test_hybrid(tmp_path: Path) -> None:
+    text = run(RECIPES / "hybrid.py", cwd=tmp_path)
+    rows = re.findall(
+        r"│ (even split|slow one left out|hybrid) +│ +[\d.]+ +│ +(\d+) +│ ([\d +]+?) +│ ([\d.]+) %",
+        text,
+    )
+    assert [row[0] for row in rows] == ["even split", "slow one left out", "hybrid"]
+    group, slow = (int(count) for count in rows[2][2].split(" + "))
+    assert group > slow > 0
+    # counted when the last epoch ended for the group; the slow one may still have a batch
+    assert 0.9 * 12 * 1437 < group + slow <= 12 * 1437
+    accuracies = [float(row[3]) for row in rows]
+    assert min(accuracies) > 90

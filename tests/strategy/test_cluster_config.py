@@ -191,6 +191,10 @@ MALFORMED = {
         '"evaluator" may have one task only',
     ),
     "two services": (config_of({"ps": ["p:1", "q:1"], **TWO_WORKERS}), '"ps" may have one task'),
+    "two leaders": (
+        config_of({"ps": ["p:1"], "async": ["s:1"], **TWO_WORKERS}),
+        'a job "ps" beside a sync group',
+    ),
     "nobody to exchange with": (
         config_of({"async": ["p:1"]}, task={"type": "async", "index": 0}),
         'a job "async" but nobody to exchange with',
@@ -283,8 +287,7 @@ def test_never_fails_in_another_way(config: Any) -> None:
     [
         ({}, {}, "a:2"),
         ({"chief": ["c:70"]}, {}, "c:71"),
-        ({"ps": ["p:5"]}, {}, "p:5"),
-        ({"ps": ["p:5"]}, {"KERAS_HET_SERVICE_ADDRESS": "q:6"}, "q:6"),
+        ({}, {"KERAS_HET_SERVICE_ADDRESS": "q:6"}, "q:6"),
     ],
 )
 def test_address_of_the_parameter_service(extra, environ, expected):
@@ -299,11 +302,21 @@ def test_address_of_the_parameter_service(extra, environ, expected):
 
 
 def test_async_workers_are_no_part_of_the_sync_group():
-    cluster = {"worker": ["a:1", "b:1"], "async": ["s:1"], "ps": ["p:1"]}
+    cluster = {"worker": ["a:1", "b:1"], "async": ["s:1"]}
     text = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
     config = read_cluster_config({"TF_CONFIG": text})
     assert config.num_workers == 2 and config.is_chief
     assert config.as_cluster_dict() == cluster
+
+
+@pytest.mark.parametrize("task", ["ps", "async"])
+def test_async_workers_alone(task):
+    cluster = {"ps": ["p:5"], "async": ["s:1", "t:1"]}
+    text = json.dumps({"cluster": cluster, "task": {"type": task, "index": 0}})
+    config = read_cluster_config({"TF_CONFIG": text})
+    assert config.service_address({}) == "p:5"
+    assert not config.has_sync_group and config.num_workers == 1
+    assert config.is_parameter_service == config.is_chief == (task == "ps")
 
 
 def test_a_wrong_service_address():

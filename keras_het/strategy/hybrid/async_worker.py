@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from keras_het.strategy.hybrid.claims import AsyncClaims
-from keras_het.strategy.hybrid.participant import HybridOptions, Participant
+from keras_het.strategy.hybrid.participant import HybridOptions, Participant, first_async_client
 from keras_het.strategy.hybrid.service_connection import Pending, connect, open_connection
 from keras_het.strategy.parameter_service import Status
 from keras_het.strategy.parameter_service.ledger_client import LedgerFacts, ServiceLostError
@@ -33,7 +33,7 @@ class AsyncWorker(Participant):
 
     def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
-        self._client = 1 + strategy.cluster_config.task_index
+        self._client = first_async_client(strategy) + strategy.cluster_config.task_index
         self._center: Any = None
         self._state: Any = None
         self._ledger: Any = None
@@ -163,7 +163,7 @@ class AsyncWorker(Participant):
         if size is None:
             config = self.strategy.cluster_config
             group = len(config.workers) + (config.chief is not None)
-            return max(group, 1)
+            return group or len(config.async_workers)
         if not whole:
             raise ValueError(
                 "async_batch_size cuts global batches, whose size must be known. Received: "

@@ -62,7 +62,7 @@ class Participant(abc.ABC):
         self.rule = options.rule
         self.vectors = ModelVectors(model, strategy)
         self.credential = credential(read_secret(), self.vectors.fingerprint(self.rule))
-        self.num_clients = 1 + strategy.num_async_workers
+        self.num_clients = first_async_client(strategy) + strategy.num_async_workers
         # Moving statistics: each worker pulls them a step of 1/n towards its own.
         self.state_rule = ElasticAveraging(alpha=1.0 / self.num_clients)
         self.data = data = strategy.data_to_be_trained
@@ -110,6 +110,11 @@ class Participant(abc.ABC):
         own, self._own = self._own, None
         if own is not None and not self.rule.center_is_weights:
             self.vectors.weights.write(own)
+
+
+def first_async_client(strategy: Any) -> int:
+    """Number of the first async worker among the service's clients; a sync group is client 0."""
+    return int(strategy.cluster_config.has_sync_group)
 
 
 def _check_data(data: Any, num_batches: int) -> None:

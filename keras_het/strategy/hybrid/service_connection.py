@@ -62,9 +62,10 @@ class CenterClient:
         """
         fallback = [tf.zeros([size]) for size in self._client.partitions.sizes]
         answer = self._client.pull(fallback)
-        if (np.array(answer.statuses) != int(Status.OK)).any():
-            raise ServiceLostError(_lost(answer.statuses))
-        self._versions = np.array(answer.versions)
+        statuses = answer.statuses.numpy()
+        if (statuses != int(Status.OK)).any():
+            raise ServiceLostError(_lost(statuses))
+        self._versions = answer.versions.numpy()
         return list(answer.partitions)
 
     def adopt(self, center: list[Any]) -> None:
@@ -95,7 +96,6 @@ class CenterClient:
         """Waits for the answer and combines it with the weights of now.
 
         A part whose push was too stale starts from the center again with the worker's own progress.
-        Where it is not this worker's turn yet, it asks until it is.
 
         Args:
             pending: what `send` gave; after a loss it may be given again.
@@ -108,19 +108,13 @@ class CenterClient:
             ServiceLostError: if a part was not answered in time. Nothing has changed then.
         """
         answer = pending.push.answer(self.seen)
-        statuses, values = np.array(answer.statuses), list(answer.partitions)
-        versions = np.array(answer.versions)
-        while (statuses == int(Status.WAIT)).any():
-            time.sleep(_POLL_SECONDS / 10)
-            self.send_again(pending)
-            again = pending.push.answer(self.seen)
-            for index in np.flatnonzero(statuses == int(Status.WAIT)):
-                statuses[index] = int(again.statuses[index])
-                versions[index], values[index] = int(again.versions[index]), again.partitions[index]
+        statuses, versions = answer.statuses.numpy(), answer.versions.numpy()
         if (statuses == NO_ANSWER).any():
             raise ServiceLostError(_lost(statuses))
         carried = [
-            self._part(index, int(status), values[index], pending.sent[index], weights[index])
+            self._part(
+                index, int(status), answer.partitions[index], pending.sent[index], weights[index]
+            )
             for index, status in enumerate(statuses)
         ]
         taken = np.isin(statuses, (Status.OK, Status.REPEATED, Status.STALE))
@@ -212,6 +206,6 @@ def open_connection(
 def _lost(statuses: Any) -> str:
     return (
         "The parameter service did not answer in time. Received: statuses "
-        f"{np.array(statuses).tolist()} (-1: no answer). Its process may be gone; give "
+        f"{statuses.tolist()} (-1: no answer). Its process may be gone; give "
         'on_service_loss="continue" to go on without it.'
     )

@@ -52,6 +52,10 @@ class ServiceHost:
                 server=server,
             )
             self._state.set_partitions(vectors.state.read())
+        if group.strategy.restored_service_state is not None:
+            self._weights.set_state(group.strategy.restored_service_state)
+            group.strategy.restored_service_state = None
+        group.strategy.service_state = self._weights.state
         self.ledger = SampleLedger(server, Gate(group.credential), group.num_clients)
         self.seen = vectors.weights.read()
         self._server = server

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_het.strategy.hybrid.claims import GroupClaims
@@ -35,12 +34,6 @@ class SyncGroup(Participant):
 
     def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
-        if self.rule.may_wait:
-            raise ValueError(
-                f"The rule {self.rule.name!r} makes workers wait for their turn, but a sync group "
-                'never waits. Use it with async workers alone (jobs "async" and "ps"), or another '
-                "rule."
-            )
         self._host: ServiceHost | None = None
         self._claims: GroupClaims | None = None
         self._seen: list[Any] = []
@@ -129,7 +122,7 @@ class SyncGroup(Participant):
             self._steps = self._samples = self._counted = 0
         self._take(values[: len(weights)], values[len(weights) :], push)
         if asked and self._claims is not None:
-            first, count = (int(number) for number in np.array(header))
+            first, count = (int(number) for number in header.numpy())
             self._claims.add(first, count, asked)
 
     def _take(self, weights: list[Any], state: list[Any], push: bool) -> None:

@@ -91,6 +91,10 @@ class SampleLedger:
         )
         return int(first), int(granted)
 
+    def is_handed_out(self, epoch: int) -> bool:
+        """Whether all batches of an epoch were handed out."""
+        return int(self._next[epoch]) >= int(self._total)
+
     def add_used(self, client: int, samples: int) -> None:
         """Counts samples that a client has used."""
         self._used.scatter_nd_add([[client]], [samples])
@@ -98,12 +102,12 @@ class SampleLedger:
     @property
     def claimed(self) -> np.ndarray:
         """Global batches handed out to each client, int64 of shape [num_clients]."""
-        return np.array(self._claimed)
+        return self._claimed.numpy()
 
     @property
     def used(self) -> np.ndarray:
         """Samples that each client has used, int64 of shape [num_clients]."""
-        return np.array(self._used)
+        return self._used.numpy()
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
         """Clients that were heard of lately.
@@ -112,8 +116,8 @@ class SampleLedger:
             presence: what they said they were doing.
             within_seconds: how long ago they were heard of at most.
         """
-        recent = np.array(self._last_seen) > float(tf.timestamp()) - within_seconds
-        chosen = np.flatnonzero(recent & (np.array(self._presence) == int(presence)))
+        recent = self._last_seen.numpy() > float(tf.timestamp()) - within_seconds
+        chosen = np.flatnonzero(recent & (self._presence.numpy() == int(presence)))
         return [int(client) for client in chosen]
 
     def _claim_function(self) -> Any:

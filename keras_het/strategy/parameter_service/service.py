@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,35 @@ class ParameterService:
     def versions(self) -> np.ndarray:
         """Updates of each partition so far, int64 of shape [num_partitions]."""
         return np.array([int(part.version) for part in self._parts], np.int64)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Versions and the rule's state, to be saved with the center: name to array."""
+        found = {"versions": self.versions()}
+        for index, part in enumerate(self._parts):
+            for name, variable in part.slots.items():
+                found[f"{index}/{name}"] = variable.numpy()
+        return found
+
+    def set_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Brings back what `state` gave.
+
+        Args:
+            state: of a service for the same model, rule and partitions.
+
+        Raises:
+            ValueError: if it is another's.
+        """
+        expected = self.state()
+        if {n: a.shape for n, a in state.items()} != {n: a.shape for n, a in expected.items()}:
+            raise ValueError(
+                "The saved state of the parameter service is that of another model or rule. "
+                f"Received: {sorted(state)}; expected: {sorted(expected)} of the same shapes. "
+                "Remove the backup, or use the model and rule that it was made with."
+            )
+        for index, part in enumerate(self._parts):
+            part.version.assign(state["versions"][index])
+            for name, variable in part.slots.items():
+                variable.assign(state[f"{index}/{name}"])
 
     def exchange_locally(self, client: int, samples: float, changes: Sequence[Any]) -> list[Any]:
         """A push from this process, without a message; the rule's answer for each partition.

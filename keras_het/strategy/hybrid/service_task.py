@@ -1,0 +1,81 @@
+"""The parameter service of async workers that have no sync group, on a task of its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from keras_het.strategy.hybrid.claims import GroupClaims
+from keras_het.strategy.hybrid.participant import HybridOptions, Participant
+from keras_het.strategy.hybrid.service_host import ServiceHost
+from keras_het.strategy.parameter_service.sample_ledger import Stage
+
+_logger = logging.getLogger("keras_het")
+_POLL_SECONDS = 0.05
+
+
+class ServiceTask(Participant):
+    """Runs the same script as the workers, and serves where they train.
+
+    Its `fit` lasts as long as theirs, takes no batch, and leaves it with the center's weights, to
+    be evaluated and saved. An epoch begins when the batches of the one before are handed out.
+    Training ends when every async worker that came has ended or was not heard of for a while.
+
+    Args:
+        model: the model, whose weights are the first center.
+        strategy: its `HeterogeneousStrategy`.
+        options: the same on all tasks.
+    """
+
+    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+        super().__init__(model, strategy, options)
+        self.host: ServiceHost | None = None
+        self._epoch = 0
+
+    def start_epoch(self, epoch: int) -> None:
+        """Serves until training has ended; Keras then runs one epoch without a step."""
+        if self.host is not None:
+            return
+        self._epoch = epoch
+        self.host = ServiceHost(self)
+        self.host.ledger.start_epoch(epoch, self.num_batches, self.fingerprint)
+        self.host.ledger.set_stage(Stage.RUNNING)
+        while not self._all_have_ended(self.host):
+            if self.host.ledger.is_handed_out(self._epoch):
+                self._epoch += 1
+                self.host.ledger.start_epoch(self._epoch, self.num_batches, self.fingerprint)
+            time.sleep(_POLL_SECONDS)
+        self.model.stop_training = True
+
+    def claims(self) -> GroupClaims:
+        """No batch is this task's."""
+        claims = GroupClaims(self.pass_of(self._epoch))
+        claims.add(0, 0, 1)
+        return claims
+
+    def steps_done(self, steps: int, samples: int) -> None:
+        """Nothing is trained here."""
+
+    def meet_center(self) -> list[Any]:
+        """The center, which the model gets."""
+        center = self.host.center() if self.host is not None else self.vectors.weights.read()
+        self.vectors.weights.write(center)
+        return center
+
+    def end(self) -> None:
+        """Gives the final weights to the workers that wait for them, and to the model."""
+        host = self.host
+        if host is None:
+            return
+        host.ledger.set_stage(Stage.CLOSED)
+        deadline = time.monotonic() + self.options.end_seconds
+        while host.waiting_clients() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        self.meet_center()
+        if self.vectors.state is not None:
+            self.vectors.state.write(host.state_center())
+
+    def _all_have_ended(self, host: ServiceHost) -> bool:
+        came = host.ledger.claimed.sum() > 0
+        return bool(came and not host.training_clients())

@@ -1,0 +1,50 @@
+"""A spare machine: sums gradients of the workers and does nothing else."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+
+from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
+from keras_het.strategy.summation.service import SummationService, summation_credential
+
+_logger = logging.getLogger(__name__)
+
+
+def start_machine(config: ClusterConfig | None) -> SummationService:
+    """Starts the service of a task of the job `summation`.
+
+    Args:
+        config: the cluster, None if TF_CONFIG describes none.
+
+    Returns:
+        The service; it answers until `close` or the end of the process.
+
+    Raises:
+        ValueError: if this process is no such task, or there is no shared secret.
+    """
+    if config is None or not config.is_summation_machine:
+        raise ValueError(
+            "This process is no summation machine. Received: "
+            f"{'no TF_CONFIG' if config is None else config.task_name}. Set TF_CONFIG as on the "
+            'workers, list this machine in "cluster" as job "summation", and give it "task": '
+            '{"type": "summation", "index": 0}.'
+        )
+    num_workers = len(config.workers) + (config.chief is not None)
+    proof = summation_credential(num_workers, len(config.summation_machines))
+    service = SummationService(config.address_of(0), num_workers, proof)
+    service.start()
+    _logger.info("%s sums for %d workers.", config.task_name, num_workers)
+    return service
+
+
+def main() -> None:
+    """Sums until it is told to end (SIGTERM, SIGINT)."""
+    service = start_machine(read_cluster_config())
+    print(f"summation machine is ready at {service.address}", flush=True)  # noqa: T201
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    service.close()

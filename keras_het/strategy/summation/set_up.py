@@ -1,0 +1,89 @@
+"""Starts the summation of one worker, and finds the others'."""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from keras_het.strategy.cluster_config import ClusterConfig
+from keras_het.strategy.summation.group import SummationGroup
+from keras_het.strategy.summation.options import Summation
+from keras_het.strategy.summation.service import SummationService, summation_credential
+
+if TYPE_CHECKING:
+    from keras_het.strategy.cluster import Membership
+
+
+def start_summation(options: Summation, extended: Any, membership: Membership) -> SummationGroup:
+    """Starts this worker's service and joins those of all machines; all workers must call it.
+
+    Args:
+        options: what the user said.
+        extended: the strategy's `HeterogeneousExtended`.
+        membership: the workers, and in TF_CONFIG the spare machines. A worker's service listens
+            on a free port of the host that it has there.
+
+    Raises:
+        ValueError: if there is no shared secret, or the rates do not fit the cluster.
+        ConnectionError: if a machine does not answer.
+        PermissionError: if a machine refuses this worker.
+    """
+    hosts = _worker_hosts(membership.resolver)
+    spare = () if membership.config is None else membership.config.summation_machines
+    worker, num_workers = extended.layout.worker_index, extended.layout.num_workers
+    proof = summation_credential(num_workers, len(spare))
+    port = _free_port(hosts[worker])
+    service = SummationService(f"{hosts[worker]}:{port}", num_workers, proof)
+    service.start()
+    told = np.array([port, secrets.randbelow(2**62) + 1], np.int64)
+    everyone = extended.gather_over_workers(told).reshape(-1, len(told))
+    addresses = [f"{host}:{port}" for host, port in zip(hosts, everyone[:, 0], strict=True)]
+    group = SummationGroup(
+        options, service, [*addresses, *spare], num_workers, worker, proof, int(everyone[0, 1])
+    )
+    atexit.register(group.close)
+    return group
+
+
+def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
+    """Refuses to train where gradients are to be summed.
+
+    Args:
+        config: the cluster, None if TF_CONFIG describes none.
+
+    Raises:
+        RuntimeError: on a task of the job `summation`.
+    """
+    if config is not None and config.is_summation_machine:
+        raise RuntimeError(
+            'TF_CONFIG gives this process the job "summation": it sums gradients of the workers '
+            "and does not train. Run `python -m keras_het.strategy.summation` here instead of the "
+            "training script."
+        )
+
+
+def _worker_hosts(resolver: Any) -> list[str]:
+    spec = resolver.cluster_spec()
+    return [
+        spec.task_address(job, index).rpartition(":")[0]
+        for job in ("chief", "worker")
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    ]
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host.strip("[]"), 0))
+        except OSError as error:
+            raise OSError(
+                f"The summation service cannot listen on {host!r}, this worker's host in "
+                f"TF_CONFIG: {error}. Give the address by which the others reach this machine."
+            ) from error
+        return int(probe.getsockname()[1])

@@ -1,0 +1,206 @@
+"""Adds up what the workers send, and holds every sum until each of them has it."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import tensorflow as tf
+
+NUM_SLOTS = 256
+"""Partitions that one machine can sum; a graph that needs more uses all-reduce for the rest."""
+
+# TensorFlow's name for a resource that nobody else can refer to.
+_ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
+
+
+class SlotTable:
+    r"""Sums over workers, one slot for each partition, any shape.
+
+    In step t worker i contributes :math:`x_i`; whoever comes last adds up
+    :math:`x_1 + x_2 + \dots + x_n`, in the order of the workers, so that the result has the same
+    bits however the messages travelled. Everybody's call returns the sum.
+
+    Each slot has two places, for odd and even steps: no worker can be more than one step ahead of
+    another, as it needs the other's contribution to go on. A call may be repeated (its answer was
+    lost); it counts once. Waiting calls occupy no thread of TensorFlow: they wait in a queue of one
+    token, which exists while the sum does and is handed from one to the next.
+
+    Args:
+        num_workers: n.
+        num_slots: partitions that can be summed.
+    """
+
+    def __init__(self, num_workers: int, num_slots: int = NUM_SLOTS) -> None:
+        self._num_workers = num_workers
+        self._num_slots = num_slots
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._contributions = _variables(2 * num_slots * num_workers)
+            self._sums = _variables(2 * num_slots)
+            self._tokens = _queues(2 * num_slots)
+            self._run = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # The step that was begun last, and the last one that each worker contributed to.
+            self._begun = tf.Variable(tf.zeros([num_slots], tf.int64), trainable=False)
+            self._latest = tf.Variable(
+                tf.zeros([num_slots, num_workers], tf.int64), trainable=False
+            )
+            self._lock = tf.CriticalSection()
+
+    def join(self, run: Any) -> Any:
+        """Begins a run unless it has begun; forgets everything about the one before.
+
+        Args:
+            run: number of the run, int64 scalar, not 0.
+
+        Returns:
+            A tensor that exists when it is done.
+        """
+
+        def begin() -> Any:
+            self._begun.assign(tf.zeros([self._num_slots], tf.int64))
+            self._latest.assign(tf.zeros([self._num_slots, self._num_workers], tf.int64))
+            with tf.control_dependencies([self._empty_queues()]):
+                self._run.assign(run)
+            return tf.constant(True)
+
+        with tf.device("CPU:0"):
+            return self._lock.execute(
+                lambda: tf.cond(tf.equal(self._run, run), lambda: tf.constant(True), begin)
+            )
+
+    def exchange(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> tuple[Any, Any]:
+        """Contributes, waits for the others and returns the sum; in a `tf.function`.
+
+        Args:
+            run: number of the run, int64 scalar.
+            slot: int32 scalar.
+            worker: who contributes, int32 scalar.
+            step: int64 scalar, counted from 1 for each slot.
+            values: float32 vector, of the same length on all workers.
+
+        Returns:
+            Whether the contribution was due, and the sum; empty if it was not.
+        """
+        with tf.device("CPU:0"):
+            return self._exchange_in_range(run, slot, worker, step, values)
+
+    def _exchange_in_range(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> Any:
+        in_range = (slot >= 0) & (slot < self._num_slots)
+        in_range &= (worker >= 0) & (worker < self._num_workers)
+        return tf.cond(
+            in_range,
+            lambda: self._exchange(run, slot, worker, step, values),
+            lambda: (tf.constant(False), tf.zeros([0])),
+        )
+
+    def _exchange(
+        self, run: Any, slot: Any, worker: Any, step: Any, values: Any
+    ) -> tuple[Any, Any]:
+        place = 2 * slot + tf.cast(step % 2, tf.int32)
+        is_new, is_repeated, is_first = self._lock.execute(
+            lambda: self._begin(run, slot, worker, step)
+        )
+
+        def contribute() -> Any:
+            # The token of two steps ago says that its sum exists, which is about to be replaced.
+            cleared = tf.cond(is_first & (step > 2), lambda: self._take(place), _nothing)
+            where = tf.gather(self._contributions, place * self._num_workers + worker)
+            with tf.control_dependencies([cleared]):
+                stored = tf.raw_ops.AssignVariableOp(resource=where, value=values)
+            with tf.control_dependencies([stored]):
+                is_last = self._lock.execute(lambda: self._count(slot, worker, step))
+            return tf.cond(is_last, lambda: self._add_up(place), _nothing)
+
+        def wait() -> tuple[Any, Any]:
+            with tf.control_dependencies([tf.cond(is_new, contribute, _nothing)]):
+                taken = self._take(place)
+            with tf.control_dependencies([taken]), tf.control_dependencies([self._give(place)]):
+                return tf.constant(True), _read(tf.gather(self._sums, place))
+
+        return tf.cond(is_new | is_repeated, wait, lambda: (tf.constant(False), tf.zeros([0])))
+
+    def _begin(self, run: Any, slot: Any, worker: Any, step: Any) -> tuple[Any, Any, Any]:
+        """Under the lock: whether the contribution is new, known, and the first of its step."""
+        is_current = tf.equal(run, self._run.read_value())
+        latest = self._latest.read_value()[slot, worker]
+        is_new = is_current & tf.equal(step, latest + 1)
+        is_repeated = is_current & tf.equal(step, latest) & (step > 0)
+        begun = self._begun.read_value()[slot]
+        is_first = is_new & (begun < step)
+        begun = tf.where(is_first, step, begun)
+        with tf.control_dependencies([self._begun.scatter_nd_update([[slot]], [begun])]):
+            return tf.identity(is_new), tf.identity(is_repeated), tf.identity(is_first)
+
+    def _count(self, slot: Any, worker: Any, step: Any) -> Any:
+        """Under the lock: takes note of a contribution; whether it makes the step complete."""
+        is_counted = self._latest.read_value()[slot, worker] >= step
+        with tf.control_dependencies([is_counted]):
+            counted = self._latest.scatter_nd_update([[slot, worker]], [step])
+        with tf.control_dependencies([counted]):
+            is_complete = tf.reduce_min(self._latest.read_value()[slot]) >= step
+        return is_complete & ~is_counted
+
+    def _add_up(self, place: Any) -> Any:
+        first = place * self._num_workers
+        total = _read(tf.gather(self._contributions, first))
+        for worker in range(1, self._num_workers):
+            total += _read(tf.gather(self._contributions, first + worker))
+        where = tf.gather(self._sums, place)
+        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=where, value=total)]):
+            return self._give(place)
+
+    def _take(self, place: Any) -> Any:
+        tokens = tf.gather(self._tokens, place)
+        return tf.raw_ops.QueueDequeueV2(handle=tokens, component_types=[tf.bool])[0]
+
+    def _give(self, place: Any) -> Any:
+        tokens = tf.gather(self._tokens, place)
+        given = tf.raw_ops.QueueEnqueueV2(handle=tokens, components=[tf.constant(True)])
+        with tf.control_dependencies([given]):
+            return tf.constant(True)
+
+    def _empty_queues(self) -> Any:
+        def body(place: Any) -> Any:
+            size = tf.raw_ops.QueueSizeV2(handle=tf.gather(self._tokens, place))
+            taken = tf.cond(size > 0, lambda: self._take(place), _nothing)
+            with tf.control_dependencies([taken]):
+                return place + 1
+
+        return tf.while_loop(lambda place: place < 2 * self._num_slots, body, [tf.constant(0)])
+
+    def close(self) -> None:
+        """Makes all calls that wait fail."""
+        for place in range(2 * self._num_slots):
+            tf.raw_ops.QueueCloseV2(handle=self._tokens[place], cancel_pending_enqueues=True)
+
+
+def _nothing() -> Any:
+    return tf.constant(True)
+
+
+def _read(handle: Any) -> Any:
+    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+    return tf.ensure_shape(value, [None])
+
+
+def _variables(count: int) -> Any:
+    """Handles of variables of any shape, which can be chosen by number in the graph."""
+    shape = tf.TensorShape(None)
+    options = {"dtype": tf.float32, "shape": shape, "shared_name": _ANONYMOUS, "container": ""}
+    return tf.stack([tf.raw_ops.VarHandleOp(**options) for _ in range(count)])
+
+
+def _queues(count: int) -> Any:
+    """Handles of queues of one token."""
+    name = f"keras_het_{uuid.uuid4().hex}"
+
+    # In one function, as each would take a millisecond on its own.
+    @tf.function
+    def make() -> Any:
+        options = {"component_types": [tf.bool], "shapes": [[]], "capacity": 1}
+        queues = [
+            tf.raw_ops.FIFOQueueV2(shared_name=f"{name}_{i}", **options) for i in range(count)
+        ]
+        return tf.stack(queues)
+
+    return make()

@@ -1,0 +1,123 @@
+"""Passes of which several groups each take their own batches."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_het.loader import GlobalOrderDataset
+from keras_het.planning import ReplicaLayout
+from keras_het.strategy.hybrid.claims import AsyncClaims, GroupClaims
+
+ROWS, BATCH = 50, 8
+NUM_BATCHES = 7
+
+
+def shuffled(mapped):
+    data = tf.data.Dataset.range(ROWS).shuffle(ROWS, seed=5)
+    data = data.map(lambda v: v * 1) if mapped else data
+    return data.batch(BATCH)
+
+
+def distributed(source, claims, replicas=2, shares=(3, 1)):
+    return GlobalOrderDataset(
+        source,
+        ReplicaLayout((replicas,), 0),
+        lambda: shares,
+        lambda local, sizes: (local, sizes),
+        claims=lambda dataset: claims,
+    )
+
+
+def steps_of(dataset):
+    return [
+        (np.concatenate([part.numpy() for part in local]), sizes.tolist())
+        for local, sizes in dataset
+    ]
+
+
+def group_claims(*ranges, pass_number=0):
+    claims = GroupClaims(pass_number)
+    for first, count, asked in ranges:
+        claims.add(first, count, asked)
+    return claims
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["cut", "mapped"])
+def test_a_group_gets_its_batches_and_no_others(mapped):
+    expected = [batch.numpy() for batch in shuffled(mapped)]
+    claims = group_claims((0, 2, 2), (4, 1, 1), (6, 1, 2))
+    steps = steps_of(distributed(shuffled(mapped), claims))
+    assert len(steps) == 4
+    for (rows, sizes), number in zip(steps, (0, 1, 4, 6), strict=True):
+        np.testing.assert_array_equal(rows, expected[number])
+        assert sizes == ([6, 2] if number < 6 else [2, 0])
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["cut", "mapped"])
+def test_an_async_worker_claims_one_by_one_and_cuts_them_into_parts(mapped):
+    expected = [batch.numpy() for batch in shuffled(mapped)]
+    numbers = iter([1, 2, 6])
+    claims = AsyncClaims(0, 3, lambda: next(numbers, None))
+    steps = steps_of(distributed(shuffled(mapped), claims, replicas=1, shares=(1,)))
+    rows = np.concatenate([rows for rows, _ in steps])
+    np.testing.assert_array_equal(rows, np.concatenate([expected[i] for i in (1, 2, 6)]))
+    # 8 rows in three parts, 2 rows in two: an empty part is no step
+    assert [sizes for _, sizes in steps] == [[3], [3], [2], [3], [3], [2], [1], [1]]
+    assert claims.is_exhausted
+
+
+def test_nothing_is_claimed_before_it_is_needed():
+    claimed = []
+
+    def claim():
+        claimed.append(len(claimed))
+        return claimed[-1]
+
+    claims = AsyncClaims(0, 1, claim)
+    iterator = iter(distributed(shuffled(True), claims, replicas=1, shares=(1,)))
+    for step in range(3):
+        next(iterator)
+        assert claimed == list(range(step + 1))
+    iterator.close()
+
+
+def test_together_they_use_every_row_once():
+    group = group_claims((0, 3, 3), (4, 2, 2), (7, 0, 1))
+    numbers = iter([3, 6])
+    other = AsyncClaims(0, 2, lambda: next(numbers, None))
+    rows = [
+        row
+        for claims, replicas, shares in ((group, 2, (1, 1)), (other, 1, (1,)))
+        for step, _ in steps_of(distributed(shuffled(True), claims, replicas, shares))
+        for row in step
+    ]
+    assert sorted(rows) == list(range(ROWS))
+
+
+def test_passes_have_the_order_of_their_number():
+    """Pass 2 is the third order of the shuffle, whoever iterates it and however often."""
+    source = shuffled(True)
+    orders = [np.concatenate([b.numpy() for b in source]) for _ in range(3)]
+    everything = (0, NUM_BATCHES, NUM_BATCHES + 1)
+    claims = [group_claims(everything, pass_number=number) for number in (0, 2, 2)]
+    given = iter(claims)
+    dataset = GlobalOrderDataset(
+        shuffled(True),
+        ReplicaLayout((1,), 0),
+        lambda: (1,),
+        lambda local, sizes: (local, sizes),
+        claims=lambda dataset: next(given),
+    )
+    for number in (0, 2, 2):
+        rows = np.concatenate([rows for rows, _ in steps_of(dataset)])
+        np.testing.assert_array_equal(rows, orders[number])
+
+
+def test_group_claims_know_what_is_theirs():
+    claims = GroupClaims(0)
+    assert not claims.is_known(0) and not claims.is_over(0)
+    claims.add(2, 3, 3)
+    assert [claims.owns(batch) for batch in range(6)] == [False] * 2 + [True] * 3 + [False]
+    assert claims.is_known(4) and not claims.is_known(5) and not claims.is_over(5)
+    claims.add(9, 1, 3)
+    assert claims.is_known(50) and claims.is_over(10) and not claims.is_over(9)

@@ -1,0 +1,148 @@
+"""The ledger hands out every batch once, and lets in only whom it knows."""
+
+import functools
+import operator
+import threading
+
+import pytest
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.launch.free_ports import ReservedPorts
+from keras_het.strategy.parameter_service import Status
+from keras_het.strategy.parameter_service.gate import Gate
+from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
+from keras_het.strategy.parameter_service.sample_ledger import Presence, SampleLedger, Stage
+
+GOOD = b"credential of the good"
+CLIENTS, BATCHES = 4, 100
+
+
+def start():
+    ports = ReservedPorts(1)
+    ports.release()
+    ports.close()
+    server = private_api.RpcServer(ports.addresses[0])
+    ledger = SampleLedger(server, Gate(GOOD), CLIENTS)
+    ledger.start_epoch(0, BATCHES, fingerprint=17)
+    ledger.set_stage(Stage.RUNNING)
+    server.start()
+    return ports.addresses[0], server, ledger
+
+
+@pytest.fixture
+def service(cpu_devices):
+    return start()
+
+
+def connect(address, client=1, proof=GOOD, timeout=10):
+    return LedgerClient(address, proof, client, timeout)
+
+
+def test_every_batch_is_handed_out_once_to_simultaneous_clients(service):
+    address, _, ledger = service
+    taken = [[] for _ in range(CLIENTS)]
+
+    def take(client):
+        remote = connect(address, client)
+        while True:
+            status, first, count = remote.claim(0, 1 + client % 2)
+            assert status == Status.OK
+            if not count:
+                return
+            taken[client] += range(first, first + count)
+
+    threads = [threading.Thread(target=take, args=(client,)) for client in range(1, CLIENTS)]
+    for thread in threads:
+        thread.start()
+    while (claim := ledger.claim(0, 0, 3))[1]:
+        taken[0] += range(claim[0], claim[0] + claim[1])
+    for thread in threads:
+        thread.join(60)
+    assert sorted(functools.reduce(operator.iadd, taken, [])) == list(range(BATCHES))
+    assert ledger.claimed.tolist() == [len(numbers) for numbers in taken]
+
+
+def test_the_end_of_an_epoch_and_the_next_one(service):
+    address, _, ledger = service
+    remote = connect(address)
+    assert ledger.claim(0, 0, BATCHES - 1) == (0, BATCHES - 1)
+    assert remote.claim(0, 4) == (Status.OK, BATCHES - 1, 1)
+    assert remote.claim(0) == (Status.OK, BATCHES, 0)
+    assert remote.claim(1) == (Status.OK, 0, 1)
+    assert remote.claim(2) == (Status.WAIT, 0, 0)
+    ledger.start_epoch(1, BATCHES, 17)
+    assert remote.claim(2) == (Status.OK, 0, 1)
+    assert ledger.claim(0, 1, 2) == (1, 2)
+
+
+@pytest.mark.parametrize("stage", [Stage.STARTING, Stage.ENDING, Stage.CLOSED])
+def test_nothing_is_handed_out_before_or_after_training(service, stage):
+    address, _, ledger = service
+    ledger.set_stage(stage)
+    assert connect(address).claim(0) == (Status.WAIT, 0, 0)
+    assert connect(address).report(Presence.WAITING).stage == stage
+
+
+def test_reports(service):
+    address, _, ledger = service
+    one, two = connect(address, 1), connect(address, 2)
+    facts = one.report(Presence.TRAINING, used=5)
+    assert (facts.stage, facts.epoch, facts.num_batches, facts.fingerprint) == (
+        Stage.RUNNING,
+        0,
+        BATCHES,
+        17,
+    )
+    one.report(Presence.TRAINING, used=7)
+    two.report(Presence.WAITING)
+    ledger.add_used(0, 100)
+    assert ledger.used.tolist() == [100, 12, 0, 0]
+    assert ledger.present(Presence.TRAINING, 60) == [1]
+    assert ledger.present(Presence.WAITING, 60) == [2]
+    one.report(Presence.GONE)
+    assert ledger.present(Presence.TRAINING, 60) == []
+    assert ledger.present(Presence.WAITING, within_seconds=-1) == []  # nobody was heard of since
+
+
+@pytest.mark.parametrize(("client", "proof"), [(1, b"guessed"), (CLIENTS, GOOD), (-1, GOOD)])
+def test_strangers_are_refused_and_change_nothing(service, client, proof):
+    address, _, ledger = service
+    stranger = connect(address, client, proof)
+    with pytest.raises(PermissionError, match="refused this worker"):
+        stranger.claim(0)
+    with pytest.raises(PermissionError, match="refused this worker"):
+        stranger.report(Presence.TRAINING, used=5)
+    assert ledger.claim(0, 0, 1) == (0, 1)
+    assert ledger.used.sum() == 0
+    assert ledger.present(Presence.TRAINING, 60) == []
+
+
+@pytest.mark.parametrize(("epoch", "count"), [(-1, 1), (1 << 16, 1), (0, 0), (0, -3)])
+def test_impossible_claims_are_refused(service, epoch, count):
+    address, _, ledger = service
+    with pytest.raises(PermissionError):
+        connect(address).claim(epoch, count)
+    assert ledger.claim(0, 0, 1) == (0, 1)
+
+
+def test_negative_samples_are_refused(service):
+    address, _, ledger = service
+    with pytest.raises(PermissionError):
+        connect(address).report(Presence.TRAINING, used=-5)
+    assert ledger.used.sum() == 0
+
+
+def test_a_service_that_is_not_there(cpu_devices):
+    ports = ReservedPorts(1)
+    ports.release()
+    ports.close()
+    with pytest.raises(ServiceLostError, match="did not answer within 1 s"):
+        connect(ports.addresses[0], timeout=1).report(Presence.TRAINING)
+
+
+def test_credentials_are_compared_as_wholes(cpu_devices):
+    gate = Gate(GOOD)
+    assert bool(gate.admits(tf.constant(GOOD)))
+    for wrong in (b"", GOOD[:-1], GOOD + b"\0", GOOD.upper()):
+        assert not bool(gate.admits(tf.constant(wrong)))
