@@ -85,10 +85,11 @@ class LoaderTuner(keras.callbacks.Callback):
         self.moves: list[Move] = []
         self._session: TuningSession | None = None
         self._best: LoaderSettings | None = None
+        self._last_reason: str | None = None
         self._functions = {kind: StepFunction(f"{kind}_function") for kind in _KINDS}
         self._test_live: LiveIterator | None = None
         self._last_start: float | None = None
-        self._last: tuple[float, int, list[Any]] = (0.0, 0, [])
+        self._last = (0.0, 0)
         self._asked = 0.0
         self._epoch_start = (0.0, 0.0)
 
@@ -96,9 +97,8 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins to measure and tune."""
-        budget = HostBudget(usable_cpus()) if self._share_host else None
         self._close()
-        self._session = TuningSession(self._make_controller, self._nice, budget)
+        self._session = TuningSession(self._make_controller, self._nice, self._make_budget())
         self.moves = self._session.moves
         self._functions["train"].replace(self.model, self._train_function)
 
@@ -125,6 +125,7 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def _close(self) -> None:
         if self._session is not None:
+            self._last_reason = self._session.observes_only
             self._session.close()
             self._session = None
 
@@ -143,16 +144,17 @@ class LoaderTuner(keras.callbacks.Callback):
                 try:
                     return original(metered)
                 finally:
-                    self._note_start(start, metered.input_wait_seconds, metered.steps, [])
+                    self._note_start(start, metered.input_wait_seconds, metered.steps)
             batches = live.take(self.model.steps_per_execution)
-            self._note_start(start, live.input_wait_seconds, len(batches), batches)
+            self._note_start(start, live.input_wait_seconds, len(batches))
+            session.note_batch(batches[0])
             return original(batches)
 
         return step
 
-    def _note_start(self, start: float, wait: float, steps: int, batches: list[Any]) -> None:
+    def _note_start(self, start: float, wait: float, steps: int) -> None:
         self._last_start = start
-        self._last = (wait, steps, batches)
+        self._last = (wait, steps)
 
     def _end_of_steps(self) -> None:
         """What follows, a validation for instance, is no part of the last step."""
@@ -164,12 +166,12 @@ class LoaderTuner(keras.callbacks.Callback):
         if self._last_start is None or self._session is None:
             return
         seconds = time.perf_counter() - self._last_start
-        wait, steps, batches = self._last
-        self._last = (0.0, 0, [])
+        wait, steps = self._last
+        self._last = (0.0, 0)
         if steps:
             self.meter.add(seconds, wait, steps)
             moves = len(self._session.moves)
-            self._session.after_step(seconds, wait, steps, batches)
+            self._session.after_step(seconds, wait, steps)
             if self._verbose:
                 for move in self._session.moves[moves:]:
                     sys.stdout.write(f"\nstep {move.step}: {move.plan}\n")
@@ -231,8 +233,8 @@ class LoaderTuner(keras.callbacks.Callback):
 
     @property
     def observes_only(self) -> str | None:
-        """Why the present training is only observed, None if it is tuned."""
-        return self._session.observes_only if self._session is not None else None
+        """Why the present training, or the last one, was only observed; None if it was tuned."""
+        return self._session.observes_only if self._session is not None else self._last_reason
 
     def inspect(self, file: Any = None) -> PipelineReport:
         """Prints what the running pipeline does; see `keras_het.loader.inspect`.
@@ -283,6 +285,13 @@ class LoaderTuner(keras.callbacks.Callback):
             path: the file.
         """
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def _make_budget(self) -> HostBudget | None:
+        try:
+            return HostBudget(usable_cpus()) if self._share_host else None
+        except OSError as error:
+            logger.warning("Jobs on this host do not share it: %s.", error)
+            return None
 
     def _make_controller(
         self, plan: LoaderPlan, cpus: float, max_prefetch: int | None

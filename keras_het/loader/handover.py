@@ -109,10 +109,11 @@ def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
     reason = difference(running, dataset)
     if reason:
         raise HandoverError(f"The pipeline cannot be handed over: {reason}.")
-    new = iter(dataset) if prepared is None else prepared
     threads = LoaderThreads()
     try:
+        # First of all: a new iterator of the same shuffle takes an order from its sequence.
         state = private_api.save_iterator(iterator)
+        new = iter(dataset) if prepared is None else prepared
         with threads.started_here():
             private_api.restore_iterator(new, state)
     except tf.errors.OpError as error:

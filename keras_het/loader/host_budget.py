@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +23,15 @@ except ImportError:  # no such lock on this operating system: every job is alone
     fcntl = None  # type: ignore[assignment]
 
 
+LONGEST_SILENCE_SECONDS = 600.0
+
+
 class HostBudget:
     """This job's entry in a small file that all jobs of a user on a host share.
 
     Each job writes its model and reads those of the others, under a lock, and all compute the same
-    division by marginal gain. The entry of a process that is gone counts no longer.
+    division by marginal gain. The entry of a process that is gone, or silent for ten minutes,
+    counts no longer.
 
     Args:
         cpus: CPUs of the host that this process may use.
@@ -55,7 +60,8 @@ class HostBudget:
             return self._cpus
         with self._locked():
             entries = self._read()
-            entries[self._name] = {**_identity(os.getpid()), "job": dataclasses.asdict(job)}
+            entry = {"written": time.time(), "job": dataclasses.asdict(job)}
+            entries[self._name] = {**_identity(os.getpid()), **entry}
             self._write(entries)
         self.jobs = len(entries)
         if self.jobs == 1:
@@ -113,7 +119,9 @@ def _identity(pid: int) -> dict[str, Any]:
 
 
 def _is_alive(entry: dict[str, Any]) -> bool:
-    """Whether the process of an entry still runs, and is not another one with the same number."""
+    """Whether the process of an entry still trains, and is not another one with the same number."""
+    if time.time() - float(entry["written"]) > LONGEST_SILENCE_SECONDS:
+        return False  # its training ended in an error, and the process lives on
     try:
         process = psutil.Process(int(entry["pid"]))
         same = abs(process.create_time() - float(entry["started"])) < 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from typing import Any
 
@@ -181,7 +182,7 @@ def _collect(model: Any, number: int, depth: int, batches: int, stages: list[Sta
     parallel, buffer = parameters.get("parallelism"), parameters.get("buffer_size")
     stages.append(
         Stage(
-            name=node.name,
+            name=re.sub(r"V\d+$", "", node.name),
             depth=depth,
             parallelism=max(int(parallel.state_value), 1) if parallel else 1,
             most_parallelism=max(int(parallel.max), 1) if parallel else 1,

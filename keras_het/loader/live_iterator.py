@@ -65,16 +65,17 @@ class LiveIterator:
             self.input_wait_seconds = time.perf_counter() - start
         return batches
 
-    def move_to(self, dataset: Any) -> None:
+    def move_to(self, dataset: Any, prepared: Any = None) -> None:
         """Continues in another pipeline.
 
         Args:
             dataset: the same pipeline with other knobs.
+            prepared: an unused iterator of it, if there is one.
 
         Raises:
             HandoverError: if it cannot be done exactly; nothing has changed then.
         """
-        old, new = self.iterator, hand_over(self.iterator, dataset)
+        old, new = self.iterator, hand_over(self.iterator, dataset, prepared)
         _hold_functions_of(new, dataset)
         self.iterator = new
         self._use(new)

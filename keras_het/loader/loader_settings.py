@@ -13,7 +13,7 @@ class LoaderSettings:
     """What a tuner ended with; `str()` of it is code to paste.
 
     Args:
-        knobs: the settings, None if the pipeline was only observed from the start.
+        knobs: the settings, None if nothing was ever changed.
         is_plain: whether the data set is an ordinary one, without a builder.
         nice: nice value of the pipeline's own threads.
         observes_only: why nothing was changed, None if it could be.
@@ -30,7 +30,7 @@ class LoaderSettings:
     def code(self) -> str:
         """Python code that sets them without a tuner."""
         if self.knobs is None:
-            return f"# Nothing was changed: {self.observes_only}."
+            return f"# Nothing was changed: {self.observes_only or 'no step was trained'}."
         lines = self._plain_lines() if self.is_plain else self._builder_lines()
         return "\n".join([self._headline(), *lines])
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import tensorflow as tf
+
 
 class MeteredIterator:
     """Passes for another iterator in one execution of a step function.
+
+    An execution that got nothing ends with `OutOfRangeError`: after StopIteration Keras would go on
+    to use a result that it does not have.
 
     Args:
         iterator: the iterator.
@@ -31,6 +36,10 @@ class MeteredIterator:
         start = time.perf_counter()
         try:
             element = next(self._iterator)
+        except StopIteration:
+            if not self.steps:
+                raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
+            raise
         finally:
             self.input_wait_seconds += time.perf_counter() - start
         self.steps += 1

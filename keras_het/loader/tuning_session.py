@@ -21,9 +21,11 @@ from keras_het.loader.adjustable_pipeline import (
 )
 from keras_het.loader.handover import HandoverError, has_memory_cache, why_not
 from keras_het.loader.host_budget import HostBudget
-from keras_het.loader.host_cpus import IdleCpus, usable_cpus
+from keras_het.loader.host_cpus import usable_cpus
+from keras_het.loader.host_sums import HostSums
 from keras_het.loader.knobs import Knobs
 from keras_het.loader.live_iterator import LiveIterator
+from keras_het.loader.loader_threads import LoaderThreads
 from keras_het.planning.loader import (
     FixedController,
     JobModel,
@@ -39,6 +41,8 @@ MakeController = Callable[[LoaderPlan, float, int | None], LoaderController]
 """Makes a controller of the first plan, the CPUs, and the largest prefetch if it cannot grow."""
 
 _SECONDS_BETWEEN_UPDATES = 1.0
+_STEPS_TO_START = 4
+"""Steps of an epoch before its pipeline's throughput can be judged."""
 
 
 @dataclasses.dataclass
@@ -76,6 +80,7 @@ class TuningSession:
         moves: what was done.
         observes_only: why nothing is changed, None if it may be.
         pipeline: the pipeline that is tuned, None before the first step.
+        has_changed: whether anything was put into effect.
     """
 
     def __init__(
@@ -90,12 +95,12 @@ class TuningSession:
         self.controller: LoaderController | None = None
         self.observes_only: str | None = None
         self.moves: list[Move] = []
+        self.has_changed = False
         self._sums: StepSums | None = None
-        self._idle = IdleCpus()
-        self._cpu_mark: float | None = None
+        self._host = HostSums()
         self._steps = 0
         self._epochs = 0
-        self._batch: list[Any] = []
+        self._batch_bytes: int | None = None
         self._built: dict[Knobs, Any] = {}
         self._building: tuple[Knobs, Move, concurrent.futures.Future[Any]] | None = None
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
@@ -112,8 +117,10 @@ class TuningSession:
             What to read instead.
         """
         if self.live is not None:
+            self._pause()
             self.live.let_go(is_held_elsewhere=False)
         self._epochs += 1
+        self._batch_bytes = None
         live = LiveIterator(iterator, self._nice)
         self.live = live
         if self._epochs == 2:
@@ -125,18 +132,24 @@ class TuningSession:
             self._begin(adjustable)
         if live.pipeline is None:
             self._move_plain(live, adjustable)
-        if self._sums is not None and self.controller is not None:
-            self._sums.begin(self._window_of_new_epoch())
         return live
 
-    def after_step(self, seconds: float, input_wait: float, steps: int, batches: list[Any]) -> None:
+    def note_batch(self, batch: Any) -> None:
+        """Looks at the size of a batch, once an epoch.
+
+        Args:
+            batch: any batch of the epoch.
+        """
+        if self._batch_bytes is None:
+            self._batch_bytes = sum(_bytes_of(leaf) for leaf in tf.nest.flatten(batch))
+
+    def after_step(self, seconds: float, input_wait: float, steps: int) -> None:
         """Takes note of one execution; now and then decides, or puts a plan into effect.
 
         Args:
             seconds: its time.
             input_wait: part of it in which it waited for its batches.
             steps: number of its steps.
-            batches: their batches.
         """
         self._steps += steps
         if self._building is not None:
@@ -149,9 +162,8 @@ class TuningSession:
         was_skipping = sums.is_skipping
         full = sums.add(seconds, input_wait, steps)
         if was_skipping and not sums.is_skipping:
-            self._mark()
+            self._host.mark(self._threads())
         if full:
-            self._batch = batches
             self._decide()
 
     def close(self) -> None:
@@ -189,7 +201,8 @@ class TuningSession:
 
     def _begin(self, adjustable: AdjustablePipeline) -> None:
         self.pipeline = adjustable
-        self._built = {adjustable.knobs: adjustable.current}
+        # not the present one: its shuffles keep the sequence of orders for the epochs to come
+        self._built = {}
         reason = why_not(adjustable.current)
         plan, cpus = adjustable.knobs.plan, usable_cpus()
         if reason is not None:
@@ -201,7 +214,7 @@ class TuningSession:
             most = plan.prefetch if no_prefetch else None
             self.controller = self._make_controller(plan, cpus, most)
         self._sums = StepSums(self.controller.next_window)
-        self._mark()
+        self._begin_window()
 
     def _plain_source(self) -> Any:
         return self._plain[0] if self._plain is not None else None
@@ -214,6 +227,8 @@ class TuningSession:
             live.move_to(adjustable.current)
         except HandoverError as error:
             self._only_observe(str(error))
+        else:
+            self.has_changed = True
 
     def _freeze_if_cached(self) -> None:
         # a handover would empty a cache that is full by now
@@ -229,18 +244,20 @@ class TuningSession:
 
     # --- windows and decisions
 
-    def _window_of_new_epoch(self) -> Any:
-        window = self.controller.next_window if self.controller else None
-        # a pipeline has to start before its throughput can be judged
-        return dataclasses.replace(window, skip_steps=max(window.skip_steps, 4)) if window else None
+    def _begin_window(self) -> None:
+        if self._sums is not None and self.controller is not None:
+            self._sums.begin(self.controller.next_window)
+            self._host.begin(self._threads())
 
-    def _mark(self) -> None:
-        self._idle.read()
-        self._cpu_mark = self._loader_cpu()
+    def _pause(self) -> None:
+        """Leaves out the time between epochs, and the first steps of a pipeline that starts."""
+        if self._sums is not None:
+            if not self._sums.is_skipping:
+                self._host.add(self._threads())
+            self._sums.pause(_STEPS_TO_START)
 
-    def _loader_cpu(self) -> float | None:
-        threads = threads_of(self.live.iterator) if self.live is not None else None
-        return threads.cpu_seconds() if threads is not None else None
+    def _threads(self) -> LoaderThreads | None:
+        return threads_of(self.live.iterator) if self.live is not None else None
 
     def _decide(self) -> None:
         sums, controller = self._sums, self.controller
@@ -250,21 +267,19 @@ class TuningSession:
         self._share_host(window)
         plan = controller.observe(window)
         if plan is None:
-            sums.begin(controller.next_window)
-            self._mark()
+            self._begin_window()
         else:
             self._build(plan, window)
 
     def _measured(self, sums: StepSums) -> LoaderWindow:
-        cpu, mark = self._loader_cpu(), self._cpu_mark
-        known = cpu is not None and mark is not None
+        self._host.add(self._threads())
         return LoaderWindow(
             sums.steps,
             sums.seconds,
             sums.input_wait_seconds,
-            self._idle.read(),
-            max(cpu - mark, 0.0) if known else None,  # type: ignore[operator]
-            sum(_bytes_of(leaf) for leaf in tf.nest.flatten(self._batch[:1])),
+            self._host.idle_cpus,
+            self._host.loader_cpu_seconds,
+            self._batch_bytes or 0,
             sums.waiting_steps,
         )
 
@@ -295,14 +310,12 @@ class TuningSession:
         move = Move(self._steps, plan, window)
         if self._executor is None:
             self._executor = concurrent.futures.ThreadPoolExecutor(1, "loader_tuner")
-        if knobs in self._built:
-            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-            future.set_result(self._built[knobs])
-        elif self.pipeline is not None:
-            future = self._executor.submit(build_tuned, self.pipeline.build, knobs)
-        self._building = (knobs, move, future)
-        if future.done():
-            self._put_into_effect()
+        if self.pipeline is not None:
+            known = self._built.get(knobs)
+            is_plain = self._plain is not None and self._plain[1] is self.pipeline
+            work = (self.pipeline.build, knobs, known, is_plain)
+            future = self._executor.submit(_prepare, *work)
+            self._building = (knobs, move, future)
 
     def _put_into_effect(self) -> None:
         if self._building is None or self.controller is None or self._sums is None:
@@ -311,10 +324,10 @@ class TuningSession:
         self._building = None
         start = time.perf_counter()
         try:
-            dataset = future.result()
+            dataset, prepared = future.result()
             if self.live is None or self.pipeline is None:
                 return
-            self.live.move_to(dataset)
+            self.live.move_to(dataset, prepared)
         except Exception as error:  # the user's function may raise anything
             move.refused = str(error) or type(error).__name__
             self.controller.refused(move.plan)
@@ -323,12 +336,17 @@ class TuningSession:
             move.handover_seconds = time.perf_counter() - start
             self._built[knobs] = dataset
             self.pipeline.adopt(knobs, dataset)
+            self.has_changed = True
             logger.info("Loader at step %d: %s.", self._steps, move.plan)
         self.moves.append(move)
-        if self.controller is not None:
-            self._sums.begin(self.controller.next_window)
-        if not self._sums.is_skipping:
-            self._mark()
+        self._begin_window()
+
+
+def _prepare(build: Any, knobs: Knobs, known: Any, is_plain: bool) -> tuple[Any, Any]:
+    """Does in the background what a handover needs: traces the functions, makes an iterator."""
+    dataset = build_tuned(build, knobs) if known is None else known
+    # the parts of an ordinary data set are those that run: an iterator would disturb its shuffles
+    return dataset, None if is_plain else iter(dataset)
 
 
 def _bytes_of(leaf: Any) -> int:

@@ -91,6 +91,15 @@ class StepSums:
         self.seconds = self.input_wait_seconds = 0.0
         self.is_skipping = size.skip_steps > 0
 
+    def pause(self, steps: int) -> None:
+        """Lets steps go by, for instance the first ones of an epoch, and then goes on.
+
+        Args:
+            steps: how many.
+        """
+        self._skip = max(self._skip, steps)
+        self.is_skipping = self._skip > 0
+
     def add(self, seconds: float, input_wait_seconds: float, steps: int = 1) -> bool:
         """Takes one step, or several that ran at once; returns whether the window is full.
 

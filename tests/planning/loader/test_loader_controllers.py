@@ -12,7 +12,9 @@ from keras_het.planning.loader import (
     LoaderController,
     LoaderPlan,
     LoaderWindow,
+    StepSums,
     TunerController,
+    WindowSize,
 )
 
 START = LoaderPlan(2, 2)
@@ -229,6 +231,19 @@ def test_plans_are_checked(loaders, prefetch):
     else:
         with pytest.raises(ValueError, match="1 or more"):
             LoaderPlan(loaders, prefetch)
+
+
+def test_sums_leave_out_what_is_skipped_and_go_on_after_a_pause():
+    sums = StepSums(WindowSize(skip_steps=2, min_steps=3, min_seconds=0.0))
+    assert [sums.add(9.0, 9.0) for _ in range(2)] == [False, False]
+    assert not sums.add(1.0, 0.5)
+    sums.pause(1)
+    assert sums.is_skipping
+    assert not sums.add(9.0, 9.0)
+    assert not sums.add(1.0, 0.0)
+    assert sums.add(2.0, 0.5)
+    assert (sums.steps, sums.seconds, sums.input_wait_seconds) == (3, 4.0, 1.0)
+    assert sums.waiting_steps == 2
 
 
 def test_windows_are_checked():

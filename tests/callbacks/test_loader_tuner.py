@@ -1,0 +1,437 @@
+"""LoaderTuner within fit: the same training, whatever it changes; exact waits; clear refusals."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_het
+from keras_het.callbacks import LoaderTuner
+from keras_het.loader import AdjustablePipeline, Knobs, pipeline
+from keras_het.loader.iterator_release import wait_until_released
+from keras_het.planning.loader import LoaderController, LoaderPlan, WindowSize
+
+ROWS, BATCH = 60, 4
+STEPS = ROWS // BATCH
+
+
+class EveryStep:
+    """A controller that wants another plan after every step."""
+
+    name = "every step"
+
+    def __init__(self, plan, cpus):
+        self.plan = plan
+        self.plans = itertools.cycle(
+            [LoaderPlan(n, p) for n, p in ((5, 3), (1, 1), (3, 4), (2, 2))]
+        )
+        self.refusals = []
+        self.next_window = WindowSize(0, 1, 0.0)
+
+    def observe(self, window):
+        self.plan = next(self.plans)
+        return self.plan
+
+    def refused(self, plan):
+        self.refusals.append(plan)
+
+    def set_cpus(self, cpus):
+        pass
+
+
+def build(knobs):
+    numbers = tf.data.Dataset.range(ROWS).shuffle(20, seed=7)
+    rows = numbers.map(
+        lambda row: (tf.fill([3], tf.cast(row, tf.float32) / ROWS), tf.cast(row, tf.float32)),
+        num_parallel_calls=knobs.num_parallel_calls,
+    )
+    return rows.batch(BATCH).prefetch(knobs.prefetch)
+
+
+class Recording(keras.Model):
+    """A model that remembers the labels of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.seen = []
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        def note(labels):
+            self.seen.append(labels.tolist())
+            return np.float32(0.0)
+
+        with tf.control_dependencies([tf.numpy_function(note, [data[1]], tf.float32)]):
+            return super().train_step(data)
+
+
+class Patient(keras.callbacks.Callback):
+    """Lets no step begin while a pipeline is being built, so that short trainings move too."""
+
+    def __init__(self, tuner):
+        super().__init__()
+        self.tuner = tuner
+
+    def on_train_batch_end(self, batch, logs=None):
+        session = self.tuner._session
+        if session is not None and session._building is not None:
+            concurrent.futures.wait([session._building[2]], timeout=60)
+
+
+def train(dataset, callbacks, epochs=3, **options):
+    keras.utils.set_random_seed(3)
+    if not isinstance(dataset, tf.data.Dataset):
+        dataset = dataset()
+    model = Recording()
+    callbacks = [*callbacks, *(Patient(one) for one in callbacks if isinstance(one, LoaderTuner))]
+    fit = {
+        key: options.pop(key) for key in ("steps_per_epoch", "validation_data") if key in options
+    }
+    model.compile("sgd", "mse", **options)
+    model.fit(dataset, epochs=epochs, verbose=0, callbacks=callbacks, **fit)
+    return model
+
+
+def moving():
+    return LoaderTuner(EveryStep, share_host=False)
+
+
+def done(tuner):
+    return [move for move in tuner.moves if move.refused is None]
+
+
+def slow(seconds, size=12):
+    def wait(row):
+        time.sleep(seconds)
+        return row
+
+    def load(row):
+        row = tf.ensure_shape(tf.numpy_function(wait, [row], tf.int64), [])
+        return tf.fill([3], tf.cast(row, tf.float32)), tf.zeros([1])
+
+    return tf.data.Dataset.range(size).map(load).batch(2)
+
+
+def dense():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_the_scripted_controller_is_one():
+    assert isinstance(EveryStep(LoaderPlan(1, 1), 2.0), LoaderController)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+def test_moves_change_nothing_in_the_training(steps_per_execution):
+    tuner = moving()
+    options = {"steps_per_execution": steps_per_execution}
+    tuned = train(lambda: pipeline(build), [tuner], **options)
+    untuned = train(lambda: build(Knobs(2, 2, 2)), [], **options)
+    assert len(done(tuner)) >= 2
+    assert tuned.seen == untuned.seen
+    np.testing.assert_array_equal(tuned.get_weights()[0], untuned.get_weights()[0])
+    assert tuner.meter.steps == 3 * STEPS
+    assert tuner.observes_only is None
+
+
+def test_an_endless_pipeline_goes_on_over_epochs():
+    def endless(knobs):
+        return build(knobs).repeat()
+
+    tuner = moving()
+    tuned = train(pipeline(endless), [tuner], steps_per_epoch=7)
+    rows = np.concatenate(tuned.seen)
+    assert len(done(tuner)) >= 2
+    assert len(rows) == 21 * BATCH
+    assert sorted(rows[:ROWS]) == list(range(ROWS))
+
+
+def test_an_ordinary_data_set_is_moved_too():
+    tuner = moving()
+    tuned = train(lambda: build(Knobs(2, 2, 2)), [tuner])
+    untuned = train(lambda: build(Knobs(2, 2, 2)), [])
+    assert len(done(tuner)) >= 2
+    assert tuned.seen == untuned.seen
+
+
+def test_arrays_are_trained_as_without_it():
+    x, y = np.arange(30.0).reshape(10, 3) / 30, np.arange(10.0)
+    results = []
+    for callbacks in ([], [moving()]):
+        keras.utils.set_random_seed(1)
+        model = dense()
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+        results.append(model.get_weights()[0])
+    np.testing.assert_array_equal(*results)
+
+
+def test_a_generator_is_only_observed(caplog):
+    def rows():
+        for row in range(8):
+            yield np.full([3], row, np.float32), np.float32(row)
+
+    signature = (tf.TensorSpec([3]), tf.TensorSpec([]))
+    data = tf.data.Dataset.from_generator(rows, output_signature=signature).batch(2)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(tuner.observes_only)
+
+    tuner = moving()
+    with caplog.at_level(logging.INFO, "keras_het"):
+        model = train(data, [tuner, Look()], epochs=2)
+    assert "from_generator" in seen[-1]
+    assert "only observes" in caplog.text
+    assert tuner.moves == []
+    assert len(model.seen) == 8
+    assert "from_generator" in tuner.best_settings().code
+
+
+def test_a_builder_that_fails_is_only_observed():
+    def fails_later(knobs):
+        if knobs.threads == 5:
+            raise RuntimeError("no such file")
+        return build(knobs)
+
+    tuner = moving()
+    tuned = train(pipeline(fails_later, Knobs(4, 2, 2)), [tuner], epochs=4)
+    assert [move.refused for move in tuner.moves] == ["no such file"]
+    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 4))
+
+
+def test_a_builder_of_another_batch_size_is_refused():
+    def changes(knobs):
+        return build(knobs).unbatch().batch(2 + knobs.threads).prefetch(2)
+
+    tuner = moving()
+    tuned = train(pipeline(changes, Knobs(4, 2, 2)), [tuner], epochs=1)
+    assert "batch size" in tuner.moves[0].refused
+    assert sorted(np.concatenate(tuned.seen)) == list(range(ROWS))
+
+
+def in_epochs(model, epochs):
+    steps = len(model.seen) // epochs
+    return [model.seen[epoch * steps : (epoch + 1) * steps] for epoch in range(epochs)]
+
+
+def test_a_full_cache_is_left_alone():
+    calls = []
+
+    def cached(knobs):
+        def note(row):
+            calls.append(int(row))
+            return row
+
+        def load(row):
+            row = tf.ensure_shape(tf.numpy_function(note, [row], tf.int64), [])
+            return tf.fill([3], tf.cast(row, tf.float32)), tf.cast(row, tf.float32)
+
+        rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls).cache()
+        return rows.batch(BATCH).prefetch(knobs.prefetch)
+
+    tuner = moving()
+    tuned = train(pipeline(cached), [tuner], epochs=6)
+    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 6))
+    assert len(calls) <= 3 * ROWS, "the cache is of use from the third epoch on"
+
+
+def test_an_ordinary_cached_data_set_is_cached_still():
+    calls = []
+
+    def note(row):
+        calls.append(int(row))
+        return row
+
+    def load(row):
+        row = tf.ensure_shape(tf.numpy_function(note, [row], tf.int64), [])
+        return tf.fill([3], tf.cast(row, tf.float32)), tf.cast(row, tf.float32)
+
+    rows = tf.data.Dataset.range(ROWS).map(load, 2).cache().batch(BATCH).prefetch(2)
+    tuned = train(rows, [moving()], epochs=5)
+    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 5))
+    assert len(calls) <= 3 * ROWS
+
+
+def test_a_process_ends_cleanly_right_after_fit(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import keras, tensorflow as tf
+            import keras_het
+
+            def build(knobs):
+                rows = tf.data.Dataset.range(4000).map(
+                    lambda row: (tf.fill([3], tf.cast(row, tf.float32)), tf.zeros([1])),
+                    num_parallel_calls=knobs.num_parallel_calls,
+                )
+                return rows.batch(4).prefetch(knobs.prefetch)
+
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            tuner = keras_het.callbacks.LoaderTuner()
+            model.fit(keras_het.loader.pipeline(build), epochs=2, verbose=0, callbacks=[tuner])
+            print("trained", tuner.meter.steps)
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trained 2000" in done.stdout
+
+
+def test_waits_in_fit_evaluate_and_predict():
+    tuner = LoaderTuner("fixed", share_host=False)
+    model = dense()
+    model.fit(slow(0.01), epochs=2, validation_data=slow(0.01), verbose=0, callbacks=[tuner])
+    model.evaluate(slow(0.01), verbose=0, callbacks=[tuner])
+    model.predict(slow(0.01), verbose=0, callbacks=[tuner])
+    assert tuner.meter.steps == 2 * 6
+    assert tuner.test_meter.steps == 3 * 6
+    assert tuner.predict_meter.steps == 6
+    for meter in (tuner.test_meter, tuner.predict_meter):
+        assert len(meter.input_waits) == meter.steps
+        # two rows of 10 ms, of which what runs beside the step is ready
+        assert 0.0 < meter.input_wait_seconds <= meter.seconds
+        assert np.median(meter.input_waits) > 0.005
+    assert tuner.meter.idle_fraction > 0.2
+
+
+def test_the_wait_is_in_the_logs():
+    tuner = LoaderTuner("fixed", share_host=False)
+    history = dense().fit(slow(0.005), verbose=0, callbacks=[tuner]).history
+    assert 0.0 < history["input_wait_fraction"][0] <= 1.0
+
+
+def test_under_the_strategy_it_observes(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(list(cpu_devices[:2]), shares=[3, 1])
+    with strategy.scope():
+        model = dense()
+    tuner = LoaderTuner(share_host=False)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(tuner.observes_only)
+
+    data = slow(0.005)
+    model.fit(data, epochs=2, validation_data=data, verbose=0, callbacks=[tuner, Look()])
+    assert "distribution strategy" in seen[-1]
+    assert tuner.meter.steps == 2 * 6
+    assert tuner.meter.input_wait_seconds > 0.0
+    assert tuner.test_meter.steps == 2 * 6
+
+
+def test_a_pipeline_trains_under_the_strategy_too(cpu_devices):
+    weights = []
+    for data in (pipeline(build, Knobs(2, 2, 2)), build(Knobs(2, 2, 2))):
+        keras.utils.set_random_seed(3)
+        strategy = keras_het.HeterogeneousStrategy(list(cpu_devices[:2]), shares=[3, 1])
+        with strategy.scope():
+            model = dense()
+        model.fit(data, epochs=2, verbose=0, callbacks=[LoaderTuner(share_host=False)])
+        weights.append(model.get_weights()[0])
+    np.testing.assert_allclose(*weights, rtol=1e-6)
+
+
+def test_under_tensorflows_own_strategy_it_observes(cpu_devices):
+    strategy = tf.distribute.MirroredStrategy(list(cpu_devices[:2]))
+    with strategy.scope():
+        model = dense()
+    tuner = LoaderTuner(share_host=False)
+    model.fit(slow(0.002), epochs=2, verbose=0, callbacks=[tuner])
+    assert tuner.meter.steps == 2 * 6
+
+
+def test_an_error_in_training_leaves_a_model_that_works():
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("on purpose")
+
+    model, tuner = dense(), moving()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails()])
+    model.fit(slow(0.001), verbose=0)
+    model.fit(slow(0.001), verbose=0, callbacks=[tuner])
+    assert not hasattr(model.train_function, "keras_het_original")
+    assert wait_until_released(30)
+
+
+def test_settings_are_code():
+    def settings_of(data):
+        tuner = moving()
+        model = dense()
+        model.fit(data, epochs=2, verbose=0, callbacks=[tuner])
+        return tuner.best_settings()
+
+    names = {"keras_het": keras_het, "build": build, "tf": tf, "dataset": build(Knobs(2, 2, 2))}
+    settings = settings_of(pipeline(build))
+    exec(settings.code, names)
+    assert isinstance(names["dataset"], AdjustablePipeline)
+    assert names["dataset"].knobs == settings.knobs
+    assert str(settings) == settings.code
+
+    names["dataset"] = build(Knobs(2, 2, 2))
+    settings = settings_of(names["dataset"])
+    exec(settings.code, names)
+    options = names["dataset"].options()
+    assert options.threading.private_threadpool_size == settings.knobs.threads
+
+
+def test_settings_need_a_training():
+    with pytest.raises(RuntimeError, match="Call fit"):
+        LoaderTuner().best_settings()
+    with pytest.raises(RuntimeError, match="within fit"):
+        LoaderTuner().inspect()
+
+
+def test_everything_is_kept_as_json(tmp_path):
+    tuner = moving()
+    train(pipeline(build), [tuner], epochs=2)
+    tuner.save(tmp_path / "loader.json")
+    kept = json.loads((tmp_path / "loader.json").read_text())
+    assert kept["train"]["steps"] == tuner.meter.steps
+    assert len(kept["moves"]) == len(tuner.moves) > 0
+    assert kept["moves"][0]["plan"]["loaders"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"controller": "best"}, "controller='best'"),
+        ({"max_memory": 0}, "max_memory must be"),
+        ({"nice": 20}, "nice=20"),
+    ],
+)
+def test_arguments_are_checked(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        LoaderTuner(**arguments)
+
+
+def test_a_pipeline_needs_a_data_set():
+    with pytest.raises(TypeError, match="build must return"):
+        pipeline(lambda knobs: [1, 2])
+
+
+@pytest.mark.parametrize("knobs", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_knobs_are_checked(knobs):
+    with pytest.raises(ValueError, match="1 or more"):
+        Knobs(*knobs)

@@ -1,0 +1,87 @@
+"""CPU quotas of containers are seen, and what is idle within them."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+
+from keras_het.loader.host_cpus import IdleCpus, usable_cpus
+
+AFFINITY = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def group(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def membership(tmp_path, text):
+    path = tmp_path / "membership"
+    path.write_text(text)
+    return path
+
+
+def test_without_cgroups_the_affinity_counts(tmp_path):
+    assert usable_cpus(tmp_path / "none", tmp_path / "nothing") == AFFINITY
+
+
+def test_version_2(tmp_path):
+    group(tmp_path / "own", cpu__max="50000 100000\n")
+    assert usable_cpus(tmp_path, membership(tmp_path, "0::/own\n")) == 0.5
+
+
+def test_version_2_without_a_quota(tmp_path):
+    group(tmp_path / "own", cpu__max="max 100000\n")
+    assert usable_cpus(tmp_path, membership(tmp_path, "0::/own\n")) == AFFINITY
+
+
+def test_the_groups_around_count_too(tmp_path):
+    group(tmp_path / "pod", cpu__max="30000 100000\n")
+    group(tmp_path / "pod" / "own", cpu__max="80000 100000\n")
+    assert usable_cpus(tmp_path, membership(tmp_path, "0::/pod/own\n")) == 0.3
+
+
+@pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
+def test_version_1(tmp_path, mount):
+    group(tmp_path / mount / "own", cpu__cfs_quota_us="25000", cpu__cfs_period_us="100000")
+    text = f"3:memory:/else\n2:{mount}:/own\n0::/\n"
+    assert usable_cpus(tmp_path, membership(tmp_path, text)) == 0.25
+
+
+def test_version_1_without_a_quota(tmp_path):
+    group(tmp_path / "cpu" / "own", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert usable_cpus(tmp_path, membership(tmp_path, "2:cpu:/own\n")) == AFFINITY
+
+
+def test_in_a_container_the_root_is_the_own_group(tmp_path):
+    """The path in /proc/self/cgroup is that of the host, which is not mounted inside."""
+    group(tmp_path / "cpu", cpu__cfs_quota_us="40000", cpu__cfs_period_us="100000")
+    assert usable_cpus(tmp_path, membership(tmp_path, "2:cpu:/docker/1a2b\n")) == 0.4
+
+
+def test_nonsense_is_no_quota(tmp_path):
+    group(tmp_path / "own", cpu__max="many\n")
+    assert usable_cpus(tmp_path, membership(tmp_path, "0::/own\n")) == AFFINITY
+
+
+def test_idle_cpus_are_at_most_those_there_are():
+    idle = IdleCpus()
+    assert 0.0 <= idle.read() <= AFFINITY
+
+
+def test_what_the_group_uses_is_not_idle(tmp_path):
+    """A quota of half a CPU, of which the group uses more and more while nobody else does."""
+    own = group(tmp_path / "own", cpu__max="50000 100000\n", cpu__stat="usage_usec 0\n")
+    idle = IdleCpus(tmp_path, membership(tmp_path, "0::/own\n"))
+    assert 0.0 <= idle.read() <= 0.5
+    group(own, cpu__stat="usage_usec 900000000000\n")
+    assert idle.read() == 0.0
+
+
+def test_a_real_quota_is_read():
+    """Whatever this machine has: a number above zero, at most the affinity."""
+    assert 0.0 < usable_cpus() <= AFFINITY < math.inf
