@@ -130,8 +130,8 @@ def in_memory(steps, batch=32):
     return build
 
 
-# A step of `fit` itself takes the host 2.5 to 3 ms: with it, a step whose batch is there takes about
-# 5 ms in (a) and (c), and 9 ms in (d), 3 ms of them on the host.
+# A step of `fit` itself takes the host 2.5 to 3 ms: with it, a step whose batch is there takes
+# about 5 ms in (a) and (c), and 9 ms in (d), 3 ms of them on the host.
 CASES = {
     "a: blocking I/O": Case(blocking_io, device_seconds=0.0025),
     "b: JPEG decoding": Case(jpeg, device_seconds=0.002),
