@@ -321,8 +321,8 @@ def _check_async_workers(jobs: dict[str, tuple[str, ...]]) -> None:
         )
     if "ps" in jobs and any(job in jobs for job in ("chief", "worker")):
         raise ValueError(
-            'TF_CONFIG has a job "ps" beside a sync group, whose leader holds the parameter service '
-            f'itself. Received: jobs {sorted(jobs)}. Remove "ps", or make all workers "async".'
+            'TF_CONFIG has a job "ps" beside a sync group, whose leader holds the service itself. '
+            f'Received: jobs {sorted(jobs)}. Remove "ps", or make all workers "async".'
         )
 
 

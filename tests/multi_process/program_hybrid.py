@@ -124,7 +124,9 @@ def main() -> None:
             self.participant = hybrid.participant
 
     service = Service()
-    backups = [keras_het.callbacks.BackupAndRestore(backup, delete_checkpoint=False)] * bool(backup)
+    backups = []
+    if backup:
+        backups = [keras_het.callbacks.BackupAndRestore(backup, delete_checkpoint=False)]
     history = model.fit(
         data,
         epochs=epochs,

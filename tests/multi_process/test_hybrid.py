@@ -41,12 +41,14 @@ def environments(
     return found
 
 
-def run(start: Any, folder: Path, jobs: dict[str, int], **options: Any) -> dict[str, Any]:
+def run(
+    start: Any, folder: Path, jobs: dict[str, int], fast: float = 0.001, **options: Any
+) -> dict[str, Any]:
     options = {"epochs": EPOCHS, "timeout_seconds": 10, **options}
     workers = start(
         "program_hybrid.py",
         arguments=[folder, json.dumps(options)],
-        environments=environments(jobs),
+        environments=environments(jobs, fast=fast),
     )
     for worker in workers.wait():
         assert worker.exit_code == 0, worker.output
@@ -70,7 +72,8 @@ def assert_equal_weights(results: dict[str, Any], exact: bool = True) -> None:
 def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
     start_workers: Any, tmp_path: Path, jobs: dict[str, int]
 ) -> None:
-    results = run(start_workers, tmp_path, jobs, period=3)
+    # slow enough that every async worker gets its part, however late it starts
+    results = run(start_workers, tmp_path, jobs, fast=0.01, period=3)
     assert len(results) == sum(jobs.values())
     assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
     leader = results["worker_0"]
