@@ -19,7 +19,7 @@ from rich.table import Table
 SPEEDS = (8.0, 8.0, 1.0)
 BATCH_SIZE = 56
 EPOCHS = 12
-PERIOD = 2
+PERIOD = 4
 RATE = 0.05
 # Rules that send gradients have the optimizer in the service, the others in the worker.
 RULES = {

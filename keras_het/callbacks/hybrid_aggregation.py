@@ -49,7 +49,8 @@ class HybridAggregation(keras.callbacks.Callback):
         period: steps between two exchanges; for rules that send gradients, steps over which an
             async worker accumulates one.
         async_batch_size: samples of an async worker's own steps. Default: global batch over number
-            of workers of the sync group.
+            of workers of the sync group. A worker that takes more steps of an epoch than it has
+            batches ends its last epoch early; the others use the rest.
         staleness_bound: updates of the center since a worker last saw it, beyond which its push is
             not taken: it starts from the center again, with its own progress. None for no bound.
         on_service_loss: "raise", or "continue" to let an async worker train on alone until the

@@ -163,7 +163,7 @@ class AsyncWorker(Participant):
         if size is None:
             config = self.strategy.cluster_config
             group = len(config.workers) + (config.chief is not None)
-            return group or len(config.async_workers)
+            return max(group, 1)
         if not whole:
             raise ValueError(
                 "async_batch_size cuts global batches, whose size must be known. Received: "

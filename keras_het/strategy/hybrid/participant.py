@@ -21,8 +21,8 @@ class HybridOptions:
     Args:
         rule: combines what a worker sends with the center.
         period: steps between two exchanges.
-        async_batch_size: samples of an async worker's own steps; None for what one replica of the
-            sync group gets of an even split.
+        async_batch_size: samples of an async worker's own steps; None for the global batch over the
+            number of workers of the sync group, or the whole batch without one.
         staleness_bound: updates of the center since a worker last saw it, beyond which its push is
             not taken; None for no bound.
         timeout_seconds: for each message.
