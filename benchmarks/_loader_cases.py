@@ -130,14 +130,15 @@ def in_memory(steps, batch=32):
     return build
 
 
-# A step of `fit` itself takes the host 2.5 to 3 ms: with it, a step whose batch is there takes
-# about 5 ms in (a) and (c), and 9 ms in (d), 3 ms of them on the host.
+# A step of `fit` itself takes the host about 1.5 ms: with it, a step whose batch is there takes
+# about 4 ms in (a) and (c), and 9 ms in (d), 3 ms of them on the host; a batch of (d) costs about
+# 8 ms of CPU, so that two workers want more than two CPUs.
 CASES = {
     "a: blocking I/O": Case(blocking_io, device_seconds=0.0025),
     "b: JPEG decoding": Case(jpeg, device_seconds=0.002),
     "c: I/O, then CPU": Case(io_then_cpu, device_seconds=0.0025),
     "d: two workers, one host": Case(
-        lambda steps: jpeg(steps, batch=16), device_seconds=0.006, workers=2
+        lambda steps: jpeg(steps, batch=24), device_seconds=0.006, host_seconds=0.0015, workers=2
     ),
     "e: bursts of 1 MB": Case(megabytes, device_seconds=0.004, burst=32),
     "f: epoch boundaries": Case(lambda steps: jpeg(steps, batch=2), 0.010, epochs=7),

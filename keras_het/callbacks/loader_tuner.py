@@ -187,7 +187,7 @@ class LoaderTuner(keras.callbacks.Callback):
         """Puts the function back."""
         self._functions["test"].restore()
         if self._test_live is not None:
-            self._test_live.let_go(is_held_elsewhere=True)
+            self._test_live.let_go()
             self._test_live = None
 
     def _test_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:

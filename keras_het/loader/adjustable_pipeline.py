@@ -68,7 +68,7 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
 
     def __init__(self, build: Build, knobs: Knobs, dataset: Any) -> None:
         self.build = build
-        self.knobs = knobs
+        self.knobs = self._first_knobs = knobs
         self._original = self._current = dataset
         self._is_direct = has_memory_cache(dataset) or any(
             adapter.is_repeat(node) for node in adapter.upstream_of(dataset)
@@ -94,7 +94,8 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
             knobs: its settings.
             dataset: what `build` gave for them, to which a running iterator was handed over.
         """
-        self.knobs, self._current = knobs, dataset
+        is_first = knobs == self._first_knobs and not self._is_direct
+        self.knobs, self._current = knobs, self._original if is_first else dataset
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():

@@ -10,19 +10,19 @@ from typing import Any
 from keras_het import private_api
 
 
-def release(iterator: Any, *, is_held_elsewhere: bool = False) -> None:
+def release(iterator: Any) -> None:
     """Ends a `tf.data.Iterator` in another thread.
 
-    Ending one may block until AUTOTUNE's next round, up to seconds.
+    Ending one may block until AUTOTUNE's next round, up to seconds. It is emptied by an operation,
+    which lets other Python threads run meanwhile as dropping the object does not; who drops the
+    object last does not matter then.
 
     Args:
         iterator: the iterator; nobody may read from it any more.
-        is_held_elsewhere: whether others hold the object: then it is emptied, so that it does not
-            matter who drops it last.
     """
     global _worker
     with _lock:
-        _queue.put((iterator, is_held_elsewhere))
+        _queue.put(iterator)
         if _worker is None or not _worker.is_alive():
             with contextlib.suppress(RuntimeError):  # no new thread while the interpreter ends
                 _worker = threading.Thread(target=_work, daemon=True, name="iterator_release")
@@ -39,7 +39,7 @@ def wait_until_released(timeout: float) -> bool:
         Whether they are.
     """
     done = threading.Event()
-    _queue.put((done, False))
+    _queue.put(done)
     with _lock:
         idle = _worker is None or not _worker.is_alive()
     return idle or done.wait(timeout)
@@ -47,10 +47,10 @@ def wait_until_released(timeout: float) -> bool:
 
 def _work() -> None:
     while True:
-        item, is_held_elsewhere = _queue.get()
+        item = _queue.get()
         if isinstance(item, threading.Event):
             item.set()
-        elif is_held_elsewhere:
+        else:
             with contextlib.suppress(Exception):
                 _empty(item)
         del item
@@ -62,6 +62,6 @@ def _empty(iterator: Any) -> None:
         private_api.restart_iterator(iterator, dataset.take(0))
 
 
-_queue: queue.SimpleQueue[tuple[Any, bool]] = queue.SimpleQueue()
+_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 _lock = threading.Lock()
 _worker: threading.Thread | None = None

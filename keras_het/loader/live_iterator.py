@@ -79,19 +79,14 @@ class LiveIterator:
         _hold_functions_of(new, dataset)
         self.iterator = new
         self._use(new)
-        release(old, is_held_elsewhere=old is self.given)
+        release(old)
 
-    def let_go(self, is_held_elsewhere: bool) -> None:
-        """Ends the pipeline in the background.
-
-        Args:
-            is_held_elsewhere: whether the loop may still hold the given iterator, unused.
-        """
+    def let_go(self) -> None:
+        """Ends the pipeline in the background; the loop may still hold its iterator, unused."""
         if self.is_tf_data and self.iterator is not None:
-            held = is_held_elsewhere and self.iterator is self.given
             iterator, self.iterator, self.given = self.iterator, None, None
             self._read = _ended
-            release(iterator, is_held_elsewhere=held)
+            release(iterator)
 
     def _use(self, iterator: Any) -> None:
         self._read = adapter.element_reader(iterator) if self.is_tf_data else iterator.__next__

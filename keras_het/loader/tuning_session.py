@@ -118,7 +118,7 @@ class TuningSession:
         """
         if self.live is not None:
             self._pause()
-            self.live.let_go(is_held_elsewhere=False)
+            self.live.let_go()
         self._epochs += 1
         self._batch_bytes = None
         live = LiveIterator(iterator, self._nice)
@@ -169,7 +169,7 @@ class TuningSession:
     def close(self) -> None:
         """Ends the session; iterators go in the background."""
         if self.live is not None:
-            self.live.let_go(is_held_elsewhere=True)
+            self.live.let_go()
             self.live = None
         if self._budget is not None:
             self._budget.leave()

@@ -174,7 +174,7 @@ def test_the_new_threads_are_known_and_give_way():
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads.ids} == {own + 7}
     assert threads.cpu_seconds() >= 0.0
     release(new)
-    release(iterator, is_held_elsewhere=True)
+    release(iterator)
     assert wait_until_released(20)
     assert list(iterator) == [], "it was emptied"
 
