@@ -97,16 +97,13 @@ class SlotTable:
         self, run: Any, slot: Any, worker: Any, step: Any, values: Any
     ) -> tuple[Any, Any]:
         place = 2 * slot + tf.cast(step % 2, tf.int32)
-        is_new, is_repeated, is_first = self._lock.execute(
-            lambda: self._begin(run, slot, worker, step)
+        is_new, is_repeated = self._lock.execute(
+            lambda: self._begin(run, slot, worker, step, place)
         )
 
         def contribute() -> Any:
-            # The token of two steps ago says that its sum exists, which is about to be replaced.
-            cleared = tf.cond(is_first & (step > 2), lambda: self._take(place), _nothing)
             where = tf.gather(self._contributions, place * self._num_workers + worker)
-            with tf.control_dependencies([cleared]):
-                stored = tf.raw_ops.AssignVariableOp(resource=where, value=values)
+            stored = tf.raw_ops.AssignVariableOp(resource=where, value=values)
             with tf.control_dependencies([stored]):
                 is_last = self._lock.execute(lambda: self._count(slot, worker, step))
             return tf.cond(is_last, lambda: self._add_up(place), _nothing)
@@ -119,17 +116,22 @@ class SlotTable:
 
         return tf.cond(is_new | is_repeated, wait, lambda: (tf.constant(False), tf.zeros([0])))
 
-    def _begin(self, run: Any, slot: Any, worker: Any, step: Any) -> tuple[Any, Any, Any]:
-        """Under the lock: whether the contribution is new, known, and the first of its step."""
+    def _begin(self, run: Any, slot: Any, worker: Any, step: Any, place: Any) -> tuple[Any, Any]:
+        """Under the lock: whether the contribution is new, or known."""
         is_current = tf.equal(run, self._run.read_value())
         latest = self._latest.read_value()[slot, worker]
         is_new = is_current & tf.equal(step, latest + 1)
         is_repeated = is_current & tf.equal(step, latest) & (step > 0)
         begun = self._begun.read_value()[slot]
         is_first = is_new & (begun < step)
+        # The token of two steps ago says that its sum exists, which is about to be replaced. Who
+        # contributes later must not find it: that would be an answer of two steps ago.
+        cleared = tf.cond(is_first & (step > 2), lambda: self._take(place), _nothing)
         begun = tf.where(is_first, step, begun)
-        with tf.control_dependencies([self._begun.scatter_nd_update([[slot]], [begun])]):
-            return tf.identity(is_new), tf.identity(is_repeated), tf.identity(is_first)
+        with tf.control_dependencies([cleared]):
+            noted = self._begun.scatter_nd_update([[slot]], [begun])
+        with tf.control_dependencies([noted]):
+            return tf.identity(is_new), tf.identity(is_repeated)
 
     def _count(self, slot: Any, worker: Any, step: Any) -> Any:
         """Under the lock: takes note of a contribution; whether it makes the step complete."""

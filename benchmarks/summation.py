@@ -1,0 +1,272 @@
+"""Summation of gradients by all machines, against a ring all-reduce and parameter servers.
+
+    python benchmarks/summation.py [--json FILE] [--quick] [--case TEXT]
+
+Four workers and up to four spare machines, each in a network namespace of its own behind a link of
+limited rate (jumbo frames of 9000 bytes), sum a vector in turn by (a) the summation service, (b)
+TensorFlow's ring all-reduce between the workers, (c) the spare machines alone, as parameter servers
+do. `bytes_ratio` is what the busiest link carried, counted at its ends with all headers, over the
+formula's; `predicted_speedup` is the formula's, D/n^2 for equal links. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
+
+from _namespaces import Hosts, limited_hosts, why_not
+from _report import environment, print_table, write_report
+
+import keras_het  # before the forks, so that they need not import TensorFlow
+from keras_het.planning import plan_summation
+from keras_het.strategy.cluster_config import read_cluster_config
+from keras_het.strategy.summation import Summation, start_machine
+
+NUM_WORKERS = 4
+PORT = 7000
+KINDS = ("summation", "ring", "servers")
+SECRET = "of this benchmark only, not secret"
+# One worker behind a slow link, one spare machine behind a fast one.
+UNEQUAL_WORKERS = (1.0, 1.0, 1.0, 0.5)
+UNEQUAL_SPARE = (2.0, 1.0, 1.0, 1.0)
+START_TIMEOUT = 180
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="little data: form, not numbers")
+    parser.add_argument("--case", default="", help="only cases whose names begin so")
+    options = parser.parse_args()
+    reason = why_not()
+    if reason:
+        print(f"skipped: {reason}")
+        rows: list[dict[str, Any]] = [skipped(reason)]
+    else:
+        chosen = [case for case in cases(options.quick) if case[0].startswith(options.case)]
+        rows = []
+        for case in chosen:
+            rows.append(measure(*case, quick=options.quick))
+            print(rows[-1], flush=True)
+        print_table(rows, [name for name in rows[0] if not name.endswith("_seconds")])
+    write_report("summation", rows, options.json, environment())
+
+
+def skipped(reason: str) -> dict[str, Any]:
+    fields = ("bytes_ratio", "speedup_over_allreduce", "speedup_over_ps", "predicted_speedup")
+    return {"case": "all", "n": NUM_WORKERS, "k": None, **dict.fromkeys(fields), "skipped": reason}
+
+
+def cases(quick: bool) -> list[tuple[str, tuple[float, ...], tuple[float, ...]]]:
+    """Name of each case and relative rates of the links of workers and spare machines."""
+    counts = range(NUM_WORKERS + 1)
+    equal = [(f"equal links, k={k}", (1.0,) * NUM_WORKERS, (1.0,) * k) for k in counts]
+    unequal = [(f"unequal links, k={k}", UNEQUAL_WORKERS, UNEQUAL_SPARE[:k]) for k in counts]
+    return [equal[0], equal[-1], unequal[1]] if quick else [*equal, *unequal]
+
+
+def measure(
+    case: str, workers: tuple[float, ...], spare: tuple[float, ...], quick: bool
+) -> dict[str, Any]:
+    """One row: all kinds take turns on the same hosts."""
+    megabytes, mbit, rounds = (1, 200.0, 1) if quick else (8, 80.0, 5)
+    kinds = [kind for kind in KINDS if spare or kind != "servers"]
+    rates = [mbit * rate for rate in (*workers, *spare)]
+    with limited_hosts(rates, mtu=9000) as hosts, Cluster(hosts, workers, spare, megabytes) as all_:
+        for kind in kinds:
+            all_.run(kind)  # warms up
+        turns = [{kind: all_.run(kind) for kind in kinds} for _ in range(rounds)]
+    return row_of(case, workers, spare, megabytes, rates, turns)
+
+
+def row_of(
+    case: str,
+    workers: tuple[float, ...],
+    spare: tuple[float, ...],
+    megabytes: int,
+    rates: Sequence[float],
+    turns: list[dict[str, Any]],
+) -> dict[str, Any]:
+    plan = plan_summation(megabytes * 1_000_000, workers, spare)
+    most = max(load / rate for load, rate in zip(plan.link_bytes, rates, strict=True))
+    traffic = [
+        max(load / rate for load, rate in zip(turn["summation"][1], rates, strict=True))
+        for turn in turns
+    ]
+    seconds = {kind: [turn[kind][0] for turn in turns] for kind in turns[0]}
+    over_ring = sorted(b / a for a, b in zip(seconds["summation"], seconds["ring"], strict=True))
+    over_servers = None
+    if spare:
+        both = zip(seconds["summation"], seconds["servers"], strict=True)
+        over_servers = round(statistics.median(b / a for a, b in both), 3)
+    speedup = statistics.median(over_ring)
+    return {
+        "case": case,
+        "n": len(workers),
+        "k": len(spare),
+        "bytes_ratio": round(statistics.median(traffic) / most, 4),
+        "speedup_over_allreduce": round(speedup, 3),
+        "speedup_over_ps": over_servers,
+        "predicted_speedup": round(plan.speedup_over_all_reduce, 3),
+        "ratio_to_predicted": round(speedup / plan.speedup_over_all_reduce, 3),
+        "lowest_speedup": round(over_ring[0], 3),
+        "highest_speedup": round(over_ring[-1], 3),
+        "megabytes": megabytes,
+        "mbit_per_s": max(rates),
+        **{f"{kind}_seconds": round(statistics.median(seconds[kind]), 3) for kind in seconds},
+        "predicted_seconds": round(most * 8 / 1e6, 3),
+        "num_runs": len(turns),
+    }
+
+
+class Cluster:
+    """One process on each host.
+
+    Args:
+        hosts: workers first, then spare machines.
+        workers: relative rates of the workers' links.
+        spare: the same of the spare machines.
+        megabytes: of the vector.
+    """
+
+    def __init__(
+        self, hosts: Hosts, workers: Sequence[float], spare: Sequence[float], megabytes: int
+    ) -> None:
+        self._hosts = hosts
+        addresses = [f"{hosts.address(i)}:{PORT}" for i in range(len(workers) + len(spare))]
+        cluster = {"worker": addresses[: len(workers)], "summation": addresses[len(workers) :]}
+        cluster = {job: tasks for job, tasks in cluster.items() if tasks}
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        context = multiprocessing.get_context("fork")
+        for host in range(len(addresses)):
+            is_worker = host < len(workers)
+            index = host if is_worker else host - len(workers)
+            task = {"type": "worker" if is_worker else "summation", "index": index}
+            config = json.dumps({"cluster": cluster, "task": task})
+            own, other = context.Pipe()
+            role = worker if is_worker else machine
+            arguments = (hosts, host, config, (tuple(workers), tuple(spare)), megabytes, other)
+            process = context.Process(target=role, args=arguments, daemon=True)
+            process.start()
+            other.close()
+            self._processes.append(process)
+            self._pipes.append(own)
+        self._workers = self._pipes[: len(workers)]
+
+    def __enter__(self) -> Cluster:
+        try:
+            for pipe in self._pipes:
+                self._receive(pipe, START_TIMEOUT)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def run(self, kind: str) -> tuple[float, list[int]]:
+        """Seconds of one sum, and bytes on each host's link in its busier direction."""
+        before = self._hosts.traffic()
+        for pipe in self._workers:
+            pipe.send(kind)
+        seconds = max(self._receive(pipe, START_TIMEOUT) for pipe in self._workers)
+        carried = [
+            max(now - then for now, then in zip(after, start, strict=True))
+            for after, start in zip(self._hosts.traffic(), before, strict=True)
+        ]
+        return seconds, carried
+
+    def _receive(self, pipe: Any, timeout: float) -> Any:
+        if not pipe.poll(timeout):
+            raise TimeoutError(f"A process did not answer within {timeout} s.")
+        return pipe.recv()
+
+
+def enter(hosts: Hosts, host: int, config: str) -> None:
+    """What every forked process does first."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
+    hosts.enter(host)
+    os.environ["TF_CONFIG"] = config
+    os.environ["KERAS_HET_SERVICE_SECRET"] = SECRET
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def machine(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pipe: Any) -> None:
+    """A spare machine."""
+    enter(hosts, host, config)
+    service = start_machine(read_cluster_config())
+    pipe.send("ready")
+    pipe.poll(None)
+    service.close()
+
+
+def worker(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pipe: Any) -> None:
+    """One of the workers."""
+    enter(hosts, host, config)
+    import tensorflow as tf
+
+    communication = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING
+    )
+    strategy = keras_het.HeterogeneousStrategy(
+        aggregation=Summation(link_rates=rates[0], spare_link_rates=rates[1] or None),
+        communication_options=communication,
+    )
+    run = sums(strategy, bool(rates[1]))
+    vector = tf.fill([megabytes * 250_000], float(host + 1))
+    expected = strategy.num_workers * (strategy.num_workers + 1) / 2
+    for kind, function in run.items():
+        total = function(vector)
+        if float(tf.reduce_min(total)) != expected or float(tf.reduce_max(total)) != expected:
+            raise RuntimeError(f"The sum by {kind} is wrong: {total}.")
+    pipe.send("ready")
+    while True:
+        kind = pipe.recv()
+        start = time.perf_counter()
+        float(run[kind](vector)[0])
+        pipe.send(time.perf_counter() - start)
+
+
+def sums(strategy: Any, has_spare: bool) -> dict[str, Any]:
+    """One function for each kind."""
+    import tensorflow as tf
+
+    operations = strategy.extended._host_cross_device_ops
+    group = operations.summation
+
+    @tf.function
+    def by_ring(vector: Any) -> Any:
+        operations.summation = None
+        total = operations.sum_between_workers(vector)
+        operations.summation = group
+        return total
+
+    functions = {
+        "summation": tf.function(strategy.extended.sum_over_workers),
+        "ring": by_ring,
+        "servers": tf.function(lambda vector: group.sum([vector], workers_sum=False)[0]),
+    }
+    return {kind: functions[kind] for kind in KINDS if has_spare or kind != "servers"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Every machine sums what the plan gives it; all-reduce and parameter servers are special cases."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_het.strategy.summation import place_partitions
+
+rates = st.floats(0.1, 10.0)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 100_000),
+    st.lists(rates, min_size=2, max_size=6),
+    st.lists(rates, max_size=4),
+    st.integers(1, 5_000),
+)
+def test_machines_sum_what_is_planned(num_elements, workers, spare, largest):
+    place = place_partitions(num_elements, workers, spare, max(largest, num_elements // 200 + 1))
+    assert sum(place.sizes) == num_elements
+    assert min(place.sizes) >= 1
+    assert max(place.sizes) <= max(largest, num_elements // 200 + 1)
+    summed = [0] * (len(workers) + len(spare))
+    for size, owner in zip(place.sizes, place.owners, strict=True):
+        summed[owner] += size
+    assert tuple(summed) == place.plan.machine_bytes
+
+
+def test_all_machines_are_equally_far_at_any_place_of_the_vector():
+    place = place_partitions(100_000, [2, 2, 3, 2], [1, 1], 500)
+    done = dict.fromkeys(range(6), 0)
+    for position, (size, owner) in enumerate(zip(place.sizes, place.owners, strict=True)):
+        done[owner] += size
+        if position > len(done):
+            parts = [Fraction(done[m], place.plan.machine_bytes[m]) for m in done]
+            most = max(Fraction(1000, bytes_) for bytes_ in place.plan.machine_bytes if bytes_)
+            assert max(parts) - min(parts) <= most
+
+
+def test_without_spare_machines_the_links_carry_what_a_ring_all_reduce_does():
+    plan = place_partitions(40_000, [1.0] * 4, [], 500).plan
+    assert plan.machine_bytes == (10_000,) * 4
+    assert plan.link_bytes == (2 * 3 * 40_000 // 4,) * 4
+
+
+def test_with_as_many_spare_machines_as_workers_these_are_parameter_servers():
+    place = place_partitions(40_000, [1.0] * 4, [1.0] * 4, 500)
+    assert set(place.owners) == {4, 5, 6, 7}
+    assert place.plan.link_bytes == (40_000,) * 8
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_fewer_elements_than_machines(size):
+    place = place_partitions(size, [1.0] * 4, [1.0], 500)
+    assert sum(place.sizes) == size

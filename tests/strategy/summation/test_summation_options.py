@@ -1,0 +1,54 @@
+import pytest
+
+from keras_het.strategy.cluster_config import ClusterConfig
+from keras_het.strategy.summation import Summation, check_is_no_summation_machine, read_aggregation
+
+
+def test_what_aggregation_may_be():
+    assert read_aggregation("all_reduce") is None
+    assert read_aggregation("summation") == Summation()
+    options = Summation(partition_bytes=400)
+    assert read_aggregation(options) is options
+    with pytest.raises(ValueError, match="must be 'all_reduce', 'summation'"):
+        read_aggregation("tree")
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"link_rates": [1.0, 0.0]}, "positive and finite"),
+        ({"spare_link_rates": [float("inf")]}, "positive and finite"),
+        ({"partition_bytes": 3}, "at least 4"),
+        ({"partition_bytes": 4_096_004}, "4096000 at most"),
+        ({"partitions_in_flight": 0}, "at least 1"),
+        ({"timeout_seconds": 0.0}, "positive"),
+    ],
+)
+def test_wrong_settings(settings, match):
+    with pytest.raises(ValueError, match=match):
+        Summation(**settings)
+
+
+def test_rates_are_one_for_each_machine():
+    options = Summation(link_rates=[2.0, 4.0])
+    assert options.worker_rates(2) == (2.0, 4.0)
+    assert options.spare_rates(2) == (3.0, 3.0)
+    assert Summation().spare_rates(1) == (1.0,)
+    with pytest.raises(ValueError, match=r"one rate per worker\. Received: 2 rates"):
+        options.worker_rates(3)
+    with pytest.raises(ValueError, match="one rate per spare machine"):
+        Summation(spare_link_rates=[1.0]).spare_rates(2)
+
+
+def test_messages_are_neither_small_nor_larger_than_tensorflow_takes():
+    assert Summation().elements_per_message(1000, 4) == 65_536 // 4
+    assert Summation().elements_per_message(10**10, 4) == 4_096_000 // 4
+    assert Summation().elements_per_message(64 * 10**5, 4) == 10**5
+    assert Summation(partition_bytes=16).elements_per_message(10**9, 4) == 4
+
+
+def test_a_summation_machine_does_not_train():
+    config = ClusterConfig(None, ("a:1", "b:1"), None, "summation", 0, summation_machines=("s:1",))
+    with pytest.raises(RuntimeError, match="sums gradients of the workers and does not train"):
+        check_is_no_summation_machine(config)
+    check_is_no_summation_machine(None)
