@@ -1,0 +1,152 @@
+"""Gradients summed by all machines give the weights of one device; a lost machine is named."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_workers import cluster_environments
+from runs import Runs
+
+SECRET = {"KERAS_HET_SERVICE_SECRET": "of these tests, not secret"}
+# Of float32 values: small enough that every machine gets several partitions.
+SETTINGS = {"partition_bytes": 16, "partitions_in_flight": 2}
+CHECKS = (
+    "shares_and_partial_batch",
+    "zero_share",
+    "batch_normalization",
+    "sample_weights_and_masks",
+    "shares_change_within_the_epoch",
+    "loss_scale_optimizer",
+    "gradient_accumulation_and_clipping",
+    "custom_training_loop",
+)
+LONGEST_SECONDS = 40.0
+FOR_EVER = 10_000_000
+pytestmark = pytest.mark.timeout(600)
+
+
+class SummationRuns(Runs):
+    """Workers and spare machines, and one device."""
+
+    def __init__(
+        self, start: Any, folder: Path, num_workers: int, num_spare: int, devices: str, **more: Any
+    ) -> None:
+        self._folder = folder
+        self._num_workers = num_workers
+        self.single = start(
+            "program_exactness.py", None, [folder, "exactness_checks", "0", *CHECKS]
+        )
+        jobs = {"worker": num_workers, "summation": num_spare}
+        jobs = {job: count for job, count in jobs.items() if count}
+        settings = json.dumps({**SETTINGS, **more})
+        self.workers = start(
+            "program_summation.py",
+            None,
+            [folder, "exactness_checks", devices, settings, *CHECKS],
+            environments=cluster_environments(jobs, SECRET),
+        )
+        self.single.wait()
+        self.results = [self.workers.wait_for(index) for index in range(num_workers)]
+
+    def num_partitions(self) -> list[int]:
+        """Partitions that each machine has summed, as the first worker says."""
+        lines = [line for line in self.results[0].output.splitlines() if "partitions" in line]
+        assert lines, self.workers.tails()
+        return json.loads(lines[-1].split(maxsplit=1)[1])
+
+
+@pytest.fixture(scope="module")
+def with_a_spare_machine(start_for_session: Any, tmp_path_factory: Any) -> SummationRuns:
+    """Three workers on unequal links, and one spare machine."""
+    folder = tmp_path_factory.mktemp("with_a_spare_machine")
+    rates = {"link_rates": [1.2, 1.0, 1.1], "spare_link_rates": [0.9]}
+    return SummationRuns(start_for_session, folder, 3, 1, "1,1,1", **rates)
+
+
+@pytest.fixture(scope="module")
+def without_spare_machines(start_for_session: Any, tmp_path_factory: Any) -> SummationRuns:
+    """Three workers, which sum everything themselves."""
+    folder = tmp_path_factory.mktemp("without_spare_machines")
+    return SummationRuns(start_for_session, folder, 3, 0, "1,1,1")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("cluster", ["with_a_spare_machine", "without_spare_machines"])
+def test_equals_one_device(cluster: str, check: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(cluster).assert_as_one_device(check)
+
+
+@pytest.mark.parametrize("cluster", ["with_a_spare_machine", "without_spare_machines"])
+def test_every_machine_sums(cluster: str, request: pytest.FixtureRequest) -> None:
+    runs = request.getfixturevalue(cluster)
+    assert min(runs.num_partitions()) > len(CHECKS)
+    assert all(result.exit_code == 0 for result in runs.results), runs.workers.tails()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_summation_machine_is_named(start_workers: Any, number: int) -> None:
+    workers = _start_training(start_workers, {"worker": 2, "summation": 2})
+    since = time.monotonic()
+    workers.send_signal(3, number)
+    _assert_named(workers, [0, 1], "summation 1", since)
+
+
+def test_a_lost_worker_is_named(start_workers: Any) -> None:
+    workers = _start_training(start_workers, {"worker": 3, "summation": 1})
+    since = time.monotonic()
+    workers.send_signal(2)
+    _assert_named(workers, [0, 1], "worker 2", since)
+
+
+def test_a_spare_machine_serves_the_next_run(start_workers: Any) -> None:
+    """Workers that were killed are started again; the machine has forgotten their last step."""
+    environments = cluster_environments({"worker": 2, "summation": 1}, SECRET)
+    machine = start_workers(
+        "program_summation_fit.py", None, [FOR_EVER], environments=environments[2:]
+    )
+    machine.wait_for_output(0, "is ready")
+    for _ in range(2):
+        workers = start_workers(
+            "program_summation_fit.py", None, [FOR_EVER], environments=environments[:2]
+        )
+        for index in range(2):
+            workers.wait_for_output(index, "training")
+        workers.close()
+
+
+def test_without_a_secret_nothing_starts(start_workers: Any) -> None:
+    for result in start_workers("program_summation_fit.py", {"worker": 2}, [20]).wait():
+        assert result.exit_code == 1
+        assert "needs one shared secret" in result.output
+
+
+def test_another_secret_is_refused(start_workers: Any) -> None:
+    environments = cluster_environments({"worker": 2}, SECRET)
+    environments[1]["KERAS_HET_SERVICE_SECRET"] = "another one, 16 bytes"
+    workers = start_workers("program_summation_fit.py", None, [20], environments=environments)
+    # whoever asks first is refused; the other one may notice the loss before its own refusal
+    outputs = [result.output for result in workers.wait()]
+    assert any("refused this worker: its shared secret" in output for output in outputs)
+
+
+def _start_training(start_workers: Any, jobs: dict[str, int]) -> Any:
+    environments = cluster_environments(jobs, SECRET)
+    workers = start_workers("program_summation_fit.py", None, [FOR_EVER], environments=environments)
+    for index in range(jobs["worker"]):
+        workers.wait_for_output(index, "training")
+    return workers
+
+
+def _assert_named(workers: Any, survivors: list[int], name: str, since: float) -> None:
+    for index in survivors:
+        workers.wait_for_output(index, "WorkerLostError: Lost ")
+        seconds = time.monotonic() - since
+        result = workers.wait_for(index, timeout=60)
+        assert result.exit_code == 1, result.output
+        assert f"WorkerLostError: Lost {name} (127.0.0.1:" in result.output
+        assert seconds < LONGEST_SECONDS
