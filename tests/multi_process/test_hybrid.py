@@ -45,7 +45,7 @@ def environments(
 def run(
     start: Any, folder: Path, jobs: dict[str, int], fast: float = 0.001, **options: Any
 ) -> dict[str, Any]:
-    options = {"epochs": EPOCHS, "timeout_seconds": 10, **options}
+    options = {"epochs": EPOCHS, "timeout_seconds": 60, **options}
     workers = start(
         "program_hybrid.py",
         arguments=[folder, json.dumps(options)],
