@@ -33,7 +33,7 @@ RULES = {
     "async_measgd": "async_measgd",
     "hogwild_easgd": "hogwild_easgd",
 }
-MODES = ("even split", "slow one left out", "hybrid")
+MODES = ("even split", "left out", "hybrid")
 
 
 def train(directory: Path, mode: str, rule: str, seed: int) -> None:
@@ -93,7 +93,7 @@ def compare(rule: str, seeds: int) -> None:
     console.print(f"EMULATED devices of speed {':'.join(f'{s:g}' for s in SPEEDS)}, rule {rule}")
     table = Table("mode", "s an epoch", "samples/s", "samples: group, slow one", "test accuracy")
     for mode in MODES:
-        speeds = SPEEDS[:2] if mode == "slow one left out" else SPEEDS
+        speeds = SPEEDS[:2] if mode == "left out" else SPEEDS
         rows = []
         for seed in range(seeds):
             arguments = ["--worker", "--mode", mode, "--rule", rule, "--seed", str(seed)]

@@ -99,6 +99,7 @@ class HybridAggregation(keras.callbacks.Callback):
         self._participant: Participant | None = None
         self._user_optimizer: Any = None
         self._last_batch = -1
+        self._starts = False
 
     @property
     def participant(self) -> Participant | None:
@@ -124,6 +125,7 @@ class HybridAggregation(keras.callbacks.Callback):
         self._participant = kind(self.model, strategy, self._options)
         if self._options.rule.uses_gradients:
             self._send_gradients(strategy)
+        self._starts = True
         data = self._participant.data
         strategy.take_claimed_batches(data, self._claims)
         data.cut_anew()
@@ -133,6 +135,9 @@ class HybridAggregation(keras.callbacks.Callback):
         """Opens the service, or connects to it; gives the worker its own weights back."""
         if self._participant is None:
             return
+        if self._starts:
+            self._starts = False
+            self._forget_gradients()
         self._participant.hide_center()
         self._participant.start_epoch(epoch)
         self._last_batch = -1
@@ -174,6 +179,14 @@ class HybridAggregation(keras.callbacks.Callback):
             self.model.optimizer, self._user_optimizer = self._user_optimizer, None
             self.model.make_train_function(force=True)
         self._participant = None
+
+    def _forget_gradients(self) -> None:
+        """Starts to accumulate anew: a backup may have brought back half a gradient."""
+        if self._user_optimizer is None:
+            return
+        for variable in self.model.optimizer.variables:
+            if not variable.path.endswith("learning_rate"):
+                variable.assign(keras.ops.zeros_like(variable))
 
     def _claims(self) -> Any:
         return self._participant.claims() if self._participant is not None else None
