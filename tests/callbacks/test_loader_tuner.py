@@ -9,7 +9,7 @@ import logging
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 
 import keras
 import numpy as np
@@ -115,8 +115,11 @@ def done(tuner):
 
 
 def slow(seconds, size=12):
+    """Rows from emulated storage that takes a while for each."""
+    storage = threading.Event()
+
     def wait(row):
-        time.sleep(seconds)
+        storage.wait(seconds)
         return row
 
     def load(row):

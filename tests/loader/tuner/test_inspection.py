@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import time
+import threading
 
 import pytest
 import tensorflow as tf
@@ -16,8 +16,11 @@ needs_model = pytest.mark.skipif(not SHOWS_MODEL, reason="TensorFlow 2.16 shows 
 
 
 def waiting(seconds):
+    """A map that waits for emulated storage."""
+    storage = threading.Event()
+
     def call(value):
-        time.sleep(seconds)
+        storage.wait(seconds)
         return value
 
     def function(value):

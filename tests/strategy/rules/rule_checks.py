@@ -1,5 +1,6 @@
 """Follows a rule on both sides, push by push, beside the equations in float64 numpy."""
 
+import abc
 import dataclasses
 import threading
 
@@ -136,15 +137,16 @@ class Follower:
     expected_answer: np.ndarray | None = None
 
 
-class Equations:
+class Equations(abc.ABC):
     """What a paper says of one push; the worker's side is that of gradient rules."""
 
     def __init__(self, start):
         self.c = np.float64(start)
         self.version = 0
 
+    @abc.abstractmethod
     def update(self, i, change, samples, staleness):
-        raise NotImplementedError
+        """What the center becomes, and the answer."""
 
     def message(self, x, seen):
         return seen - x
