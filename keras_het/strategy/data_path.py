@@ -26,6 +26,7 @@ class DataPath:
         self._latest: weakref.ref[Any] | None = None
         self.latest_shares: tuple[int, ...] = ()
         self.samples_delivered = 0
+        self.own_samples_delivered = 0
         # Where async workers take a part of each epoch: who takes which batches of a new pass, and
         # of which data set.
         self.claims_source: Callable[[], Any] | None = None
@@ -110,6 +111,12 @@ class DataPath:
         if self.claims_source is None and is_new_pass and strategy.num_workers > 1:
             agreement.check_same_order(strategy.extended, dataset.fingerprint or 0)
 
+    @property
+    def own_replicas(self) -> slice:
+        """This worker's places among the shares of all replicas."""
+        local = self._get_strategy().layout.local_replicas
+        return slice(local.start, local.stop)
+
     def _get_strategy(self) -> Any:
         strategy = self._strategy()
         if strategy is None:
@@ -136,6 +143,7 @@ class _Wrapper:
     def __call__(self, local_batches: list[Any], sizes: np.ndarray) -> Any:
         self._data_path.latest_shares = tuple(sizes.tolist())
         self._data_path.samples_delivered += int(sizes.sum())
+        self._data_path.own_samples_delivered += int(sizes[self._data_path.own_replicas].sum())
         dataset = self._dataset() if self._dataset is not None else None
         if dataset is not None:
             passes = dataset.passes_started

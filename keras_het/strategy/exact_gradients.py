@@ -129,9 +129,18 @@ class PendingUpdate:
             step.global_gradient_square = _plus(step.global_gradient_square, square)
         step.gradients_are_reduced = True
         try:
+            if step.may_have_no_samples:
+                return self._apply_if_there_are_samples(step, reduced)
             return self.apply(self._with_none(reduced))
         finally:
             step.gradients_are_reduced = False
+
+    def _apply_if_there_are_samples(self, step: ExactStep, reduced: Sequence[Any]) -> None:
+        def apply() -> Any:
+            self.apply(self._with_none(reduced))
+            return tf.constant(0)
+
+        tf.cond(step.total > 0, apply, lambda: tf.constant(0))
 
     def _with_none(self, present: Sequence[Any]) -> list[Any]:
         values = iter(present)

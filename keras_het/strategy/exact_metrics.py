@@ -140,15 +140,14 @@ def cluster_logs(
 
 def _contributions(step: ExactStep, record: _Recorded) -> list[Any]:
     """Returns what this replica adds to the sum of the metric's state."""
-    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
     contributions = []
     for variable, value in zip(record.metric.variables, record.state, strict=True):
         before = step.metric_state_before.get(id(variable))
         if before is not None:
             value = tf.where(step.samples > 0, value, before)
         if variable.aggregation == "mean":
-            value = value / tf.cast(num_replicas, value.dtype)
-        elif variable.aggregation != "sum" and step.replica_id != 0:
+            value = value / tf.cast(step.num_replicas, value.dtype)
+        elif variable.aggregation != "sum" and not step.is_first_replica:
             value = tf.zeros_like(value)
         contributions.append(value)
     return contributions

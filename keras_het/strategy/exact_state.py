@@ -44,6 +44,15 @@ def changed_state(step: ExactStep, non_trainable_variables: Sequence[Any]) -> li
     ]
 
 
+def values_of_float_state(variables: Sequence[Any]) -> dict[int, Any]:
+    """Returns what float variables hold before the step, by the variable's id."""
+    return {
+        id(variable): tf.identity(tf.convert_to_tensor(variable.value))
+        for variable in variables
+        if tf.as_dtype(variable.value.dtype).is_floating
+    }
+
+
 def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook for synchronised moments: one collective instead of three, and a weighted gradient."""
 

@@ -43,6 +43,12 @@ class ExactStep:
         self.total = total
         # float64, so that a float64 model loses nothing; cast to each value's own type
         samples, total = tf.cast(samples, tf.float64), tf.cast(total, tf.float64)
+        # The replicas that this one is reduced with; other than all, in local training.
+        self.num_replicas = 1
+        self.is_first_replica = replica_id == 0
+        # A worker that trains locally may have no samples at all: it takes no step then.
+        self.may_have_no_samples = False
+        self.state_before: dict[int, Any] = {}
         self.weight = tf.math.divide_no_nan(samples, total)
         self.inverse_weight = tf.math.divide_no_nan(total, samples)
         # Shares of all replicas, int64 of shape [num_replicas], where the batch brings them.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,24 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         """
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations.summation = group
+
+    @contextlib.contextmanager
+    def reductions_within_worker(self) -> Iterator[None]:
+        """Keeps the reductions of graphs that are traced meanwhile among this worker's replicas.
+
+        `sum_over_workers` and `gather_over_workers` go between workers all the same.
+        """
+        operations = self._cross_device_ops
+        operations.stays_within_worker = True
+        try:
+            yield
+        finally:
+            operations.stays_within_worker = False
+
+    @property
+    def reduces_within_worker(self) -> bool:
+        """Whether reductions stay within this worker now."""
+        return bool(self._cross_device_ops.stays_within_worker)
 
     @property
     def summation(self) -> SummationGroup | None:

@@ -296,6 +296,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._data_path.samples_delivered
 
     @property
+    def own_samples_delivered(self) -> int:
+        """Samples of all batches so far, over this worker's replicas."""
+        return self._data_path.own_samples_delivered
+
+    @property
     def iterated_data(self) -> Any:
         """The distributed data set that gave the latest step, None before the first step.
 
@@ -375,6 +380,15 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if kind == "predict":
             return run_predict_step(self, run, fn, args[0])
         return run_train_or_test_step(self, run, fn, args[0])
+
+    def name_lost_workers(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a function that runs collectives say which worker was lost.
+
+        Args:
+            function: what all workers call.
+        """
+        watch = self._peer_watch
+        return function if watch is None else name_lost_workers(watch, function)
 
     def _name_lost_workers(self, model: Any, attribute: str) -> None:
         """Makes `fit` say which worker was lost, from its second step on.

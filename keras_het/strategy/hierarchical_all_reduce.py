@@ -48,6 +48,8 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         self._num_replicas = num_replicas
         # Sums float32 values in place of the collective, where the user wants that.
         self.summation: SummationGroup | None = None
+        # Graphs that are traced meanwhile reduce among this worker's devices only.
+        self.stays_within_worker = False
 
     def _all_reduce_per_replica_values(
         self, reduce_op: Any, per_replica_values: Sequence[Any], options: Any
@@ -59,12 +61,16 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
 
     def _all_reduce(self, reduce_op: Any, value: Any, replica_id: Any, options: Any) -> Any:
         flat = list(tf.nest.flatten(value))
-        if self._group_size > 1:
+        if self._group_size > 1 and not self.stays_within_worker:
             flat = self._all_reduce_by_type(flat, replica_id, options)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             with tf.device(self._local_devices[0]):
-                flat = [_divide(item, self._num_replicas) for item in flat]
+                flat = [_divide(item, self._num_reduced) for item in flat]
         return tf.nest.pack_sequence_as(value, flat)
+
+    @property
+    def _num_reduced(self) -> int:
+        return len(self._local_devices) if self.stays_within_worker else self._num_replicas
 
     def _all_reduce_by_type(self, flat: list[Any], replica_id: Any, options: Any) -> list[Any]:
         """Sums over the workers; one packed collective per element type."""
@@ -108,7 +114,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             axis: dimension to concatenate along.
             options: communication options that override the strategy's.
         """
-        if self._group_size == 1:
+        if self._group_size == 1 or self.stays_within_worker:
             return value
         options = self._options if options is None else self._options.merge(options)
         if not tf.executing_eagerly():

@@ -15,7 +15,7 @@ from keras_het.strategy.exact_metrics import (
     recorded_results,
     unchanged_without_samples,
 )
-from keras_het.strategy.exact_state import changed_state
+from keras_het.strategy.exact_state import changed_state, values_of_float_state
 from keras_het.strategy.exact_step import ExactStep
 from keras_het.strategy.keras_hooks import keras_hooks
 from keras_het.strategy.step_clock import StepClock
@@ -38,9 +38,13 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
     """
     model = function.__self__
     metrics = list(model.metrics)
+    if strategy.extended.reduces_within_worker:
+        _check_is_not_measured(strategy)
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
-        step = _make_step(replica_data, sizes)
+        step = _make_step(strategy, replica_data, sizes)
+        if step.may_have_no_samples:
+            step.state_before = values_of_float_state(model.non_trainable_variables)
         step.seed_stream += strategy.first_seed_stream
         step.may_defer_update = private_api.is_stock_train_step(function)
         is_measuring = strategy.compute_times.is_measuring
@@ -70,7 +74,7 @@ def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
     """
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
-        step = _make_step(replica_data, sizes)
+        step = _make_step(strategy, replica_data, sizes)
         replica_data = _start_clock(strategy, step, replica_data)
         outputs = drop_row_of_zeros(step, function(at_least_one_row(step, replica_data)))
         flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
@@ -109,18 +113,34 @@ def _gather_over_workers(strategy: Any, value: Any) -> Any:
     return strategy.extended.gather_rows_over_workers(value)
 
 
-def _make_step(replica_data: Any, sizes: Any) -> ExactStep:
+def _check_is_not_measured(strategy: Any) -> None:
+    if strategy.compute_times.is_measuring:
+        raise ValueError(
+            "Compute times travel in the collective of each step, which local training does not "
+            "have. Received: LocalTraining together with BatchBalancer, or after it under the same "
+            "strategy. Leave BatchBalancer out, set shares by hand (strategy.set_shares), and use "
+            "a strategy of its own."
+        )
+
+
+def _make_step(strategy: Any, replica_data: Any, sizes: Any) -> ExactStep:
     context = tf.distribute.get_replica_context()
     replica_id = context.replica_id_in_sync_group
     if tf.is_tensor(replica_id):
         replica_id = int(tf.get_static_value(replica_id))
+    is_local = strategy.extended.reduces_within_worker
+    group = strategy.layout.local_replicas if is_local else range(strategy.layout.num_replicas)
     if sizes is not None:
-        step = ExactStep(replica_id, sizes[replica_id], tf.reduce_sum(sizes))
+        total = tf.reduce_sum(sizes[group.start : group.stop])
+        step = ExactStep(replica_id, sizes[replica_id], total)
         step.sizes = sizes
-        return step
-    samples = _num_rows(replica_data)
-    total = context.all_reduce(tf.distribute.ReduceOp.SUM, samples)
-    return ExactStep(replica_id, samples, total)
+    else:
+        samples = _num_rows(replica_data)
+        total = context.all_reduce(tf.distribute.ReduceOp.SUM, samples)
+        step = ExactStep(replica_id, samples, total)
+    step.num_replicas, step.is_first_replica = len(group), replica_id == group.start
+    step.may_have_no_samples = is_local
+    return step
 
 
 def _num_rows(data: Any) -> Any:
@@ -166,6 +186,8 @@ def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
     if step.pending_update is not None:
         step.pending_update.finish(step, gradients)
     for variable, value in zip(changed, combined, strict=True):
+        if step.may_have_no_samples:
+            value = tf.where(step.total > 0, value, step.state_before[id(variable)])
         variable.assign(value)
     if times and step.replica_id == strategy.layout.local_replicas.start:
         strategy.compute_times.record(step.sizes, times[0], step.global_gradient_square)

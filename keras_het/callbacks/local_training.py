@@ -1,0 +1,185 @@
+"""Workers that train on their own and exchange now and then, all at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.strategy.local_training import (
+    LocalSteps,
+    PeriodicExchange,
+    adopt_variables_of_the_chief,
+)
+from keras_het.strategy.rules import SynchronousRule, get
+
+
+class LocalTraining(keras.callbacks.Callback):
+    r"""Local steps without a collective between workers, and an exchange every few steps.
+
+    Each worker trains on its own share of each global batch, with its own optimizer. Its replicas
+    are reduced exactly, as without this callback: with :math:`b_r` samples of replica r,
+    :math:`g_i = \sum_{r \in i} b_r g_r / \sum_{r \in i} b_r`. Every `period` steps of the rule all
+    workers sum one packed vector and combine it with the *center* weights; of "diloco",
+
+    .. math:: D = \frac{\sum_i n_i (c - x_i)}{\sum_i n_i}, \qquad u \leftarrow \mu u + D, \qquad
+              c \leftarrow c - \eta (D + \mu u), \qquad x_i \leftarrow c.
+
+    With an `overlap` of the rule, the sum travels while the next steps are computed. Everybody
+    waits at an exchange for the slowest: give workers shares by their speed.
+
+    `evaluate`, `save` and callbacks after this one in the list see the center, at the end of an
+    epoch and of training; it is that of the last exchange, so let `period` divide the steps of an
+    epoch. Steps that training ends with are exchanged. Logs of an epoch are those of all workers,
+    those of a step each worker's own. `docs/local_training.md` has the rest.
+
+    Args:
+        rule: name, dict or instance of a `keras_het.strategy.rules.SynchronousRule`: "sync_easgd",
+            "diloco", "streaming_diloco". The period and overlap are the rule's.
+
+    Raises:
+        ValueError: for a rule that is not synchronous, a single worker, a cluster with async
+            workers, or together with `BatchBalancer`.
+
+    Reference:
+        You, Buluc and Demmel, SC 2017 (Sync EASGD); Douillard et al., 2023 and 2025 (DiLoCo and
+        Streaming DiLoCo).
+    """
+
+    def __init__(self, rule: str | dict[str, Any] | SynchronousRule = "diloco") -> None:
+        super().__init__()
+        self._rule = rule
+        _synchronous(rule, num_workers=2)
+        self._exchange: PeriodicExchange | None = None
+        self._steps: LocalSteps | None = None
+        self._last_batch = -1
+        self._samples_before = self._samples_of_epoch = 0
+
+    @property
+    def exchange(self) -> PeriodicExchange | None:
+        """This worker's side of the exchanges, None before the first epoch and after training."""
+        return self._exchange
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Makes the training steps local; exchanges start with the first epoch."""
+        strategy = heterogeneous_strategy(self.model, self)
+        _check_cluster(strategy)
+        rule = _synchronous(self._rule, strategy.num_workers)
+        _check_num_workers(rule, strategy.num_workers)
+        rule.check_optimizer(self.model.optimizer)
+        self._rule_of_training = rule
+        self._exchange = None
+        self._steps = LocalSteps(self.model, strategy)
+        self._steps.enter()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Gives the worker its own weights back."""
+        strategy = heterogeneous_strategy(self.model, self)
+        if self._exchange is None:
+            self._start(strategy)
+        if self._exchange is not None:
+            self._exchange.hide_center()
+        self._last_batch, self._samples_of_epoch = -1, 0
+        self._samples_before = strategy.own_samples_delivered
+
+    def _start(self, strategy: Any) -> None:
+        """Starts from the weights that a backup may have brought back meanwhile."""
+        self._exchange = PeriodicExchange(self.model, strategy, self._rule_of_training)
+        if strategy.restored_service_state is not None:
+            self._exchange.restore(strategy.restored_service_state)
+            strategy.restored_service_state = None
+        strategy.service_state = self._exchange.saved
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Tells the train function that this training's step comes now."""
+        if self._steps is not None:
+            self._steps.expect_step()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Exchanges if it is time."""
+        if self._exchange is None or self._steps is None:
+            return
+        self._steps.check_step()
+        steps, self._last_batch = batch - self._last_batch, batch
+        delivered = heterogeneous_strategy(self.model, self).own_samples_delivered
+        samples, self._samples_before = delivered - self._samples_before, delivered
+        self._samples_of_epoch += samples
+        self._exchange.steps_done(steps, samples)
+        if batch + 1 == self.params.get("steps"):
+            # Keras reads the metrics of all workers next: one collective after the other
+            self._exchange.wait()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Shows the center."""
+        if self._exchange is not None:
+            self._exchange.show_center()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Shows the center, and the logs of all workers, to the callbacks that follow."""
+        if self._exchange is None:
+            return
+        self._exchange.show_center()
+        _combine_logs(heterogeneous_strategy(self.model, self), logs, self._samples_of_epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leaves the same model on all workers: the center, and the chief's optimizer state."""
+        strategy = heterogeneous_strategy(self.model, self)
+        if self._exchange is not None:
+            self._exchange.end()
+            adopt_variables_of_the_chief(self.model, strategy)
+        if self._steps is not None:
+            self._steps.leave()
+        strategy.service_state = None
+        self._exchange = self._steps = None
+
+
+def _combine_logs(strategy: Any, logs: Any, samples: int) -> None:
+    """Makes logs the mean over the workers' samples, where they are not the same anyway.
+
+    Metrics are: Keras reads their sums over all replicas. What a train step of one's own has logged
+    is each worker's own.
+    """
+    names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
+    own = np.array([[float(logs[name]) for name in names] + [samples]], np.float64)
+    rows = strategy.extended.gather_over_workers(own)
+    if len(np.unique(rows[:, :-1], axis=0)) == 1:
+        return
+    for name, value in zip(names, np.average(rows, axis=0, weights=rows[:, -1]), strict=False):
+        logs[name] = float(value)
+
+
+def _synchronous(rule: Any, num_workers: int) -> SynchronousRule:
+    found = get(rule, num_workers=num_workers)
+    if not isinstance(found, SynchronousRule):
+        raise ValueError(
+            "LocalTraining needs a rule by which all workers exchange at once. Received: "
+            f"{found.name!r}. Use one of diloco, streaming_diloco and sync_easgd here, and "
+            "keras_het.callbacks.HybridAggregation with workers of the job `async` for the others."
+        )
+    return found
+
+
+def _check_cluster(strategy: Any) -> None:
+    if strategy.num_async_workers:
+        raise ValueError(
+            "Workers of the job `async` exchange with a parameter service, not with each other. "
+            f"Received: a cluster with {strategy.num_async_workers} of them. Use "
+            "keras_het.callbacks.HybridAggregation, or start all as `worker`."
+        )
+    if strategy.num_workers < 2:
+        raise ValueError(
+            "Local training is that of several workers (processes). Received: a cluster of one, "
+            "which has nobody to exchange with. Start more (`keras-het run --workers 2 ...`), or "
+            "leave LocalTraining out."
+        )
+
+
+def _check_num_workers(rule: SynchronousRule, num_workers: int) -> None:
+    own = getattr(rule, "num_workers", num_workers)
+    if own != num_workers:
+        raise ValueError(
+            f"The rule {rule.name} is made for another number of workers. Received: num_workers="
+            f"{own}; the cluster has {num_workers}. Give the rule's name, or that number."
+        )

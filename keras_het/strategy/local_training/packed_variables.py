@@ -1,0 +1,57 @@
+"""Several variables as one vector in host memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class PackedVariables:
+    """Reads and writes Keras variables as one vector, whatever the number of local replicas.
+
+    Args:
+        variables: Keras variables; none makes a vector of length 0.
+        strategy: the strategy under which they were made.
+        dtype: element type of the vector.
+    """
+
+    def __init__(
+        self, variables: Sequence[Any], strategy: Any, dtype: tf.DType = tf.float32
+    ) -> None:
+        self._dtype = dtype
+        self._variables = list(variables)
+        self._strategy = strategy
+        self._sizes = [math.prod(variable.shape) for variable in variables]
+        self.size = sum(self._sizes)
+        self._read = tf.function(self._pack, autograph=False)
+        self._write = tf.function(self._unpack, autograph=False)
+
+    def read(self) -> Any:
+        """The values, of shape [size]."""
+        return self._read() if self._variables else tf.zeros([0], self._dtype)
+
+    def write(self, vector: Any) -> None:
+        """Sets the values on every local replica.
+
+        Args:
+            vector: of shape [size].
+        """
+        if self._variables:
+            with self._strategy.scope():
+                self._write(vector)
+
+    def _pack(self) -> Any:
+        with tf.device("CPU:0"):
+            values = [self._local_value(variable) for variable in self._variables]
+            return tf.concat([tf.reshape(tf.cast(v, self._dtype), [-1]) for v in values], axis=0)
+
+    def _local_value(self, variable: Any) -> Any:
+        return tf.identity(self._strategy.experimental_local_results(variable.value)[0])
+
+    def _unpack(self, vector: Any) -> None:
+        parts = tf.split(vector, self._sizes)
+        for variable, part in zip(self._variables, parts, strict=True):
+            variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))

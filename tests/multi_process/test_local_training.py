@@ -1,0 +1,314 @@
+"""Workers that train on their own and exchange by a synchronous rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_training_reference import Simulation
+from recording import arrays
+
+import keras_het
+from keras_het.callbacks import LocalTraining
+
+SAMPLES, BATCH, STEPS = 44, 8, 6
+EPOCHS = 2
+
+
+def rule(name: str, **config: Any) -> dict[str, Any]:
+    return {"class_name": name, "config": config}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "diloco": {"rule": rule("diloco", period=3), "waits": 2, "trains_again": True},
+    # exchanges at 5 and 10, and one more at the end
+    "unequal shares": {
+        "rule": rule("diloco", period=5),
+        "shares": [3, 1],
+        "momentum": 0.9,
+        "rate": 0.03,
+        "trains_again": True,
+    },
+    "sync_easgd": {"rule": rule("sync_easgd", num_workers=2, period=2), "shares": [2, 1]},
+    "sync_easgd overlapped": {
+        "rule": rule("sync_easgd", num_workers=2, period=2, overlap=1, alpha=0.3),
+        "momentum": 0.9,
+        "rate": 0.03,
+    },
+    "diloco overlapped": {"rule": rule("diloco", period=4, overlap=2), "shares": [1, 2]},
+    "streaming_diloco": {
+        "rule": rule("streaming_diloco", period=4, num_fragments=2, overlap=1),
+        "shares": [2, 1],
+    },
+    "streaming_diloco at once": {
+        "rule": rule("streaming_diloco", period=3, num_fragments=3, overlap=0, mixing=0.25),
+    },
+    "moving statistics": {
+        "rule": rule("diloco", period=3),
+        "normalized": True,
+        "shares": [2, 1],
+    },
+    "moving statistics overlapped": {
+        "rule": rule("sync_easgd", num_workers=2, period=3, overlap=1),
+        "normalized": True,
+        "shares": [2, 1],
+    },
+    # the second worker has none of the 4 samples of the last batch
+    "no samples": {"rule": rule("diloco", period=6), "shares": [7, 1], "normalized": True},
+}
+# The last ones switch on the measurement of compute times.
+MISTAKES: dict[str, dict[str, Any]] = {
+    "interrupted": {"rule": rule("diloco", period=5), "stop_at": 3, "trains_again": True},
+    "balancer after": {"rule": rule("diloco", period=3), "balancer": "after"},
+    "balancer before": {"rule": rule("diloco", period=3), "balancer": "before"},
+    "number of workers": {"rule": rule("sync_easgd", num_workers=3)},
+}
+
+
+def start(start_workers: Any, folder: Path, cases: dict[str, Any], devices: str = "1,1") -> Any:
+    workers = start_workers(
+        "program_local_training.py", {"worker": 2}, [folder, json.dumps(cases), devices]
+    )
+    for worker in workers.wait():
+        assert worker.exit_code == 0, worker.output
+    return {name: load(folder, name) for name in cases}
+
+
+def load(folder: Path, name: str) -> list[dict[str, np.ndarray]]:
+    results = []
+    for index in range(2):
+        with np.load(folder / f"{name}-{index}.npz") as stored:
+            results.append(dict(stored))
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(start_for_session: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = start(start_for_session, tmp_path_factory.mktemp("local"), {**CASES, **MISTAKES})
+    return dict(found)
+
+
+def listed(result: dict[str, np.ndarray], name: str) -> list[np.ndarray]:
+    """The arrays that were kept under a name, in order."""
+    found = [key for key in result if key.startswith(f"{name}/")]
+    return [result[f"{name}/{position}"] for position in range(len(found))]
+
+
+def simulated(case: dict[str, Any], result: dict[str, np.ndarray], shares: Any = None) -> Any:
+    x, y = arrays(SAMPLES)
+    # Keras lists weights layer by layer; moving statistics come first here
+    begin = [weight.astype(np.float64) for weight in listed(result, "start")]
+    worker_shares = tuple(shares or case.get("shares", (1, 1)))
+    simulation = Simulation(
+        case, begin, x.astype(np.float64), y.astype(np.float64), BATCH, worker_shares
+    )
+    simulation.run(case.get("epochs", EPOCHS))
+    return simulation
+
+
+def assert_close(ours: Any, theirs: Any, what: str) -> None:
+    for position, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+        np.testing.assert_allclose(
+            own, other, rtol=2e-4, atol=5e-6, err_msg=f"{what}, array {position}"
+        )
+
+
+def by_variable(simulation: Any, centers: Any) -> list[np.ndarray]:
+    """The centers of the fragments as the model's variables."""
+    weights: list[Any] = [None] * 4
+    for group, center in zip(simulation.groups, centers, strict=True):
+        place = 0
+        for variable in group:
+            like = simulation.start[-4:][variable]
+            weights[variable] = center[place : place + like.size].reshape(like.shape)
+            place += like.size
+    return weights
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_is_that_of_the_equations(results: dict[str, Any], name: str) -> None:
+    case, workers = CASES[name], results[name]
+    simulation = simulated(case, workers[0])
+    assert len(simulation.history) == EPOCHS * STEPS
+    for step, (weights, centers) in enumerate(simulation.history, start=1):
+        for index, worker in enumerate(workers):
+            what = f"worker {index} after step {step}"
+            assert_close(listed(worker, f"step_{step}"), weights[index], what)
+            assert_close(listed(worker, f"center_{step}"), centers, f"center, {what}")
+    for epoch, (centers, moving) in enumerate(simulation.epochs):
+        shown = [*moving, *by_variable(simulation, centers)]
+        assert_close(listed(workers[0], f"epoch_{epoch}"), shown, f"center of epoch {epoch}")
+    final = [*simulation.moving_mean, *by_variable(simulation, simulation.final)]
+    assert_close(listed(workers[1], "end"), final, "the end")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_workers_have_the_same_bits_of_the_center(results: dict[str, Any], name: str) -> None:
+    one, two = results[name]
+    equal = [
+        key
+        for key in one
+        if key.startswith(("start/", "center_", "epoch_", "end/", "log_", "history/"))
+        or key in ("evaluate", "exchanges", "again")
+    ]
+    assert len(equal) > 30
+    for key in equal:
+        np.testing.assert_array_equal(one[key], two[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["diloco", "moving statistics"])
+def test_weights_are_the_center_right_after_an_exchange(results: dict[str, Any], name: str) -> None:
+    one, two = results[name]
+    period = CASES[name]["rule"]["config"]["period"]
+    for step in range(1, EPOCHS * STEPS + 1):
+        pairs = list(zip(listed(one, f"step_{step}"), listed(two, f"step_{step}"), strict=True))
+        same = all(np.array_equal(first, second) for first, second in pairs)
+        assert same == (step % period == 0), step
+
+
+def test_logs_of_an_epoch_are_those_of_all_samples(results: dict[str, Any]) -> None:
+    for name in ("diloco", "unequal shares", "sync_easgd overlapped"):
+        losses = simulated(CASES[name], results[name][0]).losses
+        np.testing.assert_allclose(results[name][1]["history/loss"], losses, rtol=1e-4)
+
+
+def test_local_steps_have_no_collective_between_workers(results: dict[str, Any]) -> None:
+    # that worker 0 went two steps ahead of worker 1 is shown by "waits", which would not end
+    for worker in results["diloco"]:
+        assert int(worker["collectives/local"]) == 0
+        assert int(worker["collectives/global"]) > 0
+
+
+def test_number_of_exchanges(results: dict[str, Any]) -> None:
+    for name, expected in {"diloco": 4, "sync_easgd": 6, "streaming_diloco": 6}.items():
+        assert int(results[name][0]["exchanges"]) == expected, name
+    # of two fragments that exchange every four steps, the second begins at step 2
+
+
+def test_each_worker_used_its_own_share(results: dict[str, Any]) -> None:
+    # the first step of an epoch has those of the evaluation before it too
+    one, two = (worker["samples"][-STEPS + 1 :] for worker in results["unequal shares"])
+    assert one.tolist() == [6, 6, 6, 6, 3]
+    assert two.tolist() == [2, 2, 2, 2, 1]
+
+
+def test_training_goes_on_globally_afterwards(results: dict[str, Any]) -> None:
+    one = results["diloco"][0]
+    end = np.concatenate([weight.ravel() for weight in listed(one, "end")])
+    assert np.abs(one["again"] - end).max() > 1e-3
+
+
+def test_replicas_of_a_worker_are_reduced_exactly(start_workers: Any, tmp_path: Path) -> None:
+    case = {"rule": rule("diloco", period=4), "shares": [2, 1, 1], "momentum": 0.9, "rate": 0.03}
+    easgd = {"rule": rule("sync_easgd", num_workers=2, overlap=1, period=2), "shares": [1, 2, 1]}
+    cases = {"diloco": case, "sync_easgd": easgd}
+    found = start(start_workers, tmp_path, cases, "2,1")
+    for name, options in cases.items():
+        simulation = simulated(options, found[name][0], shares=(3, 1))
+        for step, (weights, _) in enumerate(simulation.history, start=1):
+            for index, worker in enumerate(found[name]):
+                what = f"{name}, worker {index} after step {step}"
+                assert_close(listed(worker, f"step_{step}"), weights[index], what)
+
+
+def test_several_steps_at_once(start_workers: Any, tmp_path: Path) -> None:
+    cases = {
+        name: {"rule": rule("diloco", period=3), "steps_per_execution": each, "epochs": 3}
+        for name, each in (("one", 1), ("three", 3))
+    }
+    found = start(start_workers, tmp_path, cases)
+    for worker in range(2):
+        one, three = (listed(found[name][worker], "end") for name in ("one", "three"))
+        assert_close(three, one, f"worker {worker}")
+
+
+def interrupted_and_resumed(
+    start_workers: Any, folder: Path, options: dict[str, Any], stop_at: int
+) -> tuple[Any, Any]:
+    """What workers do without an interruption, and after one in the step `stop_at`."""
+    whole = {name: value for name, value in options.items() if name != "save_freq"}
+    options = {**options, "backup": str(folder / "backup")}
+    cut = {"cut": {**options, "stop_at": stop_at}}
+    found = start_workers(
+        "program_local_training.py",
+        {"worker": 2},
+        [folder, json.dumps({"whole": whole, **cut})],
+    )
+    for worker in found.wait():
+        assert worker.exit_code == 0, worker.output
+    assert not (folder / "cut-0.npz").exists()
+    assert (folder / "backup" / "service.npz").exists()
+    resumed = start(start_workers, folder, {"cut": options})["cut"]
+    return load(folder, "whole"), resumed
+
+
+def test_a_backup_has_center_and_outer_momentum(start_workers: Any, tmp_path: Path) -> None:
+    options = {"rule": rule("diloco", period=3), "epochs": 3, "shares": [2, 1]}
+    whole, resumed = interrupted_and_resumed(start_workers, tmp_path, options, STEPS + 2)
+    for index in range(2):
+        # the first epoch ends with an exchange, so that nothing is lost
+        assert f"step_{2 * STEPS + 1}/0" not in resumed[index]
+        for step in range(1, 2 * STEPS + 1):
+            name = f"step_{step}"
+            expected = listed(whole[index], f"step_{STEPS + step}")
+            assert_close(listed(resumed[index], name), expected, f"worker {index}, {name}")
+        assert_close(listed(resumed[index], "end"), listed(whole[index], "end"), "the end")
+
+
+def test_a_backup_has_the_exchange_on_its_way(start_workers: Any, tmp_path: Path) -> None:
+    options = {
+        "rule": rule("sync_easgd", num_workers=2, period=4, overlap=2),
+        "epochs": 2,
+        "save_freq": 3,
+    }
+    # begun at step 8, in the backup of step 9, merged at step 10
+    whole, resumed = interrupted_and_resumed(start_workers, tmp_path, options, STEPS + 4)
+    chief = whole[0]
+    assert_close(listed(resumed[0], "step_1"), listed(chief, f"step_{STEPS + 4}"), "step 10")
+    for one, two in zip(listed(resumed[0], "end"), listed(resumed[1], "end"), strict=True):
+        np.testing.assert_array_equal(one, two)
+    for worker in resumed:
+        center = listed(worker, "center_1")
+        np.testing.assert_allclose(center, listed(chief, f"center_{STEPS + 4}"), rtol=1e-6)
+        # the other worker goes on from the chief's weights
+        assert int(worker["exchanges"]) == 1
+
+
+def test_a_training_that_failed_leaves_no_local_steps(results: dict[str, Any]) -> None:
+    one, two = results["interrupted"]
+    np.testing.assert_array_equal(one["again"], two["again"])
+    assert int(one["count"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("balancer after", "made the model's train function anew"),
+        ("balancer before", "Compute times travel in the collective of each step"),
+        ("number of workers", "Received: num_workers=3; the cluster has 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(results: dict[str, Any], name: str, text: str) -> None:
+    for worker in results[name]:
+        assert text in str(worker["error"])
+
+
+@pytest.mark.parametrize("name", ["delta", "round_robin_easgd", "async_sgd"])
+def test_asynchronous_rules_are_refused(name: str) -> None:
+    config = {"learning_rate": 0.1} if name == "async_sgd" else {}
+    with pytest.raises(ValueError, match="all workers exchange at once"):
+        LocalTraining(rule(name, **config))
+
+
+def test_one_worker_is_refused() -> None:
+    import keras
+
+    strategy = keras_het.HeterogeneousStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="a cluster of one"):
+        model.fit(*arrays(16), verbose=0, callbacks=[LocalTraining()])
