@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from keras_het.launch.validate_command import add_validate_command
+
 _EPILOG = """\
 examples:
   keras-het run --workers 3 train.py --epochs 5
@@ -37,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_emulation(run)
     _add_processors(run)
     _add_output(run)
+    add_validate_command(commands)
     return parser
 
 
@@ -48,6 +51,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
+    if options.command != "run":
+        return options
     if options.speeds is None and not (
         options.sample_milliseconds is None and options.fixed_milliseconds is None
     ):

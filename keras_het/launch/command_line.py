@@ -30,10 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 if all workers succeed; the exit code of the first failing one (128 + the signal if it was
         killed); 128 + the signal if a signal ended the run (130 for Ctrl-C); 2 for wrong usage.
+        Other commands than `run`: what their function `execute` returns.
     """
     options = parse_arguments(arguments)
-    display = Display(sys.stdout, sys.stderr, only_chief=options.only_chief)
+    only_chief = getattr(options, "only_chief", False)
+    display = Display(sys.stdout, sys.stderr, only_chief=only_chief)
     try:
+        if options.command != "run":
+            return int(options.execute(options))
         return _run(options, display)
     except (ValueError, OSError) as error:
         display.say(f"error: {error}")

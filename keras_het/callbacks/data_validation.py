@@ -1,0 +1,372 @@
+"""Checks the data of `fit` before it changes a weight, and compares the replicas' shards."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+logger = logging.getLogger("keras_het")
+
+_MOST_SHOWN = 8
+
+
+class DataValidation(keras.callbacks.Callback):
+    """Holds training back until its first batches are found to be what a schema says.
+
+    The first batches of each `fit` are read ahead, compared with the schema, and then trained, in
+    order. With an anomaly `fit` ends before its first step on all workers, whichever worker found
+    it, and no weight has changed.
+
+    With `compare_shards=True` the statistics of what each replica consumes are added up and
+    compared at the end of each epoch: unequal shares make unequal shards. Needs TensorFlow Data
+    Validation, see docs/validation.md.
+
+    Args:
+        schema: `tensorflow_metadata` schema, or the path of one; see
+            `keras_het.loader.validation.infer_schema`. To compare shards it needs thresholds, see
+            `keras_het.loader.validation.set_comparison_thresholds`.
+        on_anomaly: "raise" ends training, "warn" writes to the log.
+        first_batches: global batches that are checked, of which each worker looks at its own
+            samples. A backup that is made within these steps would leave some out.
+        compare_shards: whether to compare what the replicas consume. It costs time in each step.
+        directory: where the chief writes each epoch's statistics of all replicas, as files that
+            `keras-het validate` reads; needs `compare_shards`.
+        features: makes named features of a batch, by default
+            `keras_het.loader.validation.features_of_batch`.
+        environment: environment of the schema, such as "TRAINING", if it has some.
+
+    Attributes:
+        anomalies: what was found in this worker's first batches.
+        distances: for each epoch that was compared the skew between the replicas' shards, greatest
+            excess over its threshold first.
+        drift: the same for the drift of each replica's shard since the epoch before.
+
+    Raises:
+        ImportError: if TensorFlow Data Validation is not installed.
+        ValueError: if an argument is none of the above.
+        keras_het.loader.validation.DataAnomalyError: by `fit`, if there are anomalies.
+    """
+
+    def __init__(
+        self,
+        schema: Any,
+        on_anomaly: str = "raise",
+        *,
+        first_batches: int = 4,
+        compare_shards: bool = False,
+        directory: str | Path | None = None,
+        features: Callable[[Any], Mapping[str, Any]] | None = None,
+        environment: str | None = None,
+    ) -> None:
+        super().__init__()
+        # Elsewhere keras_het.callbacks is of use without TensorFlow Data Validation.
+        self._tools: Any = importlib.import_module("keras_het.loader.validation")
+        _check_arguments(on_anomaly, first_batches, compare_shards, directory)
+        self._schema = (
+            self._tools.read_schema(schema) if isinstance(schema, (str, Path)) else schema
+        )
+        self._kinds = _comparators(self._schema)
+        if compare_shards and "skew" not in self._kinds:
+            raise ValueError(
+                "compare_shards needs thresholds in the schema. Call "
+                "keras_het.loader.validation.set_comparison_thresholds(schema) first."
+            )
+        self._on_anomaly = on_anomaly
+        self._first_batches = first_batches
+        self._compare_shards = compare_shards
+        self._directory = Path(directory) if directory is not None else None
+        self._features = features or self._tools.features_of_batch
+        self._environment = environment
+        self.anomalies: list[Any] = []
+        self.distances: list[list[Any]] = []
+        self.drift: list[list[Any]] = []
+        self._shards: Any = None
+        self._previous: dict[int, Any] = {}
+        self._wrapper: Any = None
+        self._is_checked = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """The next batches are the first ones."""
+        self._let_go()
+        self.anomalies, self._is_checked = [], False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begins to look at the data."""
+        self._shards = self._new_shards() if self._compare_shards else None
+        # Not earlier: the functions of other callbacks, which may change the input, come below.
+        if self._wrapper is None:
+            self._wrapper = _FirstBatches(self, self.model.train_function)
+            self.model.train_function = self._wrapper
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Checks that the data was seen."""
+        if not self._is_checked:
+            raise RuntimeError(
+                "A batch was trained that was not checked: another callback has made the model's "
+                "train function anew. Put DataValidation last among the callbacks."
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Compares the shards of the epoch."""
+        shards, self._shards = self._shards, None
+        if shards is not None:
+            self._compare(epoch, shards.gather())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leaves Keras as it was."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        wrapper, self._wrapper, self._shards = self._wrapper, None, None
+        if wrapper is not None:
+            # If a function of somebody else is around it, it stays there and does nothing.
+            wrapper.is_active = False
+            if self.model.train_function is wrapper:
+                self.model.train_function = wrapper.original
+
+    # --- what the train function calls
+
+    def first_batches(self, iterator: Any) -> list[Any]:
+        """Reads the first batches and checks them, once in each training.
+
+        Args:
+            iterator: of the first epoch.
+
+        Returns:
+            The batches, which are still to be trained.
+        """
+        if self._is_checked:
+            return []
+        self._is_checked = True
+        batches: list[Any] = []
+        shards = self._new_shards()
+        try:
+            while len(batches) < self._first_batches:
+                batches.append(next(iterator))
+                shards.observe(batches[-1])
+        except (StopIteration, tf.errors.OutOfRangeError):
+            pass  # an epoch of fewer batches
+        try:
+            self._check(shards)
+        except self._tools.DataAnomalyError:
+            self._let_go()
+            raise
+        return batches
+
+    def observe(self, batch: Any) -> None:
+        """Adds a batch that is about to be trained to the replicas' shards.
+
+        Args:
+            batch: the global batch.
+        """
+        if self._shards is not None:
+            self._shards.observe(batch)
+
+    @property
+    def observes_all(self) -> bool:
+        """Whether every batch has to be seen, not only the first ones."""
+        return self._compare_shards
+
+    def _new_shards(self) -> Any:
+        strategy = self.model.distribute_strategy
+        return self._tools.ShardStatistics(strategy, schema=self._schema, features=self._features)
+
+    # --- what was found
+
+    def _check(self, shards: Any) -> None:
+        found: dict[str, Any] = {}
+        for statistics in shards.finish().values():
+            if statistics.datasets[0].num_examples:
+                for anomaly in self._tools.find_anomalies(
+                    statistics, self._schema, self._environment
+                ):
+                    found.setdefault(str(anomaly), anomaly)
+        self.anomalies = list(found.values())
+        affected = self._workers_with_anomalies()
+        if not affected:
+            return
+        message = self._describe(affected)
+        if self._on_anomaly == "raise":
+            raise self._tools.DataAnomalyError(message, self.anomalies)
+        if self.anomalies:
+            logger.warning("%s", message)
+
+    def _workers_with_anomalies(self) -> list[int]:
+        flag = np.array([len(self.anomalies)], np.int64)
+        strategy = self.model.distribute_strategy
+        if getattr(strategy, "num_workers", 1) > 1:
+            flag = strategy.extended.gather_over_workers(flag)
+        return [int(worker) for worker in np.flatnonzero(flag)]
+
+    def _describe(self, affected: list[int]) -> str:
+        head = (
+            f"The first {self._first_batches} batch(es) are not what the schema says, on worker(s) "
+            f"{affected}."
+        )
+        shown = [f"\n  {anomaly}" for anomaly in self.anomalies[:_MOST_SHOWN]]
+        if len(self.anomalies) > _MOST_SHOWN:
+            shown.append(f"\n  and {len(self.anomalies) - _MOST_SHOWN} more")
+        if not shown:
+            shown = [" This worker's samples are right; see the output of the others."]
+        tail = (
+            "\nNo weight has changed. Correct the data, or the schema if the data is right."
+            if self._on_anomaly == "raise"
+            else ""
+        )
+        return head + "".join(shown) + tail
+
+    def _compare(self, epoch: int, replicas: dict[int, Any]) -> None:
+        shards = {f"replica {replica}": shard for replica, shard in replicas.items()}
+        distances = self._tools.compare_shards(shards, self._schema) if _any_rows(shards) else []
+        drift = self._measure_drift(replicas)
+        self.distances.append(distances)
+        self.drift.append(drift)
+        self._previous = replicas
+        if not getattr(self.model.distribute_strategy, "is_chief", True):
+            return
+        exceeded = [distance for distance in (*distances, *drift) if distance.is_exceeded]
+        if exceeded:
+            lines = "".join(f"\n  {distance}" for distance in exceeded[:_MOST_SHOWN])
+            logger.warning("Epoch %d: the shards of the replicas differ.%s", epoch + 1, lines)
+        self._write(epoch, replicas)
+
+    def _measure_drift(self, replicas: dict[int, Any]) -> list[Any]:
+        if "drift" not in self._kinds:
+            return []
+        drift = [
+            distance
+            for replica, shard in replicas.items()
+            if replica in self._previous
+            and shard.datasets[0].num_examples
+            and self._previous[replica].datasets[0].num_examples
+            for distance in self._tools.measure_drift(
+                shard,
+                self._previous[replica],
+                self._schema,
+                name=f"replica {replica}",
+                previous_name="the epoch before",
+            )
+        ]
+        return sorted(drift, key=lambda distance: distance.threshold - distance.value)
+
+    def _write(self, epoch: int, replicas: dict[int, Any]) -> None:
+        if self._directory is None:
+            return
+        for replica, statistics in replicas.items():
+            name = f"epoch-{epoch + 1:04d}-replica-{replica}.stats"
+            self._tools.write_statistics(statistics, self._directory / name)
+
+
+class _FirstBatches:
+    """A train function that shows its batches to the callback before it trains them.
+
+    Args:
+        callback: the `DataValidation`.
+        original: the model's train function.
+
+    Attributes:
+        original: the model's train function.
+        is_active: whether the callback still wants to see batches.
+    """
+
+    def __init__(self, callback: DataValidation, original: Any) -> None:
+        self._callback = callback
+        self.original = original
+        self.is_active = True
+        # Batches that were read ahead are no pipeline, of which functions below might measure one.
+        self._of_batches = getattr(original, "keras_het_original", original)
+        self._waiting: list[Any] = []
+
+    def __call__(self, iterator: Any) -> Any:
+        if not self.is_active:
+            return self.original(iterator)
+        self._waiting += self._callback.first_batches(iterator)
+        if self._waiting:
+            steps = self._callback.model.steps_per_execution
+            batches, self._waiting = self._waiting[:steps], self._waiting[steps:]
+            batches += _some(iterator, steps - len(batches))
+            for batch in batches:
+                self._callback.observe(batch)
+            return self._of_batches(batches)
+        if self._callback.observes_all:
+            return self.original(_Observed(iterator, self._callback))
+        return self.original(iterator)
+
+
+class _Observed:
+    """Passes for an iterator in one execution, and shows each of its elements.
+
+    Args:
+        iterator: the iterator.
+        callback: the `DataValidation`.
+    """
+
+    def __init__(self, iterator: Any, callback: DataValidation) -> None:
+        self._given = iterator
+        self._callback = callback
+        self._iterator: Any = None
+        self._is_empty = True
+
+    def __iter__(self) -> _Observed:
+        self._iterator = iter(self._given)
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            if self._is_empty:
+                # After StopIteration Keras would go on to use a result that it does not have.
+                raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
+            raise
+        self._is_empty = False
+        self._callback.observe(element)
+        return element
+
+
+def _some(iterator: Any, count: int) -> list[Any]:
+    batches: list[Any] = []
+    try:
+        while len(batches) < count:
+            batches.append(next(iterator))
+    except (StopIteration, tf.errors.OutOfRangeError):
+        pass  # the end of the epoch
+    return batches
+
+
+def _any_rows(shards: Mapping[str, Any]) -> bool:
+    return any(shard.datasets[0].num_examples for shard in shards.values())
+
+
+def _comparators(schema: Any) -> set[str]:
+    if not hasattr(schema, "feature"):
+        raise ValueError(
+            "schema must be a tensorflow_metadata schema or the path of one, as "
+            f"keras_het.loader.validation.infer_schema makes it. Received: {schema!r}."
+        )
+    return {
+        kind
+        for kind in ("skew", "drift")
+        for feature in schema.feature
+        if feature.HasField(f"{kind}_comparator")
+    }
+
+
+def _check_arguments(
+    on_anomaly: str, first_batches: int, compare_shards: bool, directory: Any
+) -> None:
+    if on_anomaly not in ("raise", "warn"):
+        raise ValueError(f'on_anomaly must be "raise" or "warn". Received: {on_anomaly!r}.')
+    if first_batches < 1:
+        raise ValueError(f"first_batches must be at least 1. Received: {first_batches}.")
+    if directory is not None and not compare_shards:
+        raise ValueError(
+            "directory is for the statistics of the replicas' shards. Give compare_shards=True too."
+        )

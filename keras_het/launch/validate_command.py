@@ -1,0 +1,230 @@
+"""The command `keras-het validate`: anomalies of data, and skew between shards."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_WRONG_USAGE = 2
+_EPILOG = """\
+examples:
+  keras-het validate 'data/train-*.tfrecord' --write-schema schema.pbtxt
+  keras-het validate 'data/new-*.tfrecord' --schema schema.pbtxt --html report.html
+  keras-het validate shards/ --schema schema.pbtxt     what the replicas consumed in the last epoch
+  keras-het validate fast=a.tfrecord slow=b.tfrecord --categorical label
+
+Exit code: 0 if all is right, 1 if there are anomalies or distances above their thresholds, 2 for
+wrong usage.
+"""
+
+
+def add_validate_command(commands: Any) -> None:
+    """Adds the command's grammar.
+
+    Args:
+        commands: what `argparse.ArgumentParser.add_subparsers` returned.
+    """
+    parser = commands.add_parser(
+        "validate",
+        help="check data against a schema, and compare shards",
+        description="Checks data against a schema and compares it with each other (TensorFlow "
+        "Data Validation). DATA is a TFRecord file or pattern of tf.train.Examples, a .stats file, "
+        "or a directory that keras_het.callbacks.DataValidation has written; NAME=DATA names it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("data", nargs="+", metavar="[NAME=]DATA", help="what to look at")
+    _add_schema_options(parser)
+    parser.add_argument(
+        "--reference", metavar="NAME", help="what the others are compared with (default: most rows)"
+    )
+    parser.add_argument(
+        "--epoch", type=int, metavar="N", help="of directories, from 1 (default: the last one)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report")
+    parser.set_defaults(execute=run_validate)
+
+
+def _add_schema_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--schema", type=Path, metavar="FILE", help="schema (default: inferred from the reference)"
+    )
+    parser.add_argument("--write-schema", type=Path, metavar="FILE", help="write the schema used")
+    parser.add_argument(
+        "--categorical",
+        action="append",
+        default=[],
+        metavar="FEATURE",
+        help="integer feature of TFRecord files whose values are categories; may be repeated",
+    )
+    parser.add_argument(
+        "--numeric-ranges", action="store_true", help="infer ranges of numbers, too"
+    )
+    for kind, measure in (("categorical", "L-infinity"), ("numeric", "Jensen-Shannon")):
+        parser.add_argument(
+            f"--{kind}-threshold",
+            type=float,
+            metavar="D",
+            help=f"{measure} distance that is too far for {kind} features (default: the schema's, "
+            "else 0.1)",
+        )
+
+
+def run_validate(options: argparse.Namespace) -> int:
+    """Runs `keras-het validate`.
+
+    Args:
+        options: the parsed command line.
+
+    Returns:
+        0 if all is right, 1 if something was found, 2 for wrong usage.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        # Takes seconds, and needs TensorFlow Data Validation.
+        from keras_het.loader import validation
+
+        return _validate(options, validation)
+    except (ImportError, ValueError, OSError) as error:
+        print(f"[keras-het] error: {error}", file=sys.stderr)
+        return _WRONG_USAGE
+
+
+def _validate(options: argparse.Namespace, validation: Any) -> int:
+    given = validation.read_schema(options.schema) if options.schema else None
+    data, before = _read(options, validation, given)
+    reference = options.reference or max(data, key=lambda name: _num_rows(data[name]))
+    if reference not in data:
+        raise ValueError(f"There is no data {reference!r}; there is {', '.join(data)}.")
+    schema = given or validation.infer_schema(
+        data[reference], numeric_ranges=options.numeric_ranges
+    )
+    if given is None:
+        print(f"schema: inferred from {reference}")
+    _set_thresholds(options, validation, schema)
+    if options.write_schema:
+        validation.write_schema(schema, options.write_schema)
+        print(f"schema: written to {options.write_schema}")
+    found = _show_anomalies(validation, data, schema)
+    found += _show_distances(validation, data, before, schema, reference)
+    if options.html:
+        validation.write_report(options.html, data, schema, reference)
+        print(f"report: {options.html}")
+    return int(found > 0)
+
+
+def _show_anomalies(validation: Any, data: Mapping[str, Any], schema: Any) -> int:
+    found = 0
+    for name, statistics in data.items():
+        anomalies = validation.find_anomalies(statistics, schema)
+        print(f"{name}: {_num_rows(statistics)} rows, {len(anomalies)} anomalies")
+        for anomaly in anomalies:
+            print(f"  {anomaly}")
+        found += len(anomalies)
+    return found
+
+
+def _show_distances(
+    validation: Any,
+    data: Mapping[str, Any],
+    before: Mapping[str, Any],
+    schema: Any,
+    reference: str,
+) -> int:
+    distances = []
+    if sum(_num_rows(statistics) > 0 for statistics in data.values()) > 1:
+        distances += validation.compare_shards(data, schema, reference)
+    if any(feature.HasField("drift_comparator") for feature in schema.feature):
+        for name in before:
+            distances += validation.measure_drift(
+                data[name], before[name], schema, name=name, previous_name="the epoch before"
+            )
+    for distance in distances:
+        print(f"{'!' if distance.is_exceeded else ' '} {distance}")
+    return sum(distance.is_exceeded for distance in distances)
+
+
+def _read(
+    options: argparse.Namespace, validation: Any, schema: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All data by name, and what there is of the epoch before."""
+    data: dict[str, Any] = {}
+    before: dict[str, Any] = {}
+    for argument in options.data:
+        name, path = _name_and_path(argument)
+        if Path(path).is_dir():
+            new, old = _read_directory(validation, Path(path), options.epoch)
+            before |= old
+        elif path.endswith(".stats"):
+            new = {name: validation.read_statistics(path)}
+        else:
+            statistics = validation.statistics_of_tfrecord(
+                path, name=name, schema=schema, categorical=options.categorical
+            )
+            new = {name: statistics}
+        if set(new) & set(data):
+            raise ValueError(
+                f"Two data sets are called {', '.join(set(new) & set(data))}; give them names: "
+                "NAME=DATA."
+            )
+        data |= new
+    return data, before
+
+
+def _name_and_path(argument: str) -> tuple[str, str]:
+    name, equals, path = argument.partition("=")
+    if not equals or Path(argument).exists():
+        return Path(argument).stem or argument, argument
+    return name, path
+
+
+def _read_directory(
+    validation: Any, directory: Path, epoch: int | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    files: dict[int, dict[int, Path]] = {}
+    for path in directory.glob("*.stats"):
+        match = re.fullmatch(r"epoch-(\d+)-replica-(\d+)\.stats", path.name)
+        if match:
+            files.setdefault(int(match[1]), {})[int(match[2])] = path
+    chosen = epoch if epoch is not None else max(files, default=None)
+    if chosen not in files:
+        raise ValueError(
+            f"{directory} holds no statistics of epoch {chosen}; it has epochs {sorted(files)}. "
+            "Expected files epoch-0001-replica-0.stats... as keras_het.callbacks.DataValidation("
+            "..., directory=...) writes them."
+        )
+
+    def read(number: int) -> dict[str, Any]:
+        return {
+            f"replica {replica}": validation.read_statistics(path)
+            for replica, path in sorted(files.get(number, {}).items())
+        }
+
+    data = read(chosen)
+    before = {
+        name: statistics
+        for name, statistics in read(chosen - 1).items()
+        if name in data and _num_rows(statistics) and _num_rows(data[name])
+    }
+    return data, before
+
+
+def _set_thresholds(options: argparse.Namespace, validation: Any, schema: Any) -> None:
+    has_some = any(feature.HasField("skew_comparator") for feature in schema.feature)
+    default = None if has_some else 0.1
+    categorical, numeric = options.categorical_threshold, options.numeric_threshold
+    validation.set_comparison_thresholds(
+        schema,
+        categorical=default if categorical is None else categorical,
+        numeric=default if numeric is None else numeric,
+    )
+
+
+def _num_rows(statistics: Any) -> int:
+    return int(statistics.datasets[0].num_examples) if statistics.datasets else 0

@@ -1,0 +1,104 @@
+"""Names the tensors of a Keras batch, and derives features where rows are no lists of values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader.validation.image_features import image_features, ragged_image_features
+
+_PARTS = ("x", "label", "sample_weight")
+
+
+def features_of_batch(batch: Any) -> dict[str, Any]:
+    """The features of a batch by name.
+
+    A batch is a mapping of tensors, or `x`, `(x, y)`, `(x, y, sample_weight)` as Keras takes them.
+    Tensors in a mapping keep their names; others are called "x", "label" and "sample_weight", with
+    "/0", "/1"... where there are several. Rows of rank 0 and 1 are features as they are. Of images,
+    [rows, height, width, channels], heights, widths, extremes and each channel's mean and standard
+    deviation become features; of rows of other shapes mean, standard deviation and extremes.
+
+    Args:
+        batch: structure of dense, ragged or sparse tensors or arrays, shape [rows, ...].
+
+    Returns:
+        Names to arrays of shape [rows] or [rows, values], ragged or sparse tensors.
+
+    Raises:
+        ValueError: if two features have one name, or a tensor has no rows.
+    """
+    features: dict[str, Any] = {}
+    for name, leaf in _named_leaves(batch):
+        for derived, value in _derive(name, leaf):
+            if derived in features:
+                raise ValueError(
+                    f"Two features of the batch are called {derived!r}. Give a function `features` "
+                    "that returns a mapping of names to tensors."
+                )
+            features[derived] = value
+    return features
+
+
+def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    if len(parts) > len(_PARTS):
+        raise ValueError(
+            "A batch must be x, (x, y) or (x, y, sample_weight). "
+            f"Received: a tuple of {len(parts)} parts."
+        )
+    for name, part in zip(_PARTS, parts, strict=False):
+        yield from _walk(name, part, is_top=True)
+
+
+def _walk(name: str, part: Any, is_top: bool = False) -> Iterator[tuple[str, Any]]:
+    if isinstance(part, Mapping):
+        for key, value in part.items():
+            yield from _walk(str(key) if is_top else f"{name}/{key}", value)
+    elif isinstance(part, (tuple, list)):
+        for index, value in enumerate(part):
+            yield from _walk(f"{name}/{index}", value)
+    elif part is not None and not isinstance(part, tf.experimental.Optional):
+        yield name, part
+
+
+def _derive(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    rank = len(leaf.shape)
+    if rank == 0:
+        raise ValueError(f"Feature {name!r} is a scalar; expected a tensor of shape [rows, ...].")
+    if rank <= 2:
+        yield name, leaf
+        return
+    if isinstance(leaf, tf.SparseTensor):
+        leaf = tf.sparse.to_dense(leaf)
+    if isinstance(leaf, tf.RaggedTensor):
+        derived = ragged_image_features(leaf) if rank == 4 else _summary(leaf.to_list())
+    else:
+        array = np.asarray(leaf)
+        derived = image_features(array) if rank == 4 else _summary(array)
+    yield from ((f"{name}/{key}", value) for key, value in derived.items())
+
+
+def _summary(rows: Any) -> dict[str, np.ndarray]:
+    flat = [np.concatenate([*map(np.ravel, _flatten(row)), ()]).astype(np.float64) for row in rows]
+    statistics = {
+        "mean": np.mean,
+        "standard_deviation": np.std,
+        "minimum": np.min,
+        "maximum": np.max,
+    }
+    return {
+        name: np.array([function(row) if row.size else np.nan for row in flat], np.float32)
+        for name, function in statistics.items()
+    }
+
+
+def _flatten(row: Any) -> Iterator[Any]:
+    if isinstance(row, list):
+        for part in row:
+            yield from _flatten(part)
+    else:
+        yield row

@@ -1,0 +1,174 @@
+"""How far the shards of the data that different workers consume are from each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from keras_het.loader.validation.tfdv_adapter import (
+    Schema,
+    Statistics,
+    anomalies_pb2,
+    tfdv,
+)
+
+_NAMES = {"L_INFTY": "L-infinity", "JENSEN_SHANNON_DIVERGENCE": "Jensen-Shannon"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardDistance:
+    """How far one feature is apart in two shards.
+
+    Args:
+        shard: name of the shard.
+        reference: name of what it was compared with.
+        feature: name of the feature.
+        measure: "L-infinity" or "Jensen-Shannon".
+        value: the distance, from 0 to 1.
+        threshold: of the schema.
+        kind: "skew" (shards of one epoch) or "drift" (a shard and its predecessor).
+    """
+
+    shard: str
+    reference: str
+    feature: str
+    measure: str
+    value: float
+    threshold: float
+    kind: str = "skew"
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the distance is above its threshold."""
+        return self.value > self.threshold
+
+    def __str__(self) -> str:
+        sign = ">" if self.is_exceeded else "<="
+        return (
+            f"{self.feature}: {self.measure} distance of {self.shard} from {self.reference} "
+            f"{self.value:.4f} {sign} {self.threshold:g}"
+        )
+
+
+def compare_shards(
+    shards: Mapping[str, Statistics], schema: Schema, reference: str | None = None
+) -> list[ShardDistance]:
+    """Measures the skew between shards that were consumed at the same time.
+
+    Every shard is compared with the reference, in each feature for which the schema has a skew
+    comparator. Shards without rows are left out.
+
+    Args:
+        shards: names to statistics.
+        schema: with thresholds, see `set_comparison_thresholds`.
+        reference: name of the shard to compare with, by default the one with most rows: that of the
+            fastest worker.
+
+    Returns:
+        The distances, greatest excess over its threshold first.
+
+    Raises:
+        ValueError: if there is no such reference, or the schema has no thresholds.
+    """
+    _check_comparators(schema, "skew")
+    filled = {name: shard for name, shard in shards.items() if num_rows(shard)}
+    if reference is None and filled:
+        reference = max(filled, key=lambda name: num_rows(filled[name]))
+    if reference not in filled:
+        raise ValueError(
+            f"There is no reference with rows. Received: reference={reference!r}; shards with "
+            f"rows: {sorted(filled)}."
+        )
+    distances = [
+        distance
+        for name, shard in filled.items()
+        if name != reference
+        for distance in _distances(
+            skew_and_drift(shard, schema, skew_from=filled[reference]), name, reference
+        )
+    ]
+    return sorted(distances, key=lambda distance: distance.threshold - distance.value)
+
+
+def measure_drift(
+    statistics: Statistics,
+    previous: Statistics,
+    schema: Schema,
+    *,
+    name: str = "now",
+    previous_name: str = "before",
+) -> list[ShardDistance]:
+    """Measures how far data has moved from what it was, in an earlier epoch or on an earlier day.
+
+    Args:
+        statistics: of the present data.
+        previous: of the earlier data.
+        schema: with thresholds of drift, see `set_comparison_thresholds`.
+        name: name of the present data.
+        previous_name: name of the earlier data.
+
+    Returns:
+        The distances, greatest excess over its threshold first.
+
+    Raises:
+        ValueError: if the schema has no thresholds of drift.
+    """
+    _check_comparators(schema, "drift")
+    found = skew_and_drift(statistics, schema, drift_from=previous)
+    distances = _distances(found, name, previous_name)
+    return sorted(distances, key=lambda distance: distance.threshold - distance.value)
+
+
+def skew_and_drift(
+    statistics: Statistics,
+    schema: Schema,
+    *,
+    skew_from: Statistics | None = None,
+    drift_from: Statistics | None = None,
+) -> anomalies_pb2.Anomalies:
+    """What TFDV says of two data sets: anomalies of the first, and all distances.
+
+    Args:
+        statistics: of the data.
+        schema: with comparators.
+        skew_from: statistics of data of the same time.
+        drift_from: statistics of earlier data.
+    """
+    return tfdv.validate_statistics(
+        statistics, schema, serving_statistics=skew_from, previous_statistics=drift_from
+    )
+
+
+def num_rows(statistics: Statistics) -> int:
+    """Rows of the data of these statistics."""
+    return int(statistics.datasets[0].num_examples) if statistics.datasets else 0
+
+
+def _distances(found: anomalies_pb2.Anomalies, shard: str, reference: str) -> list[ShardDistance]:
+    return [
+        ShardDistance(
+            shard=shard,
+            reference=reference,
+            feature=".".join(info.path.step),
+            measure=_measure(measurement),
+            value=measurement.value,
+            threshold=measurement.threshold,
+            kind=kind,
+        )
+        for info in found.drift_skew_info
+        for kind in ("skew", "drift")
+        for measurement in getattr(info, f"{kind}_measurements")
+    ]
+
+
+def _measure(measurement: anomalies_pb2.DriftSkewInfo.Measurement) -> str:
+    kind = anomalies_pb2.DriftSkewInfo.Measurement.Type.Name(measurement.type)
+    return _NAMES.get(kind, kind)
+
+
+def _check_comparators(schema: Schema, kind: str) -> None:
+    if not any(feature.HasField(f"{kind}_comparator") for feature in schema.feature):
+        raise ValueError(
+            f"The schema has no feature with a {kind} comparator, so there is nothing to compare. "
+            "Call keras_het.loader.validation.set_comparison_thresholds(schema) first."
+        )

@@ -1,0 +1,57 @@
+"""The only place that imports TensorFlow Data Validation (TFDV) and what comes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from importlib import metadata
+from typing import Any, NoReturn
+
+
+def _explain(error: ImportError) -> NoReturn:
+    versions = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    for package in ("tensorflow", "tensorflow-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions += f", {package} {metadata.version(package)}"
+    raise ImportError(
+        "Data validation needs TensorFlow Data Validation, which needs Python 3.11 or older and "
+        f"TensorFlow 2.16. Received: {versions}; {error}. To fix it: in an environment with Python "
+        '3.11, run `uv pip install "tensorflow-data-validation==1.16.1" "tensorflow==2.16.2" dill` '
+        "(or the extra keras-het[data-validation]); pip's own resolver does not come to an end.",
+        name=error.name,
+    ) from error
+
+
+try:
+    # TFDV writes to stderr that notebooks would need IPython.
+    with contextlib.redirect_stderr(io.StringIO()):
+        import tensorflow_data_validation as tfdv
+    import pyarrow
+    from tensorflow_data_validation.statistics import stats_impl
+    from tensorflow_data_validation.utils import display_util
+    from tensorflow_metadata.proto.v0 import anomalies_pb2, schema_pb2, statistics_pb2
+    from tfx_bsl.arrow import table_util
+    from tfx_bsl.coders import example_coder
+except ImportError as missing:
+    _explain(missing)
+
+Statistics = Any
+"""`tensorflow_metadata.proto.v0.statistics_pb2.DatasetFeatureStatisticsList` of one data set."""
+
+Schema = Any
+"""`tensorflow_metadata.proto.v0.schema_pb2.Schema`."""
+
+__all__ = [
+    "Schema",
+    "Statistics",
+    "anomalies_pb2",
+    "display_util",
+    "example_coder",
+    "pyarrow",
+    "schema_pb2",
+    "statistics_pb2",
+    "stats_impl",
+    "table_util",
+    "tfdv",
+]

@@ -1,0 +1,283 @@
+"""`DataValidation` in `fit`: before the first step, and what the replicas consume."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+pytest.importorskip("tensorflow_data_validation", reason="`make test-validation` runs this")
+
+import keras_het
+from keras_het.callbacks import BatchBalancer, DataValidation, LoaderTuner
+from keras_het.loader.validation import (
+    DataAnomalyError,
+    infer_schema,
+    read_statistics,
+    set_comparison_thresholds,
+    statistics_of_dataset,
+)
+
+ROWS, BATCH = 104, 16  # the last batch has 8 rows
+
+
+def samples(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return random.random((ROWS, 3), np.float32), random.integers(0, 4, ROWS)
+
+
+def batches(x: Any, y: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+def schema() -> Any:
+    found = infer_schema(
+        statistics_of_dataset([samples()], categorical=["label"]), numeric_ranges=True
+    )
+    return set_comparison_thresholds(found, categorical=0.3, numeric=0.9)
+
+
+def make_model(strategy: Any = None, **options: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.1), loss, **options)
+    return model
+
+
+def two_replicas(devices: tuple[str, ...]) -> Any:
+    return keras_het.HeterogeneousStrategy(devices[:2], shares=[3, 1])
+
+
+def spoil(x: np.ndarray, row: int) -> np.ndarray:
+    changed = x.copy()
+    changed[row] = np.nan
+    return changed
+
+
+class TrainFunctions(keras.callbacks.Callback):
+    """Notes whose train function is in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(self.model.train_function)
+
+
+def assert_untouched(model: keras.Model, before: list[np.ndarray]) -> None:
+    after = [np.asarray(variable) for variable in (*model.variables, *model.optimizer.variables)]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def state(model: keras.Model) -> list[np.ndarray]:
+    with model.distribute_strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    return [np.asarray(variable) for variable in (*model.variables, *model.optimizer.variables)]
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("with_strategy", [False, True])
+def test_no_weight_changes_when_an_early_batch_is_wrong(
+    with_strategy: bool, steps_per_execution: int, cpu_devices: tuple[str, ...]
+) -> None:
+    strategy = two_replicas(cpu_devices) if with_strategy else None
+    model = make_model(strategy, steps_per_execution=steps_per_execution)
+    x, y = samples()
+    before = state(model)
+    validation = DataValidation(schema())
+    # The last row of the fourth batch: it belongs to the replica with the small share.
+    with pytest.raises(DataAnomalyError, match=r"(?s)worker\(s\) \[0\].*x: .*No weight") as caught:
+        model.fit(batches(spoil(x, 4 * BATCH - 1), y), verbose=0, callbacks=[validation])
+    assert [anomaly.feature for anomaly in caught.value.anomalies] == ["x"]
+    assert validation.anomalies == list(caught.value.anomalies)
+    assert_untouched(model, before)
+    # The model trains on without the callback.
+    model.fit(batches(x, y), verbose=0)
+    assert any(np.any(a != b) for a, b in zip(before, state(model), strict=True))
+
+
+def test_later_batches_are_not_checked() -> None:
+    model = make_model()
+    x, y = samples()
+    validation = DataValidation(schema(), first_batches=2)
+    model.fit(batches(spoil(x, 2 * BATCH), y), verbose=0, callbacks=[validation])
+    assert validation.anomalies == []
+
+
+def test_labels_that_the_schema_does_not_know() -> None:
+    model = make_model()
+    x, y = samples()
+    with pytest.raises(DataAnomalyError, match="label: Out-of-range values"):
+        model.fit(x, y + 3, batch_size=BATCH, verbose=0, callbacks=[DataValidation(schema())])
+
+
+def test_a_warning_in_the_place_of_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    x, y = samples()
+    before = state(model)
+    with caplog.at_level(logging.WARNING, "keras_het"):
+        validation = DataValidation(schema(), on_anomaly="warn")
+        model.fit(batches(255 * x, y), verbose=0, callbacks=[validation])
+    assert [record.message for record in caplog.records if "x: Out-of-range" in record.message]
+    assert validation.anomalies
+    assert any(np.any(a != b) for a, b in zip(before, state(model), strict=True))
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("compare", [False, True])
+@pytest.mark.parametrize("with_strategy", [False, True])
+def test_training_is_what_it_is_without(
+    with_strategy: bool, compare: bool, steps_per_execution: int, cpu_devices: tuple[str, ...]
+) -> None:
+    def train(callbacks: list[Any]) -> tuple[list[np.ndarray], list[float], Any]:
+        strategy = two_replicas(cpu_devices) if with_strategy else None
+        model = make_model(strategy, steps_per_execution=steps_per_execution)
+        x, y = samples()
+        data = batches(x, y).shuffle(7, seed=1)
+        history = model.fit(
+            data, epochs=3, verbose=0, callbacks=callbacks, validation_data=batches(x, y)
+        )
+        return model.get_weights(), history.history["loss"], model
+
+    weights, losses, _ = train([])
+    functions = TrainFunctions()
+    validated = train([DataValidation(schema(), compare_shards=compare), functions])
+    for expected, actual in zip(weights, validated[0], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(validated[1], losses, rtol=1e-6)
+    assert validated[2].train_function not in functions.seen
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 5])
+def test_epochs_of_unknown_and_small_size(number: int) -> None:
+    x, y = samples()
+
+    def generate() -> Any:
+        for index in range(number):
+            yield x[index : index + 5], y[index : index + 5]
+
+    spec = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int64))
+    data = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    # Not Adam: Keras's own loop counts a step too many at an end that it does not know.
+    model, expected = make_model(), make_model()
+    for each in (model, expected):
+        each.compile(keras.optimizers.SGD(0.1), each.loss)
+    validation = DataValidation(schema(), compare_shards=True)
+    model.fit(data, epochs=2, verbose=0, callbacks=[validation])
+    expected.fit(data, epochs=2, verbose=0)
+    assert int(model.optimizer.iterations) == 2 * number
+    for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def fit_sorted(callbacks: list[Any], devices: tuple[str, ...], epochs: int = 1) -> np.ndarray:
+    """Trains on batches sorted by label, so that the second replica gets the greatest ones."""
+    x, y = samples()
+    order = np.concatenate(
+        [start + np.argsort(y[start : start + BATCH]) for start in range(0, ROWS, BATCH)]
+    )
+    model = make_model(two_replicas(devices))
+    model.fit(batches(x[order], y[order]), epochs=epochs, verbose=0, callbacks=callbacks)
+    return y[order]
+
+
+def test_each_replica_has_the_statistics_of_what_it_consumed(
+    cpu_devices: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    validation = DataValidation(schema(), compare_shards=True, directory=tmp_path)
+    with caplog.at_level(logging.WARNING, "keras_het"):
+        labels = fit_sorted([validation], cpu_devices)
+    # Shares 3:1 of each batch of 16, and of the last one of 8.
+    is_second = np.concatenate([[0] * 12 + [1] * 4] * 6 + [[0] * 6 + [1] * 2]).astype(bool)
+    frequencies = []
+    for replica, own in enumerate((labels[~is_second], labels[is_second])):
+        found = read_statistics(tmp_path / f"epoch-0001-replica-{replica}.stats").datasets[0]
+        assert found.num_examples == len(own)
+        label = next(f for f in found.features if f.path.step[0] == "label").string_stats
+        counts = {int(bucket.label): bucket.sample_count for bucket in label.rank_histogram.buckets}
+        assert counts == {value: np.sum(own == value) for value in set(own.tolist())}
+        frequencies.append([np.mean(own == value) for value in range(4)])
+    (distances,) = validation.distances
+    label = next(distance for distance in distances if distance.feature == "label")
+    assert label.value == pytest.approx(np.abs(np.subtract(*frequencies)).max(), abs=1e-6)
+    assert label.is_exceeded
+    assert (label.shard, label.reference) == ("replica 1", "replica 0")
+    assert "label: L-infinity distance of replica 1 from replica 0" in caplog.text
+    assert "x: " not in caplog.text
+
+
+def test_drift_between_epochs(cpu_devices: tuple[str, ...]) -> None:
+    validation = DataValidation(schema(), compare_shards=True)
+    fit_sorted([validation], cpu_devices, epochs=2)
+    assert len(validation.distances) == len(validation.drift) == 2
+    first, second = validation.drift
+    assert first == []
+    assert {distance.shard for distance in second} == {"replica 0", "replica 1"}
+    assert {distance.value for distance in second} == {0.0}, "each epoch has the same order"
+
+
+def test_beside_other_callbacks(cpu_devices: tuple[str, ...]) -> None:
+    validation = DataValidation(schema(), compare_shards=True)
+    balancer = BatchBalancer()
+    fit_sorted([validation, balancer], cpu_devices, epochs=2)
+    assert balancer.measurements
+    assert len(validation.distances) == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_loader_tuner_still_tunes(first: bool) -> None:
+    x, y = samples()
+    tuner, validation = LoaderTuner(share_host=False), DataValidation(schema())
+    callbacks = [validation, tuner] if first else [tuner, validation]
+    make_model().fit(batches(x, y).repeat(5), epochs=2, verbose=0, callbacks=callbacks)
+    assert tuner.observes_only is None
+    assert validation.anomalies == []
+    # The batches that were read ahead are no steps of the pipeline.
+    assert tuner.meter.steps == 2 * 35 - 4
+
+
+def test_features_of_the_users_own() -> None:
+    def parity(batch: Any) -> dict[str, Any]:
+        return {"parity": batch[1].numpy() % 2}
+
+    x, y = samples()
+    expected = infer_schema(
+        statistics_of_dataset(batches(x, 2 * y), features=parity), numeric_ranges=True
+    )
+    validation = DataValidation(expected, features=parity)
+    make_model().fit(batches(x, y // 2 * 2), verbose=0, callbacks=[validation])
+    with pytest.raises(DataAnomalyError, match="parity: Out-of-range values"):
+        make_model().fit(batches(x, y), verbose=0, callbacks=[validation])
+
+
+def test_arguments_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='"raise" or "warn"'):
+        DataValidation(schema(), "stop")
+    with pytest.raises(ValueError, match=r"at least 1. Received: 0"):
+        DataValidation(schema(), first_batches=0)
+    with pytest.raises(ValueError, match="Give compare_shards=True"):
+        DataValidation(schema(), directory=tmp_path)
+    with pytest.raises(ValueError, match="set_comparison_thresholds"):
+        DataValidation(infer_schema(statistics_of_dataset([samples()])), compare_shards=True)
+    with pytest.raises(ValueError, match="Received: 3"):
+        DataValidation(3)
+
+
+def test_another_callback_must_not_take_it_out() -> None:
+    class Anew(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.model.make_train_function(force=True)
+
+    x, y = samples()
+    with pytest.raises(RuntimeError, match="Put DataValidation last"):
+        make_model().fit(x, y, verbose=0, callbacks=[DataValidation(schema()), Anew()])
+    make_model().fit(x, y, verbose=0, callbacks=[Anew(), DataValidation(schema())])

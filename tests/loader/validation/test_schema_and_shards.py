@@ -1,0 +1,184 @@
+"""Anomalies, and distances between shards against their formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow_data_validation", reason="`make test-validation` runs this")
+
+from keras_het.loader.validation import (
+    compare_shards,
+    find_anomalies,
+    infer_schema,
+    measure_drift,
+    read_schema,
+    set_comparison_thresholds,
+    statistics_of_dataset,
+    write_report,
+    write_schema,
+)
+
+
+def data(rows: int = 2000, seed: int = 0, rome: float = 0.3, shift: float = 0.0) -> dict[str, Any]:
+    random = np.random.default_rng(seed)
+    return {
+        "age": random.normal(40 + shift, 10, rows).astype(np.float32),
+        "city": random.choice(["Oslo", "Rome"], rows, p=[1 - rome, rome]),
+        "label": random.choice(10, rows),
+    }
+
+
+def statistics(**options: Any) -> Any:
+    return statistics_of_dataset(data(**options), categorical=["label"])
+
+
+def schema(**options: Any) -> Any:
+    return infer_schema(statistics(), **options)
+
+
+def found(changed: dict[str, Any], **options: Any) -> dict[str, str]:
+    expected = schema(**options)
+    anomalies = find_anomalies(statistics_of_dataset(changed, schema=expected), expected)
+    return {anomaly.feature: anomaly.reason for anomaly in anomalies}
+
+
+def test_data_like_that_of_the_schema_has_no_anomaly() -> None:
+    assert found(data(seed=1)) == {}
+
+
+def test_each_anomaly_is_found() -> None:
+    right = data(seed=1)
+    nan = np.where(np.arange(2000) == 7, np.nan, right["age"])
+    infinite = np.where(np.arange(2000) == 7, np.inf, right["age"])
+    paris = np.where(np.arange(2000) == 7, "Paris", right["city"])
+    for changed, feature, reason in (
+        ({"age": nan}, "age", "Invalid values"),
+        ({"age": infinite}, "age", "Invalid values"),
+        ({"age": right["age"].astype(int)}, "age", "Unexpected data type"),
+        ({"age": np.stack([right["age"]] * 2, 1)}, "age", "Feature shape dropped"),
+        ({"city": paris}, "city", "Unexpected string values"),
+        ({"label": right["label"] + 5}, "label", "Out-of-range values"),
+        ({"new": right["age"]}, "new", "New column"),
+    ):
+        reasons = found({**right, **changed})
+        assert set(reasons) == {feature}, reasons
+        assert reason in reasons[feature]
+    del right["label"]
+    assert found(right) == {"label": "Column dropped"}
+
+
+def test_no_rows_are_an_anomaly() -> None:
+    nothing = find_anomalies(statistics_of_dataset([]), schema())
+    assert "No data" in [anomaly.reason for anomaly in nothing]
+
+
+def test_ranges_where_they_are_wanted() -> None:
+    changed = {**data(), "age": 255 * data()["age"]}
+    assert found(changed) == {}
+    assert found(changed, numeric_ranges=True) == {"age": "Out-of-range values"}
+    assert found(data(), numeric_ranges=True) == {}
+
+
+def test_schemas_are_text_files(tmp_path: Path) -> None:
+    expected = set_comparison_thresholds(schema())
+    write_schema(expected, tmp_path / "schema.pbtxt")
+    assert read_schema(tmp_path / "schema.pbtxt") == expected
+    assert 'name: "city"' in (tmp_path / "schema.pbtxt").read_text()
+
+
+def test_l_infinity_is_the_greatest_difference_of_frequencies() -> None:
+    expected = set_comparison_thresholds(schema(), categorical=0.2, numeric=0.02)
+    fast, slow = data(seed=1), data(rows=700, seed=2, rome=0.8)
+    shards = {
+        name: statistics_of_dataset(shard, schema=expected)
+        for name, shard in (("fast", fast), ("slow", slow))
+    }
+    distances = {distance.feature: distance for distance in compare_shards(shards, expected)}
+    assert set(distances) == {"age", "city", "label"}
+    for name, domain in (("city", ["Oslo", "Rome"]), ("label", range(10))):
+        frequencies = [[np.mean(shard[name] == v) for v in domain] for shard in (fast, slow)]
+        largest = np.abs(np.subtract(*frequencies)).max()
+        distance = distances[name]
+        assert (distance.shard, distance.reference) == ("slow", "fast")
+        assert (distance.measure, distance.threshold) == ("L-infinity", 0.2)
+        assert distance.value == pytest.approx(largest, abs=1e-6)
+    assert distances["city"].is_exceeded and not distances["label"].is_exceeded
+    assert str(distances["city"]).startswith("city: L-infinity distance of slow from fast 0.")
+
+
+def test_jensen_shannon_grows_with_the_shift() -> None:
+    expected = set_comparison_thresholds(schema(), numeric=0.05)
+    values = []
+    for shift in (0, 10, 1000):
+        shards = {"a": statistics(seed=1), "b": statistics(rows=1000, seed=2, shift=shift)}
+        found = {distance.feature: distance for distance in compare_shards(shards, expected)}
+        assert found["age"].measure == "Jensen-Shannon"
+        values.append(found["age"].value)
+    assert values[0] < 0.05 < values[1] < values[2]
+    assert values[2] == pytest.approx(1, abs=0.01), "they have nothing in common"
+
+
+def test_the_worst_comes_first_and_the_reference_may_be_chosen() -> None:
+    expected = set_comparison_thresholds(schema(), of_features={"age": 0.9}, kinds=["skew"])
+    shards = {
+        "a": statistics(rows=50),
+        "b": statistics(rows=500, rome=0.9),
+        "c": statistics(rows=0),
+    }
+    distances = compare_shards(shards, expected, reference="a")
+    assert {(distance.shard, distance.reference) for distance in distances} == {("b", "a")}
+    excess = [distance.value - distance.threshold for distance in distances]
+    assert excess == sorted(excess, reverse=True)
+    assert distances[0].feature == "city"
+    with pytest.raises(ValueError, match="no reference with rows"):
+        compare_shards(shards, expected, reference="c")
+
+
+def test_drift_is_measured_between_epochs() -> None:
+    expected = set_comparison_thresholds(schema(), categorical=0.2)
+    drift = measure_drift(statistics(rome=0.9), statistics(seed=1), expected, name="replica 0")
+    assert [distance.kind for distance in drift] == ["drift"] * 3
+    assert drift[0].feature == "city" and drift[0].is_exceeded
+    assert (drift[0].shard, drift[0].reference) == ("replica 0", "before")
+
+
+def test_comparisons_without_thresholds() -> None:
+    with pytest.raises(ValueError, match="set_comparison_thresholds"):
+        compare_shards({"a": statistics(), "b": statistics()}, schema())
+    only_skew = set_comparison_thresholds(schema(), kinds=["skew"])
+    with pytest.raises(ValueError, match="no feature with a drift comparator"):
+        measure_drift(statistics(), statistics(), only_skew)
+
+
+def test_thresholds_that_are_none() -> None:
+    with pytest.raises(ValueError, match=r"from 0 to 1. Received: 2"):
+        set_comparison_thresholds(schema(), numeric=2)
+    with pytest.raises(ValueError, match=r"no feature \['weight'\]"):
+        set_comparison_thresholds(schema(), of_features={"weight": 0.1})
+
+
+def test_the_report(tmp_path: Path) -> None:
+    expected = set_comparison_thresholds(schema(), categorical=0.2)
+    shards = {
+        "fast <1>": statistics(),
+        "slow": statistics(rows=500, rome=0.9),
+        "idle": statistics(rows=0),
+    }
+    write_report(tmp_path / "report.html", shards, expected)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<iframe srcdoc=") == 1
+    assert "facets-overview proto-input=" in page.split("srcdoc=")[1]
+    assert "fast &lt;1&gt;" in page and "fast <1>" not in page
+    assert "High Linfty distance" in page
+    assert "<td>500</td>" in page and "<td>0</td>" in page
+
+
+def test_a_report_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to show"):
+        write_report(tmp_path / "report.html", {"idle": statistics(rows=0)})
+    with pytest.raises(ValueError, match="no reference 'b'"):
+        write_report(tmp_path / "report.html", {"a": statistics()}, reference="b")
