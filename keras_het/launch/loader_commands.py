@@ -1,0 +1,103 @@
+"""The commands `keras-het loader-advice` and `keras-het loader-worker`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+_ADVICE = """\
+Runs the script up to its first model.fit, takes the tf.data.Dataset that is given to it, and says
+what could be changed in that pipeline and what it would gain. Nothing is trained.
+"""
+_WORKER = """\
+Runs tf.data pipelines for a dispatcher on another machine until the dispatcher is gone or Ctrl-C.
+Traffic is not encrypted and not authenticated, and the port is open on all interfaces: use it in
+networks you trust.
+"""
+
+
+def add_loader_commands(commands: Any) -> None:
+    """Adds the commands to the parser.
+
+    Args:
+        commands: what `ArgumentParser.add_subparsers` returned.
+    """
+    advice = commands.add_parser(
+        "loader-advice",
+        help="say what a script's input pipeline could gain, and how",
+        description=_ADVICE,
+        allow_abbrev=False,
+    )
+    advice.add_argument(
+        "--seconds",
+        type=_positive,
+        default=0.5,
+        metavar="S",
+        help="how long to run each part of the pipeline (default: 0.5)",
+    )
+    advice.add_argument(
+        "--step-milliseconds",
+        type=_positive,
+        default=None,
+        metavar="MS",
+        help="time of the device for a batch; a pipeline that is faster gains nothing",
+    )
+    advice.add_argument("script", metavar="SCRIPT", help="script that calls model.fit")
+    advice.add_argument("script_arguments", nargs=argparse.REMAINDER, metavar="...")
+    advice.set_defaults(execute=_run_advice)
+    worker = commands.add_parser(
+        "loader-worker",
+        help="prepare data for consumers on other machines (tf.data service)",
+        description=_WORKER,
+        allow_abbrev=False,
+    )
+    worker.add_argument(
+        "--dispatcher", required=True, metavar="HOST:PORT", help="address of the dispatcher"
+    )
+    worker.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="name or address under which consumers reach this machine (default: 127.0.0.1)",
+    )
+    worker.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port (default: a free one)"
+    )
+    worker.add_argument(
+        "--patience",
+        type=_positive,
+        default=10.0,
+        metavar="S",
+        help="end when the dispatcher has been gone so long (default: 10)",
+    )
+    worker.set_defaults(execute=_run_worker)
+
+
+def _run_advice(options: argparse.Namespace) -> int:
+    # TensorFlow takes seconds to import: wrong usage is told before
+    if not Path(options.script).is_file():
+        raise ValueError(f"there is no file {options.script!r}; give the script that calls fit")
+    from keras_het.loader.advice.script import advise_script
+
+    step_seconds = (options.step_milliseconds or 0.0) / 1e3
+    report = advise_script(
+        Path(options.script), options.script_arguments, options.seconds, step_seconds
+    )
+    return 0 if report is not None else 1
+
+
+def _run_worker(options: argparse.Namespace) -> int:
+    from keras_het.loader.data_service.worker_process import run_worker
+
+    run_worker(options.dispatcher, options.host, options.port, options.patience)
+    return 0
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number, received {text!r}")
+    return number

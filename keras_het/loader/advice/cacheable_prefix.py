@@ -1,0 +1,146 @@
+"""Finds work that gives the same in every epoch and could be kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import psutil
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.advice import nodes
+from keras_het.loader.advice.advice import CACHEABLE_PREFIX, Advice, size_text
+from keras_het.loader.advice.cost import count
+from keras_het.loader.advice.examination import Examination, Gain
+
+Dataset = Any
+_MOST_CANDIDATES = 3
+_MOST_COUNTED = 1_000_000
+_MEMORY_PART = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """A place for `cache()`.
+
+    Args:
+        last: the last operation before it.
+        prefix: what would be cached.
+        rest: the operations after it, None if the pipeline cannot be built again.
+        moved_past: operations, such as a shuffle, that have to come after the cache.
+    """
+
+    last: Dataset
+    prefix: Dataset
+    rest: list[Dataset] | None
+    moved_past: tuple[Dataset, ...]
+
+
+def find(examination: Examination) -> list[Advice]:
+    """Advises `cache()` after the last costly work that gives the same in every epoch.
+
+    Walks from the source to the first operation that may change: random values, Python functions,
+    variables, shuffles. Maps behind a shuffle or a `repeat` count too, because they may change
+    places with it. Work that is cached already is left alone. The gain is that of the second and
+    later epochs, measured with a part of the prefix in a real cache. The last place is the best
+    one; if it takes too much memory, an earlier one may do.
+    """
+    found = []
+    for candidates in _branches(examination.dataset):
+        best: Advice | None = None
+        for candidate in reversed(candidates[-_MOST_CANDIDATES:]):
+            advice, fits = _advice(examination, candidate)
+            if fits or advice is None:
+                best = advice or best
+                break
+            best = best or advice
+        found += [best] if best else []
+    return found
+
+
+def _branches(root: Dataset) -> list[list[_Candidate]]:
+    """Candidates, first to last, of each way from a source to the end."""
+    path = [root]
+    while not nodes.is_cache(path[-1]) and len(adapter.inputs_of(path[-1])) == 1:
+        path.append(adapter.inputs_of(path[-1])[0])
+    base = path.pop()
+    # what comes before a cache costs nothing any more, and is the same from then on
+    steady = nodes.is_cache(base) or not any(map(nodes.may_change, adapter.upstream_of(base)))
+    if steady:
+        return [_candidates(base, path[::-1])]
+    found = []
+    for source in adapter.inputs_of(base):
+        for candidates in _branches(source):
+            # what joins several inputs is not built again: an upper bound of the gain will do
+            found.append([dataclasses.replace(each, rest=None) for each in candidates])
+    return found
+
+
+def _candidates(base: Dataset, path: list[Dataset]) -> list[_Candidate]:
+    found: list[_Candidate] = []
+    prefix = base
+    aside: list[Dataset] = []
+    if nodes.is_work(base):
+        found.append(_Candidate(base, base, path, ()))
+    for index, node in enumerate(path):
+        changes = nodes.may_change(node)
+        if adapter.is_repeat(node) or (changes and adapter.is_shuffle(node)):
+            aside.append(node)
+        elif changes or (aside and not adapter.is_map(node) and not _commutes(node)):
+            break
+        elif not aside:
+            prefix = node
+        elif adapter.is_map(node):
+            prefix = adapter.rebuild_on(node, prefix)
+        else:
+            aside.append(node)
+        if nodes.is_work(node):
+            rest = [*aside, *path[index + 1 :]]
+            found.append(_Candidate(node, prefix, rest, tuple(aside)))
+    return found
+
+
+def _commutes(node: Dataset) -> bool:
+    return adapter.commutes_with_map(node) or nodes.is_own(node)
+
+
+def _advice(examination: Examination, candidate: _Candidate) -> tuple[Advice | None, bool]:
+    """What to say about one place, and whether the memory suffices."""
+    gain = _gain(examination, candidate)
+    if gain is None:
+        return None, True
+    size = examination.cost(candidate.prefix).bytes
+    elements = count(candidate.prefix, _MOST_COUNTED, examination.seconds)
+    if elements is not None and elements < 0:
+        return None, True
+    memory = None if elements is None else int(elements * size)
+    fits = memory is None or memory < _MEMORY_PART * psutil.virtual_memory().available
+    if not fits:
+        note = ' That is too much for the memory here: use cache("file") on a local disk, slower.'
+    elif memory is None:
+        note = f" An element takes {size_text(size)}; how many there are is not known."
+    else:
+        note = ""
+    message = (
+        f"Everything up to here gives the same in each epoch. {_place(candidate)}.{note} The gain "
+        "is that of the second and later epochs."
+    )
+    measured = gain.is_measured and fits
+    label = nodes.label(candidate.last)
+    return Advice(CACHEABLE_PREFIX, label, message, gain.ratio, measured, memory), fits
+
+
+def _place(candidate: _Candidate) -> str:
+    after = nodes.name(candidate.last)
+    if not candidate.moved_past:
+        return f"Put cache() after {after}"
+    names = " and ".join(dict.fromkeys(nodes.name(node) for node in candidate.moved_past))
+    return f"Move {after} before {names}, and put cache() between: the order is as random as it was"
+
+
+def _gain(examination: Examination, candidate: _Candidate) -> Gain | None:
+    if candidate.rest is not None and examination.can_build(candidate.prefix, candidate.rest):
+        kept = examination.kept(candidate.prefix)
+        return examination.gain_of(candidate.prefix, kept, candidate.rest)
+    scale = next(s for node, s in examination.all_nodes() if node is candidate.last)
+    return examination.most_gain(examination.cost(candidate.prefix).seconds * scale)

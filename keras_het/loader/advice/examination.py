@@ -1,0 +1,156 @@
+"""What all rules share: the pipeline, what it costs, and what it would cost when changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.advice import nodes
+from keras_het.loader.advice.cost import Cost, is_read_within, measure
+from keras_het.loader.advice.rebuilding import path_to, rebuilt
+
+Dataset = Any
+_logger = logging.getLogger("keras_het")
+
+LEAST_GAIN = 1.2
+LEAST_SECONDS = 0.5e-3  # a batch: less is lost in a step of Keras
+_SMALLEST_PART = 0.05
+_FILL_TIMES, _FILL_SECONDS = 20, 10.0
+_KEPT_BYTES, _MOST_KEPT = 128_000_000, 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """What a change is worth.
+
+    Args:
+        ratio: batches/s after the change over batches/s now.
+        is_measured: whether the whole changed pipeline was run.
+    """
+
+    ratio: float
+    is_measured: bool
+
+
+class Examination:
+    """One pipeline under examination.
+
+    Args:
+        dataset: the pipeline as `fit` would get it.
+        seconds: how long to run each part, and each changed pipeline.
+        step_seconds: time of the device for a batch; what is faster than that gains nothing.
+    """
+
+    def __init__(self, dataset: Dataset, seconds: float, step_seconds: float) -> None:
+        self.dataset, self.seconds, self.step_seconds = dataset, seconds, step_seconds
+        self.options = tf.data.Options().merge(dataset.options())
+        self.why_not = self._fill_caches()
+        self._costs: dict[int, tuple[Dataset, Cost]] = {}
+        self._whole: float | None = None
+
+    def _fill_caches(self) -> str | None:
+        """Fills caches in memory, and says why the pipeline cannot be run."""
+        for node in adapter.upstream_of(self.dataset):
+            if nodes.writes_files(node):
+                return "The pipeline writes files when it runs, so that nothing was measured."
+            longest = max(_FILL_TIMES * self.seconds, _FILL_SECONDS)
+            if nodes.kind(node) == "Cache" and not is_read_within(node, longest, self.options):
+                return f"The cache was not full after {longest:.0f} s: nothing was measured."
+        return None
+
+    @property
+    def seconds_per_batch(self) -> float:
+        """Time of a batch of the whole pipeline."""
+        if self._whole is None:
+            self._whole = self.run(self.dataset)
+        return self._whole
+
+    def all_nodes(self) -> Iterator[tuple[Dataset, float]]:
+        """Every operation with the number of its elements in a batch of the whole."""
+        return nodes.with_scales(self.dataset)
+
+    def run(self, dataset: Dataset) -> float:
+        """Seconds of a batch of any pipeline."""
+        return measure(dataset, self.seconds, self.options).seconds
+
+    def cost(self, node: Dataset) -> Cost:
+        """What an element of a part of the pipeline costs, all before it included."""
+        if id(node) not in self._costs:
+            # the node is kept, so that no other one gets its id
+            cost = measure(node, self.seconds, self.options, in_chunks=True)
+            self._costs[id(node)] = node, cost
+        return self._costs[id(node)][1]
+
+    def kept(self, node: Dataset) -> Dataset:
+        """Some elements of a part of the pipeline, again and again from a full cache."""
+        cost = self.cost(node)
+        within = min(self.seconds / max(cost.seconds, 1e-9), _KEPT_BYTES / max(cost.bytes, 1))
+        cached = node.take(int(min(max(within, 8), _MOST_KEPT))).cache()
+        for _ in cached.with_options(self.options):
+            pass
+        return cached.repeat()
+
+    def gain_of(
+        self, node: Dataset, replacement: Dataset, rest: Sequence[Dataset] | None = None
+    ) -> Gain | None:
+        """What the pipeline gains if one part becomes another one.
+
+        Args:
+            node: the present part.
+            replacement: what is to stand in its place.
+            rest: the operations after it; by default those after `node`.
+
+        Returns:
+            The gain; None if it is not worth a change, or if the changed pipeline cannot be built.
+        """
+        path = path_to(self.dataset, node) if rest is None else rest
+        changed = self.quietly(lambda: rebuilt(replacement, path))
+        return None if changed is None else self._gain_over_now(changed)
+
+    def can_build(self, replacement: Dataset, rest: Sequence[Dataset]) -> bool:
+        """Whether the operations `rest` can be built again on a changed beginning."""
+        return self.quietly(lambda: rebuilt(replacement, rest)) is not None
+
+    def can_rebuild_after(self, node: Dataset) -> bool:
+        """Whether all operations after `node` can be built again."""
+        return self.quietly(lambda: rebuilt(node, path_to(self.dataset, node))) is not None
+
+    def _gain_over_now(self, changed: Dataset) -> Gain | None:
+        """What a changed pipeline gains; the better of two runs of each counts.
+
+        Other work on the machine makes a run slower, never faster.
+        """
+        after = self.quietly(lambda: self.run(changed))
+        if after is None or after <= 0 or self._ratio(self.seconds_per_batch, after) < 1.0:
+            return None
+        self._whole = before = min(self.seconds_per_batch, self.run(self.dataset))
+        after = min(after, self.run(changed))
+        return Gain(self._ratio(before, after), True) if self._is_worth(before, after) else None
+
+    def most_gain(self, saved_seconds: float) -> Gain | None:
+        """The largest gain if a part that takes so long for a batch were free."""
+        before = self.seconds_per_batch
+        after = max(before - saved_seconds, _SMALLEST_PART * before)
+        return Gain(self._ratio(before, after), False) if self._is_worth(before, after) else None
+
+    def _ratio(self, before: float, after: float) -> float:
+        return max(before, self.step_seconds) / max(after, self.step_seconds, 1e-9)
+
+    def _is_worth(self, before: float, after: float) -> bool:
+        step = self.step_seconds
+        saved = max(before, step) - max(after, step)
+        return after > 0 and saved >= LEAST_SECONDS and self._ratio(before, after) >= LEAST_GAIN
+
+    @staticmethod
+    def quietly(function: Callable[[], Any]) -> Any:
+        """The result, None where the user's function cannot be used in another place."""
+        try:
+            return function()
+        except Exception as error:
+            _logger.debug("The changed pipeline cannot be run: %s", error)
+            return None

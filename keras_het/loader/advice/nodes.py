@@ -1,0 +1,138 @@
+"""What the operations of a pipeline are, and what their functions do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
+
+Dataset = Any
+
+PYTHON_OPERATIONS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless"})
+_CHANGING_PREFIXES = ("ShuffleDataset", "ShuffleAndRepeat", "RandomDataset", "AnonymousRandomSeed")
+_CHANGING = (
+    adapter.RANDOM_VALUE_OPERATIONS
+    | adapter.GENERATOR_OPERATIONS
+    | PYTHON_OPERATIONS
+    | {"ReadVariableOp", "ResourceGather", "Timestamp", "RandomShuffle"}
+)
+_FILE_READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
+_NAMES = {
+    "FlatMap": "flat_map",
+    "TFRecord": "TFRecordDataset",
+    "TextLine": "TextLineDataset",
+    "FixedLengthRecord": "FixedLengthRecordDataset",
+}
+_WORK = (
+    "Map",
+    "Interleave",
+    "FlatMap",
+    "Filter",
+    "TFRecord",
+    "TextLine",
+    "FixedLengthRecord",
+)
+
+
+def kind(node: Dataset) -> str:
+    """Kind of an operation, such as "ParallelMap"."""
+    name = type(node).__name__.removeprefix("_")
+    return name.removesuffix("V2").removesuffix("Dataset")
+
+
+def python_function(node: Dataset) -> Callable[..., Any] | None:
+    """The function that the user gave to `map`, `filter`, `interleave` and the like."""
+    wrapper = getattr(node, "_map_func", None) or getattr(node, "_predicate", None)
+    return getattr(wrapper, "_func", None)
+
+
+def label(node: Dataset) -> str:
+    """An operation for people: its kind, its function and where that is written."""
+    code = getattr(python_function(node), "__code__", None)
+    if code is None or adapter.draws_from_generator(node):
+        return name(node)
+    return f"{name(node)} {Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def name(node: Dataset) -> str:
+    """An operation for people: its kind and its function."""
+    if adapter.draws_from_generator(node):
+        return "from_generator"
+    text = kind(node).removeprefix("Parallel")
+    text = _NAMES.get(text, text[:1].lower() + text[1:])
+    function = python_function(node)
+    if function is None:
+        return text
+    return f"{text}({getattr(function, '__name__', type(function).__name__)})"
+
+
+def is_file_reader(node: Dataset) -> bool:
+    """Whether an operation opens the files that its input names."""
+    if type(node).__name__.removesuffix("V2") in _FILE_READERS:
+        return True
+    if not kind(node).endswith(("Interleave", "FlatMap")):
+        return False
+    operations = adapter.operations_in_functions(node)
+    return any(name.startswith(_FILE_READERS) for name in operations)
+
+
+def is_work(node: Dataset) -> bool:
+    """Whether an operation computes or reads."""
+    return kind(node).removeprefix("Parallel") in _WORK
+
+
+def is_own(node: Dataset) -> bool:
+    """Whether an operation belongs to this package and only passes elements on."""
+    return type(node).__module__.startswith("keras_het.") and not adapter.is_map(node)
+
+
+def may_change(node: Dataset) -> bool:
+    """Whether an operation may give other elements, or another order, in the next epoch.
+
+    What a Python function does is not known, so that it may.
+    """
+    if adapter.is_reshuffled(node) or kind(node) in ("Random", "DataService"):
+        return True
+    operations = adapter.operations_in_functions(node)
+    return bool(operations & _CHANGING) or any(
+        name.startswith(_CHANGING_PREFIXES) for name in operations
+    )
+
+
+def is_cache(node: Dataset) -> bool:
+    """Whether an operation keeps its elements for later epochs."""
+    return kind(node) in ("Cache", "Snapshot", "Save", "Load")
+
+
+def writes_files(node: Dataset) -> bool:
+    """Whether reading a part of the pipeline would write files."""
+    if kind(node) == "Cache":
+        return bool(tf.get_static_value(node._filename))
+    return kind(node) in ("Snapshot", "Save")
+
+
+def with_scales(node: Dataset, scale: float = 1.0) -> Iterator[tuple[Dataset, float]]:
+    """Every operation, and how many of its elements make one of the whole pipeline.
+
+    It is 0 for what comes before file readers: names of files cost nothing. Filters are taken to
+    let everything through.
+    """
+    yield node, scale
+    inner = scale * (batch_size(node) or 1)
+    if is_file_reader(node) or kind(node).endswith(("Interleave", "FlatMap")):
+        inner = 0.0
+    for source in adapter.inputs_of(node):
+        yield from with_scales(source, inner)
+
+
+def batch_size(node: Dataset) -> int | None:
+    """Samples that an operation makes into one element, None if it does not."""
+    size = getattr(node, "_batch_size", None)
+    if size is None:
+        return None
+    value = adapter.constant(size)
+    return int(value) if value else None

@@ -1,0 +1,70 @@
+"""Finds Python functions that the pipeline calls for its elements."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.advice import nodes
+from keras_het.loader.advice.advice import PYTHON_FUNCTION, Advice
+from keras_het.loader.advice.examination import Examination
+
+Dataset = Any
+
+
+def find(examination: Examination) -> list[Advice]:
+    """Advises TensorFlow operations in the place of Python functions that take time.
+
+    They run one at a time, in turns with the Python of the training loop. The gain is what it
+    would be if they took no time.
+    """
+    found = []
+    for node, scale in examination.all_nodes():
+        if not _calls_python(node) or _is_cached_later(examination, node):
+            continue
+        gain = examination.most_gain(_own_seconds(examination, node) * scale)
+        if gain is not None and examination.can_rebuild_after(node):
+            # an element that is there already is the quickest one could write
+            free = examination.gain_of(node, examination.kept(node))
+            gain = None if free is None else dataclasses.replace(free, is_measured=False)
+        if gain is not None:
+            found.append(
+                Advice(
+                    PYTHON_FUNCTION, nodes.label(node), _message(node), gain.ratio, gain.is_measured
+                )
+            )
+    return found
+
+
+def _own_seconds(examination: Examination, node: Dataset) -> float:
+    seconds = examination.cost(node).seconds
+    if adapter.draws_from_generator(node):
+        return seconds
+    return seconds - sum(examination.cost(source).seconds for source in adapter.inputs_of(node))
+
+
+def _calls_python(node: Dataset) -> bool:
+    if adapter.draws_from_generator(node):
+        return True
+    return bool(adapter.operations_in_functions(node) & nodes.PYTHON_OPERATIONS)
+
+
+def _is_cached_later(examination: Examination, node: Dataset) -> bool:
+    return any(
+        nodes.is_cache(other) and any(each is node for each in adapter.upstream_of(other))
+        for other, _ in examination.all_nodes()
+    )
+
+
+def _message(node: Dataset) -> str:
+    if adapter.draws_from_generator(node):
+        return (
+            "A Python generator gives one element at a time, however many cores there are. Give "
+            "tf.data the data itself (from_tensor_slices, files), or let the generator give names "
+            "and read them in a parallel map."
+        )
+    return (
+        "This calls Python, one call at a time and in turns with the training loop. Write it in "
+        "TensorFlow operations; if it always gives the same, cache() after it."
+    )

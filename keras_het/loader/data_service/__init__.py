@@ -1,0 +1,5 @@
+"""Input prepared by other machines and processes, with TensorFlow's tf.data service."""
+
+from keras_het.loader.data_service.data_service import DataService, service
+
+__all__ = ["DataService", "service"]

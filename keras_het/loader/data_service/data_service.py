@@ -1,0 +1,184 @@
+"""Input from other machines and processes: a tf.data service and what consumers take from it."""
+
+from __future__ import annotations
+
+import atexit
+from types import TracebackType
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.data_service.addresses import check_reachable, split_address
+from keras_het.loader.data_service.servers import start_dispatcher, start_worker
+
+_CONNECT_SECONDS = 10.0
+_PYTHON = adapter.GENERATOR_OPERATIONS | {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+
+
+def service(
+    address: str | None = None,
+    *,
+    workers: int | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> DataService:
+    """Starts a tf.data service, or joins one.
+
+        # on the machine that others can reach
+        with keras_het.loader.service(host="10.0.0.5", port=5050) as data:
+            model.fit(data.distribute(dataset, job="train"))
+
+        # on every other one, with the same dataset
+        data = keras_het.loader.service("10.0.0.5:5050")
+        model.fit(data.distribute(dataset, job="train"))
+
+    Spare CPU machines help with `keras-het loader-worker --dispatcher 10.0.0.5:5050 --host ...`.
+    TensorFlow's servers neither encrypt nor authenticate, and their ports are open on all
+    interfaces whatever `host` is: use them in networks you trust.
+
+    Args:
+        address: "host:port" of a dispatcher that runs; None starts one in this process.
+        workers: how many workers to start in this process: 1 with a new dispatcher, 0 otherwise,
+            unless told otherwise.
+        host: name or address under which others reach what is started here.
+        port: port of the new dispatcher; 0 takes a free one.
+
+    Returns:
+        The service, a context manager that stops what it started.
+
+    Raises:
+        ValueError: if an argument is none of these.
+        ConnectionError: if no dispatcher answers at `address`.
+    """
+    _check(address, workers, port)
+    if address is not None:
+        split_address(address)
+        address = address.removeprefix("grpc://")
+        check_reachable(address, _CONNECT_SECONDS)
+        return DataService(address, None, workers or 0, host)
+    dispatcher, bound_port = start_dispatcher(port)
+    return DataService(f"{host}:{bound_port}", dispatcher, 1 if workers is None else workers, host)
+
+
+class DataService:
+    """A tf.data service as one process sees it; made by `service`.
+
+    Args:
+        address: "host:port" of the dispatcher.
+        dispatcher: the dispatcher, if this process runs it.
+        workers: how many workers to start here.
+        host: name or address under which others reach them.
+
+    Attributes:
+        address: where others join.
+    """
+
+    def __init__(self, address: str, dispatcher: Any, workers: int, host: str) -> None:
+        self.address = address
+        self._is_closed = False
+        self._servers: list[Any] = [] if dispatcher is None else [dispatcher]
+        atexit.register(self.close)
+        for _ in range(workers):
+            self._servers.append(start_worker(address, host))
+
+    def distribute(
+        self, dataset: Any, job: str, *, max_outstanding_requests: int = 1, compression: bool = True
+    ) -> Any:
+        """What this consumer takes of a data set that all consumers of a job share.
+
+        Every consumer calls it with the same data set and job. In each epoch an element goes to
+        the consumer that asks first: who trains faster takes more. All elements together are those
+        of the data set, each once, in no fixed order; a consumer that is lost takes those with it
+        that it had asked for.
+
+        Args:
+            dataset: `tf.data.Dataset` of batches. Its functions run in the workers' processes, so
+                that they may not call Python.
+            job: name of what is shared. Another name is another reading of the data set.
+            max_outstanding_requests: elements that may be on the way to this consumer. With 1 the
+                split follows the speeds closely; more hide the time of the transfer, and a slow
+                consumer then holds more when an epoch ends.
+            compression: whether elements are compressed on the way; not between processes of one
+                machine.
+
+        Returns:
+            A `tf.data.Dataset` of unknown cardinality for `fit`.
+
+        Raises:
+            TypeError: if `dataset` is no `tf.data.Dataset`.
+            ValueError: if it calls Python, or an argument is wrong.
+            RuntimeError: after `close`.
+        """
+        if self._is_closed:
+            raise RuntimeError("The data service was closed. Call keras_het.loader.service again.")
+        _check_job(dataset, job, max_outstanding_requests)
+        shared = dataset.apply(
+            tf.data.experimental.service.distribute(
+                processing_mode=tf.data.experimental.service.ShardingPolicy.DYNAMIC,
+                service=f"grpc://{self.address}",
+                job_name=job,
+                max_outstanding_requests=max_outstanding_requests,
+                compression="AUTO" if compression else None,
+            )
+        )
+        options = tf.data.Options()
+        # a buffer that TensorFlow adds would take more than this consumer uses
+        options.experimental_optimization.inject_prefetch = False
+        return shared.with_options(options)
+
+    def close(self) -> None:
+        """Stops the workers and the dispatcher that this process runs; others go on without."""
+        self._is_closed = True
+        atexit.unregister(self.close)
+        # a worker that has lost its dispatcher takes longer to stop
+        while self._servers:
+            self._servers.pop().stop()
+
+    def __enter__(self) -> DataService:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check(address: str | None, workers: int | None, port: int) -> None:
+    if workers is not None and (not isinstance(workers, int) or workers < 0):
+        raise ValueError(f"workers must be a whole number of at least 0. Received: {workers!r}.")
+    if not isinstance(port, int) or not 0 <= port < 65536:
+        raise ValueError(f"port must be from 0 (a free one) to 65535. Received: {port!r}.")
+    if address is not None and port != 0:
+        raise ValueError(
+            "port is that of a new dispatcher: leave it out to join one at an address. Received: "
+            f"address={address!r}, port={port!r}."
+        )
+
+
+def _check_job(dataset: Any, job: str, max_outstanding_requests: int) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            "distribute needs a tf.data.Dataset. Received: "
+            f"{dataset!r} of type {type(dataset)}. Arrays: tf.data.Dataset.from_tensor_slices(...)."
+        )
+    if not isinstance(job, str) or not job:
+        raise ValueError(
+            f"job must be a name that all consumers share, such as 'train'. Received: {job!r}."
+        )
+    if not isinstance(max_outstanding_requests, int) or max_outstanding_requests < 1:
+        raise ValueError(
+            "max_outstanding_requests must be a whole number of at least 1. Received: "
+            f"{max_outstanding_requests!r}."
+        )
+    for node in adapter.upstream_of(dataset):
+        if adapter.operations_in_functions(node) & _PYTHON:
+            raise ValueError(
+                "The data set calls Python (from_generator, py_function or numpy_function), which "
+                "does not exist in the workers of a data service. Write it in TensorFlow "
+                "operations, or map it after distribute. Received: "
+                f"{type(node).__name__} with element_spec={node.element_spec}."
+            )

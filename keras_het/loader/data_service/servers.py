@@ -1,0 +1,78 @@
+"""Starts TensorFlow's servers of the tf.data service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader.data_service.addresses import is_reachable
+
+_WORKER_TIMEOUT_MS = 10_000
+_HEARTBEAT_MS = 1_000
+_LOOK_SECONDS = 2.0
+
+
+def start_dispatcher(port: int) -> tuple[Any, int]:
+    """Starts a dispatcher in this process.
+
+    Args:
+        port: its port, 0 for a free one.
+
+    Returns:
+        The server and its port.
+
+    Raises:
+        OSError: if the port is taken.
+    """
+    # TensorFlow would share a port with another dispatcher without a word
+    if port != 0 and is_reachable(f"127.0.0.1:{port}", _LOOK_SECONDS):
+        raise OSError(
+            f"The dispatcher of the tf.data service cannot listen on port {port}: another server "
+            "does. Give a free port, or 0, or join a dispatcher that runs there by its address."
+        )
+    config = tf.data.experimental.service.DispatcherConfig(
+        port=port, worker_timeout_ms=_WORKER_TIMEOUT_MS
+    )
+    try:
+        server = tf.data.experimental.service.DispatchServer(config)
+    except tf.errors.OpError as error:
+        raise OSError(
+            f"The dispatcher of the tf.data service cannot start on port {port}: {error.message}. "
+            "Give a free port, or 0."
+        ) from error
+    return server, int(server.target.rpartition(":")[2])
+
+
+def start_worker(
+    dispatcher: str, host: str, port: int = 0, dispatcher_timeout: float | None = None
+) -> Any:
+    """Starts a worker in this process.
+
+    Args:
+        dispatcher: "host:port" of the dispatcher, which must run.
+        host: name or address under which consumers reach this machine.
+        port: its port, 0 for a free one.
+        dispatcher_timeout: how long to try to reach the dispatcher, in seconds; an hour by default.
+
+    Returns:
+        The server.
+
+    Raises:
+        OSError: if the port is taken.
+    """
+    config = tf.data.experimental.service.WorkerConfig(
+        dispatcher_address=dispatcher,
+        worker_address=f"{host}:%port%",
+        data_transfer_address=f"{host}:%dts_port%",
+        port=port,
+        heartbeat_interval_ms=_HEARTBEAT_MS,
+        dispatcher_timeout_ms=None if dispatcher_timeout is None else int(dispatcher_timeout * 1e3),
+    )
+    try:
+        return tf.data.experimental.service.WorkerServer(config)
+    except tf.errors.OpError as error:
+        raise OSError(
+            f"A worker of the tf.data service cannot start on port {port} for the dispatcher "
+            f"{dispatcher}: {error.message}. Give a free port, or 0."
+        ) from error

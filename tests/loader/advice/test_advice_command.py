@@ -1,0 +1,119 @@
+"""`keras-het loader-advice` runs a script up to `fit` and looks at what it gives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import keras
+import pytest
+
+from keras_het.launch.command_line import main
+from keras_het.loader.advice.script import advise_script
+
+REPOSITORY = Path(__file__).parents[3]
+TIMEOUT = 110
+pytestmark = pytest.mark.timeout(TIMEOUT + 10)
+HEAD = """
+import sys
+import keras
+import numpy as np
+import tensorflow as tf
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+"""
+PIPELINE = """
+def heavy(number):
+    matrix = tf.fill([128, 128], tf.cast(number, tf.float32) * 1e-9)
+    for _ in range(6):
+        matrix = tf.matmul(matrix, matrix)
+    return matrix[0, :4], matrix[0, :1]
+
+dataset = tf.data.Dataset.range(200).map(heavy).batch(20)
+"""
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(HEAD + PIPELINE + textwrap.dedent(body))
+    return path
+
+
+def test_the_command_advises_and_trains_nothing(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import helper
+        print("arguments", sys.argv[1:])
+        try:
+            model.fit(dataset, epochs=2)
+        except Exception:
+            print("caught")
+        print("trained")
+        """,
+    )
+    (tmp_path / "helper.py").write_text("print('a module beside it')\n")
+    command = [sys.executable, "-m", "keras_het.launch", "loader-advice", "--seconds", "0.2"]
+    done = subprocess.run(
+        [*command, str(path), "--epochs", "3"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "arguments ['--epochs', '3']" in done.stdout
+    assert "a module beside it" in done.stdout
+    assert "map(heavy)" in done.stdout
+    assert "Put cache() after map(heavy)" in " ".join(done.stdout.split())
+    assert "trained" not in done.stdout
+    assert "caught" not in done.stdout
+
+
+def test_fit_is_itself_again_afterwards(tmp_path: Path) -> None:
+    before, arguments, path = keras.Model.fit, sys.argv, list(sys.path)
+    report = advise_script(script(tmp_path, "model.fit(x=dataset)"), [], 0.1)
+    assert report is not None
+    assert "cacheable_prefix" in report.kinds
+    assert keras.Model.fit is before
+    assert (sys.argv, sys.path) == (arguments, path)
+
+
+def test_what_a_strategy_distributes_is_looked_at(tmp_path: Path) -> None:
+    body = """
+    import keras_het
+    strategy = keras_het.HeterogeneousStrategy(devices=["CPU:0"])
+    model.fit(strategy.distribute(dataset.unbatch(), global_batch_size=20))
+    """
+    report = advise_script(script(tmp_path, body), [], 0.1)
+    assert report is not None
+    assert "cacheable_prefix" in report.kinds
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("model.fit(np.zeros((8, 4)), np.zeros((8, 1)))", "gives ndarray to fit"),
+        ("model.evaluate(dataset, verbose=0)", "does not call model.fit"),
+        ("sys.exit(3)", "ended with 3 before"),
+    ],
+)
+def test_where_there_is_no_pipeline_it_says_so(tmp_path: Path, capsys, body, message) -> None:
+    assert main(["loader-advice", str(script(tmp_path, body))]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there_is_named(capsys) -> None:
+    assert main(["loader-advice", "nowhere.py"]) == 2
+    assert "there is no file 'nowhere.py'" in capsys.readouterr().err
+
+
+def test_a_time_that_is_none_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["loader-advice", "--seconds", "0", "train.py"])
+    assert "expected a positive number, received '0'" in capsys.readouterr().err
