@@ -59,7 +59,7 @@ def compare_speed(kind, builders, folder, rounds, seconds):
     before, after = map(statistics.median, speeds)
     gains = sorted(new / old for old, new in zip(*speeds, strict=True))
     return {
-        "advice": kind,
+        "case": kind,
         "unit": "batches/s",
         "before": round(before, 2),
         "after": round(after, 2),
@@ -81,7 +81,7 @@ def compare_order(kind, builders, folder, rounds):
     still = advise(builders[1](folder))
     found = [statistics.median(same_place(b(folder)) for _ in range(rounds)) for b in builders]
     return {
-        "advice": kind if kind in report.kinds else f"{kind} (not found)",
+        "case": kind if kind in report.kinds else f"{kind} (not found)",
         "unit": "rank correlation",
         "before": round(found[0], 3),
         "after": round(found[1], 3),

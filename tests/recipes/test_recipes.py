@@ -168,6 +168,13 @@ def test_tune_loader_keeps_the_device_busier(tmp_path: Path) -> None:
     assert_is_picture(tmp_path / "tune_loader.png")
 
 
+def test_feed_from_elsewhere(tmp_path: Path) -> None:
+    text = run(RECIPES / "feed_from_elsewhere.py", "--samples", 1200, cwd=tmp_path)
+    fast, slow = (int(cells(name, text)[2]) for name in ("fast", "slow"))
+    assert fast + slow == 150
+    assert fast > 2 * slow > 0
+
+
 def test_hybrid(tmp_path: Path) -> None:
     text = run(RECIPES / "hybrid.py", cwd=tmp_path)
     rows = re.findall(

@@ -1,0 +1,111 @@
+"""Two trainings of different speed share one input pipeline: who is faster takes more.
+
+A tf.data service prepares the batches: a dispatcher here and a worker in a process of its own, as
+it would run on a spare CPU machine (`keras-het loader-worker`). Two processes take batches of the
+same epoch, one with a device (a sleep: EMULATED) four times faster than the other's. Every sample
+is used once over both.
+
+    python recipes/feed_from_elsewhere.py [--samples N]
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import keras
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+import keras_het
+
+BATCH = 8
+DEVICE_SECONDS = {"fast": 0.015, "slow": 0.060}
+
+
+def pipeline(samples):
+    """The same in every process: what a consumer registers is what the workers run."""
+
+    def prepare(number):
+        x = tf.random.stateless_normal([16], [number, 0])
+        return x, tf.reduce_sum(x, keepdims=True)
+
+    numbers = tf.data.Dataset.range(samples).shuffle(samples, seed=1)
+    return numbers.map(prepare, num_parallel_calls=2).batch(BATCH)
+
+
+class Device(keras.callbacks.Callback):
+    """The device's part of a step; counts the samples."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(self.seconds)
+        self.steps += 1
+
+
+def consume(name, address, samples):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.train_on_batch(tf.zeros([BATCH, 16]), tf.zeros([BATCH, 1]))  # traces the step
+    print("ready", flush=True)
+    sys.stdin.readline()  # both begin together
+    data = keras_het.loader.service(address)
+    device = Device(DEVICE_SECONDS[name])
+    model.fit(data.distribute(pipeline(samples), job="train"), verbose=0, callbacks=[device])
+    print(device.steps, flush=True)
+
+
+def start(*arguments):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], **pipes)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=1600)
+    parser.add_argument("--consume", nargs=2, metavar=("NAME", "ADDRESS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.consume:
+        return consume(*arguments.consume, arguments.samples)
+    with keras_het.loader.service(workers=0) as data:
+        module = ("-m", "keras_het.launch", "loader-worker")
+        worker = start(*module, "--dispatcher", data.address)
+        options = ("--samples", str(arguments.samples), "--consume")
+        consumers = {name: start(__file__, *options, name, data.address) for name in DEVICE_SECONDS}
+        try:
+            for process in (worker, *consumers.values()):
+                process.stdout.readline()
+            for process in consumers.values():
+                process.stdin.write("\n")
+                process.stdin.flush()
+            steps = {name: int(each.stdout.readline()) for name, each in consumers.items()}
+        finally:
+            worker.terminate()
+            for process in (worker, *consumers.values()):
+                process.communicate(timeout=60)
+    show(steps, arguments.samples)
+
+
+def show(steps, samples):
+    table = Table(title="One epoch, shared by two consumers (EMULATED devices)")
+    for column in ("consumer", "device ms a batch", "batches", "part"):
+        table.add_column(column, justify="left" if column == "consumer" else "right")
+    for name, count in steps.items():
+        part = f"{count / sum(steps.values()):.0%}"
+        table.add_row(name, f"{DEVICE_SECONDS[name] * 1e3:.0f}", str(count), part)
+    Console().print(table)
+    print(f"{sum(steps.values())} batches of {BATCH}, of {samples} samples: each once.")
+
+
+if __name__ == "__main__":
+    main()
