@@ -18,7 +18,8 @@ RESULTS := build/benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help demo test test-oldest lint format benchmarks constraints clean distclean check-python
+.PHONY: help demo test test-oldest test-validation lint format benchmarks constraints clean distclean
+.PHONY: check-python check-oldest
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -29,9 +30,17 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 
 test: lint ## Lint, types and all tests.
 	.venv/bin/python -m pytest
+	@if $(MAKE) -s check-oldest >/dev/null 2>&1; then $(MAKE) --no-print-directory test-validation; \
+	else echo "No Python 3.11 or 3.12 was found: the tests of data validation were not run."; fi
 
 test-oldest: .venv-oldest/installed ## The multi-process suite on the oldest TensorFlow.
 	.venv-oldest/bin/python -m pytest -m multi_process
+
+# TensorFlow Data Validation needs Python 3.11 and TensorFlow 2.16.
+test-validation: .venv-oldest/installed ## Data validation, in the environment of test-oldest.
+	.venv-oldest/bin/python -m pytest tests/loader/validation \
+	  tests/multi_process/test_validation_across_workers.py \
+	  tests/recipes/test_recipes.py::test_validate_data_finds_what_the_slow_worker_gets
 
 lint: .venv/installed ## Style, format and types.
 	.venv/bin/ruff check .
@@ -53,7 +62,7 @@ COMPILE = .venv/bin/uv pip compile -q --universal --no-header --no-annotate --ov
   --extra dev --group cpu-build pyproject.toml
 constraints: .venv/installed ## Bring the pinned versions up to date with pyproject.toml.
 	$(COMPILE) --python-version 3.10 -o constraints.txt
-	$(COMPILE) --python-version 3.11 -o constraints-oldest.txt
+	$(COMPILE) --extra data-validation --python-version 3.11 -o constraints-oldest.txt
 
 clean: ## Remove caches and results.
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -81,8 +90,8 @@ if [ -z "$$python" ]; then \
 fi >&2
 endef
 
-# $(call install,FOLDER,CONSTRAINTS,OLDEST,NEWEST): creates FOLDER, with a Python of version 3.OLDEST
-# to 3.NEWEST, and installs the package and its tools.
+# $(call install,FOLDER,CONSTRAINTS,OLDEST,NEWEST,EXTRAS): creates FOLDER, with a Python of version
+# 3.OLDEST to 3.NEWEST, and installs the package with these extras.
 define install
 @$(call find_python,$(3),$(4)); \
 set -e; \
@@ -95,9 +104,12 @@ fi; \
 echo "Installing the packages of $(2) into $(1)"; \
 $(1)/bin/python -m pip install --quiet --constraint $(2) uv; \
 $(1)/bin/uv pip install --quiet --compile-bytecode --python $(1)/bin/python --override overrides.txt --constraint $(2) \
-  --group cpu-build --editable '.[dev]'; \
+  --group cpu-build --editable '.[$(5)]'; \
 touch $@
 endef
+
+check-oldest:
+	@$(call find_python,11,12)
 
 # A Python named by hand is checked even when the environment stands already.
 check-python:
@@ -106,8 +118,10 @@ ifneq ($(PYTHON),)
 endif
 
 .venv/installed: pyproject.toml overrides.txt $(CONSTRAINTS) | check-python
-	$(call install,.venv,$(CONSTRAINTS),10,13)
+	$(call install,.venv,$(CONSTRAINTS),10,13,dev)
 
-# Keras 3.15 has no wheels for Python 3.10, TensorFlow 2.16 none for 3.13.
+# Keras 3.15 has no wheels for Python 3.10, TensorFlow 2.16 none for 3.13, and TensorFlow Data
+# Validation none for 3.12.
+OLDEST_EXTRAS := dev,data-validation
 .venv-oldest/installed: pyproject.toml overrides.txt constraints-oldest.txt | check-python
-	$(call install,.venv-oldest,constraints-oldest.txt,11,12)
+	$(call install,.venv-oldest,constraints-oldest.txt,11,12,$(OLDEST_EXTRAS))

@@ -188,3 +188,22 @@ def test_hybrid(tmp_path: Path) -> None:
     assert 0.9 * 12 * 1437 < group + slow <= 12 * 1437
     accuracies = [float(row[3]) for row in rows]
     assert min(accuracies) > 90
+
+
+def test_validate_data_finds_what_the_slow_worker_gets(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+    )
+    speeds = ("--speeds", "4,1", "--sample-milliseconds", 1)
+    text = run(*LAUNCHER, *speeds, RECIPES / "validate_data.py", cwd=tmp_path)
+    assert "x/maximum: Out-of-range values" in text
+    assert "Steps trained: 0" in text
+    # The fast worker gets digits 0 to 4 only, the slow one the others: a digit is a fifth of each.
+    assert (
+        numbers(r"label: L-infinity distance of replica 1 from replica 0 ([\d.]+)", text)[0] > 0.2
+    )
+    first, second = re.findall(r"the workers' data differs in: (.*)", text)
+    assert "label" in first.split(", ")
+    assert second == "nothing"
+    written = sorted(path.name for path in (tmp_path / "validation").iterdir())
+    assert written == ["one_after_the_other", "schema.pbtxt", "shuffled"]

@@ -84,7 +84,7 @@ def _derive(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
 
 def _summary(rows: Any) -> dict[str, np.ndarray]:
     flat = [np.concatenate([*map(np.ravel, _flatten(row)), ()]).astype(np.float64) for row in rows]
-    statistics = {
+    statistics: dict[str, Any] = {
         "mean": np.mean,
         "standard_deviation": np.std,
         "minimum": np.min,

@@ -58,6 +58,7 @@ class StatisticsBuilder:
         self._generators = stats_impl.get_generators(self._options, in_memory=True)
         self._partial = [generator.create_accumulator() for generator in self._generators]
         self._waiting: list[Any] = []
+        self._waiting_rows = self._waiting_bytes = 0
         self._is_finished = False
 
     def add(self, features: Mapping[str, Any]) -> None:
@@ -94,14 +95,14 @@ class StatisticsBuilder:
             return
         self.rows += batch.num_rows
         self._waiting.append(batch)
-        if (
-            sum(waiting.num_rows for waiting in self._waiting) >= _ROWS_AT_ONCE
-            or sum(waiting.nbytes for waiting in self._waiting) >= _BYTES_AT_ONCE
-        ):
+        self._waiting_rows += batch.num_rows
+        self._waiting_bytes += batch.nbytes
+        if self._waiting_rows >= _ROWS_AT_ONCE or self._waiting_bytes >= _BYTES_AT_ONCE:
             self._flush()
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
+        self._waiting_rows = self._waiting_bytes = 0
         if waiting:
             # TFDV takes a few milliseconds for a call, whatever the number of rows.
             batch = table_util.MergeRecordBatches(waiting)

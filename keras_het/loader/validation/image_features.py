@@ -23,15 +23,16 @@ def image_features(images: np.ndarray) -> dict[str, np.ndarray]:
     rows, height, width, channels = images.shape
     if channels > _MOST_CHANNELS:
         images, channels = images.reshape(rows, height, width * channels, 1), 1
-    pixels = images.reshape(rows, -1, channels).astype(np.float32)
     features: dict[str, Any] = {
         "height": np.full(rows, height, np.int64),
         "width": np.full(rows, width, np.int64),
     }
     if not height * width:
         return features
+    # Each channel of an image in one piece: several times as fast as in steps.
+    pixels = images.reshape(rows, -1, channels).transpose(0, 2, 1).astype(np.float32, order="C")
     features["minimum"], features["maximum"] = pixels.min(axis=(1, 2)), pixels.max(axis=(1, 2))
-    means, deviations = pixels.mean(axis=1), pixels.std(axis=1)
+    means, deviations = pixels.mean(axis=2), pixels.std(axis=2)
     for channel in range(channels):
         features[f"channel_{channel}/mean"] = means[:, channel]
         features[f"channel_{channel}/standard_deviation"] = deviations[:, channel]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_het.loader.validation.shard_comparison import num_rows, skew_and_drift
+from keras_het.loader.validation.shard_comparison import num_rows, validate_against
 from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, display_util, tfdv
 
 _STYLE = """
@@ -51,8 +51,8 @@ def write_report(
     parts = [f"<h1>{html.escape(title)}</h1>", _rows(data)]
     if schema is not None:
         parts += [_tables(name, filled, schema, reference) for name in filled]
-    others = [name for name in filled if name != reference] or [None]
-    parts += [_charts(filled, reference, other) for other in others]
+    others: list[str | None] = [name for name in filled if name != reference]
+    parts += [_charts(filled, reference, other) for other in others or [None]]
     page = f"<!DOCTYPE html><html><head><meta charset='utf-8'><title>{html.escape(title)}</title>"
     page += f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     Path(path).write_text(page, encoding="utf-8")
@@ -68,7 +68,7 @@ def _rows(data: Mapping[str, Statistics]) -> str:
 
 def _tables(name: str, data: Mapping[str, Statistics], schema: Schema, reference: str) -> str:
     other = data[reference] if name != reference else None
-    found = skew_and_drift(data[name], schema, skew_from=other)
+    found = validate_against(data[name], schema, other)
     anomalies = display_util.get_anomalies_dataframe(found)
     parts = [f"<h2>{html.escape(name)}</h2>"]
     parts.append(_table(anomalies) if len(anomalies) else "<p>No anomalies.</p>")

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tensorflow as tf
+from google.protobuf import text_format
+
 from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, schema_pb2, tfdv
 
 _KINDS = ("skew", "drift")
@@ -51,7 +54,7 @@ def set_comparison_thresholds(
     *,
     categorical: float | None = 0.1,
     numeric: float | None = 0.1,
-    of_features: Mapping[str, float] | None = None,
+    of_features: Mapping[str, float | None] | None = None,
     kinds: Iterable[str] = _KINDS,
 ) -> Schema:
     """Sets from which distance on two shards of the data count as different.
@@ -59,13 +62,15 @@ def set_comparison_thresholds(
     For categorical features it is the L-infinity distance of the frequencies p and q,
     max_v |p(v) − q(v)|; for numeric ones the Jensen-Shannon divergence of the histograms,
     ½ KL(p‖m) + ½ KL(q‖m), m = (p + q) / 2, to base 2. Both are from 0 to 1. Shards of n rows differ
-    by chance already: L-infinity by about 1/√n.
+    by chance already: L-infinity by about 1/√n. TFDV's histograms have ten buckets over each
+    shard's own range and spread what a bucket holds evenly over it, so that features of which
+    nearly all values are equal seem apart where only their extremes are: leave them out.
 
     Args:
         schema: changed in place.
         categorical: threshold of the L-infinity distance; None leaves it as it is.
         numeric: threshold of the Jensen-Shannon divergence; None leaves it as it is.
-        of_features: thresholds of single features instead.
+        of_features: thresholds of single features instead; None does not compare the feature.
         kinds: "skew" (between the shards of one epoch) and "drift" (of a shard between epochs).
 
     Returns:
@@ -84,6 +89,10 @@ def set_comparison_thresholds(
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"A threshold must be from 0 to 1. Received: {threshold}.")
     for feature in schema.feature:
+        if chosen.get(feature.name, 0) is None:
+            for kind in kinds:
+                feature.ClearField(f"{kind}_comparator")
+            continue
         is_category = is_categorical(feature)
         threshold = chosen.get(feature.name, categorical if is_category else numeric)
         for kind in kinds if threshold is not None else ():
@@ -104,8 +113,17 @@ def read_schema(path: str | Path) -> Schema:
 
     Args:
         path: text file that `write_schema` or TFDV has written.
+
+    Raises:
+        ValueError: if there is no such file, or it holds something else.
     """
-    return tfdv.load_schema_text(str(path))
+    try:
+        return tfdv.load_schema_text(str(path))
+    except (tf.errors.OpError, text_format.ParseError) as error:
+        raise ValueError(
+            f"{path} holds no schema: {error}. Expected a text file of "
+            "keras_het.loader.validation.write_schema or TFDV."
+        ) from error
 
 
 def write_schema(schema: Schema, path: str | Path) -> None:

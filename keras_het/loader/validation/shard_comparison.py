@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from keras_het.loader.validation.constant_features import with_comparable_constants
 from keras_het.loader.validation.tfdv_adapter import (
     Schema,
     Statistics,
@@ -84,7 +85,7 @@ def compare_shards(
         for name, shard in filled.items()
         if name != reference
         for distance in _distances(
-            skew_and_drift(shard, schema, skew_from=filled[reference]), name, reference
+            validate_against(shard, schema, filled[reference]), name, reference
         )
     ]
     return sorted(distances, key=lambda distance: distance.threshold - distance.value)
@@ -114,29 +115,28 @@ def measure_drift(
         ValueError: if the schema has no thresholds of drift.
     """
     _check_comparators(schema, "drift")
-    found = skew_and_drift(statistics, schema, drift_from=previous)
+    found = validate_against(statistics, schema, previous, "drift")
     distances = _distances(found, name, previous_name)
     return sorted(distances, key=lambda distance: distance.threshold - distance.value)
 
 
-def skew_and_drift(
-    statistics: Statistics,
-    schema: Schema,
-    *,
-    skew_from: Statistics | None = None,
-    drift_from: Statistics | None = None,
+def validate_against(
+    statistics: Statistics, schema: Schema, other: Statistics | None = None, kind: str = "skew"
 ) -> anomalies_pb2.Anomalies:
-    """What TFDV says of two data sets: anomalies of the first, and all distances.
+    """What TFDV says of data: its anomalies, and its distances from other data.
 
     Args:
         statistics: of the data.
         schema: with comparators.
-        skew_from: statistics of data of the same time.
-        drift_from: statistics of earlier data.
+        other: statistics of the other data.
+        kind: "skew" or "drift": whose comparators are used.
     """
-    return tfdv.validate_statistics(
-        statistics, schema, serving_statistics=skew_from, previous_statistics=drift_from
-    )
+    if other is None:
+        return tfdv.validate_statistics(statistics, schema)
+    before = with_comparable_constants(other, statistics)
+    now = with_comparable_constants(statistics, other)
+    role = "serving_statistics" if kind == "skew" else "previous_statistics"
+    return tfdv.validate_statistics(now, schema, **{role: before})
 
 
 def num_rows(statistics: Statistics) -> int:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-pytest.importorskip("tensorflow_data_validation", reason="`make test-validation` runs this")
+pytest.importorskip(
+    "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+)
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, DataValidation, LoaderTuner

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-pytest.importorskip("tensorflow_data_validation", reason="`make test-validation` runs this")
+pytest.importorskip(
+    "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+)
 
 from keras_het.loader.validation.batch_features import features_of_batch
 from keras_het.loader.validation.record_batches import record_batch

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorflow_data_validation", reason="`make test-validation` runs this")
+pytest.importorskip(
+    "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+)
 
 from keras_het.loader.validation import (
     compare_shards,
@@ -88,6 +90,10 @@ def test_schemas_are_text_files(tmp_path: Path) -> None:
     write_schema(expected, tmp_path / "schema.pbtxt")
     assert read_schema(tmp_path / "schema.pbtxt") == expected
     assert 'name: "city"' in (tmp_path / "schema.pbtxt").read_text()
+    (tmp_path / "schema.pbtxt").write_text("no schema")
+    for name in ("schema.pbtxt", "none.pbtxt"):
+        with pytest.raises(ValueError, match=f"{name} holds no schema"):
+            read_schema(tmp_path / name)
 
 
 def test_l_infinity_is_the_greatest_difference_of_frequencies() -> None:
@@ -120,6 +126,41 @@ def test_jensen_shannon_grows_with_the_shift() -> None:
         values.append(found["age"].value)
     assert values[0] < 0.05 < values[1] < values[2]
     assert values[2] == pytest.approx(1, abs=0.01), "they have nothing in common"
+
+
+def distance(reference: list[float], shard: list[float]) -> float:
+    tables = [statistics_of_dataset({"x": np.array(values)}) for values in (reference, shard)]
+    expected = set_comparison_thresholds(infer_schema(tables[0]))
+    shards = dict(zip("ab", tables, strict=True))
+    (found,) = compare_shards(shards, expected, reference="a")
+    (other,) = measure_drift(tables[1], tables[0], expected)
+    assert other.value == found.value
+    return found.value
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_constant_is_not_far_from_what_is_nearly_constant(swap: bool) -> None:
+    def between(a: list[float], b: list[float]) -> float:
+        return distance(b, a) if swap else distance(a, b)
+
+    constant = [1.0] * 1000
+    assert between(constant, constant[:10]) == 0
+    assert between(constant, [2.0] * 10) == pytest.approx(1)
+    for rest in (0.2, 0.9, 1.7):
+        assert between(constant, [1.0] * 990 + [rest] * 10) < 0.01
+    # The divergence of (1/4, 3/4) and (0, 1); TFDV approximates counts.
+    expected = (0.25 + 0.25 * np.log2(0.75 / 0.875) * 3 + np.log2(1 / 0.875)) / 2
+    assert between(constant, [0.0] * 250 + [1.0] * 750) == pytest.approx(expected, abs=0.002)
+    assert between([5.0] * 9, [0.0] * 250 + [1.0] * 750) == pytest.approx(1), "out of the range"
+
+
+def test_features_may_be_left_out() -> None:
+    thresholds = {"age": None, "city": 0.3}
+    expected = set_comparison_thresholds(
+        set_comparison_thresholds(schema()), of_features=thresholds
+    )
+    found = compare_shards({"a": statistics(), "b": statistics(rows=500)}, expected)
+    assert {each.feature: each.threshold for each in found} == {"city": 0.3, "label": 0.1}
 
 
 def test_the_worst_comes_first_and_the_reference_may_be_chosen() -> None:

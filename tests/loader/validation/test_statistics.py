@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-pytest.importorskip("tensorflow_data_validation", reason="`make test-validation` runs this")
+pytest.importorskip(
+    "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+)
 import pandas as pd
 import tensorflow_data_validation as tfdv
 
