@@ -28,6 +28,7 @@ FIELDS = {
         "peak_rss_mb",
     },
     "loader_advice": {"unit", "before", "after", "gain", "advised_gain", "advised_again"},
+    "easgd": {"speedup", "communication_share_before", "communication_share_after"},
     "parameter_service": {"gb_per_s", "ratio_to_socket", "ratio_to_remote_variables"},
     "hybrid": {"mode", "time_to_target", "samples_per_s", "ratio_to_best_other", "advised"},
     "solver": {"mode", "milliseconds", "optimal"},

@@ -38,6 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
         "momentum": 0.9,
         "rate": 0.03,
     },
+    # the authors' Sync EASGD3: each exchange travels during one step
+    "sync_easgd in every step": {
+        "rule": rule("sync_easgd", num_workers=2, period=1, overlap=1),
+        "shares": [2, 1],
+    },
     "diloco overlapped": {"rule": rule("diloco", period=4, overlap=2), "shares": [1, 2]},
     "streaming_diloco": {
         "rule": rule("streaming_diloco", period=4, num_fragments=2, overlap=1),

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.strategy.local_training.packed_variables import PackedVariables
+from keras_het.strategy.local_training.variables_of_the_chief import adopt_vector_of_the_chief
 from keras_het.strategy.rules import SynchronousRule
 
 _STATE = "state/"
@@ -59,7 +60,9 @@ class Fragment:
         self._own: tuple[Any, Any] | None = None
         self.samples = 0
         self.steps = 0
-        self._adopt_weights_of_the_chief()
+        # all start from the same bits, wherever their weights come from
+        adopt_vector_of_the_chief(weights, strategy)
+        adopt_vector_of_the_chief(statistics, strategy)
         self.state = rule.initial_state(weights.read())
         self._mean_statistics = statistics.read()
         self._exchange = self._traced()
@@ -73,15 +76,6 @@ class Fragment:
     def is_on_its_way(self) -> bool:
         """Whether an exchange has begun that has not merged with the weights yet."""
         return self._pending is not None
-
-    def _adopt_weights_of_the_chief(self) -> None:
-        """All start from the same bits, wherever their weights come from."""
-        extended = self._strategy.extended
-        add = tf.function(extended.sum_over_workers, autograph=False)
-        for variables in (self._weights, self._statistics):
-            if variables.size:
-                own = variables.read()
-                variables.write(add(own if self._strategy.is_chief else tf.zeros_like(own)))
 
     def _traced(self) -> Any:
         """Traced here: in the background the order of tracing, and of keys, would be chance."""

@@ -26,8 +26,13 @@ class PackedVariables:
         self._strategy = strategy
         self._sizes = [math.prod(variable.shape) for variable in variables]
         self.size = sum(self._sizes)
-        self._read = tf.function(self._pack, autograph=False)
-        self._write = tf.function(self._unpack, autograph=False)
+        if variables:
+            vector = tf.TensorSpec([self.size], dtype)
+            # Concrete: TensorFlow takes several functions of one code for one that is traced anew.
+            self._read = tf.function(self._pack, autograph=False).get_concrete_function()
+            with strategy.scope():
+                write = tf.function(self._unpack, autograph=False)
+                self._write = write.get_concrete_function(vector)
 
     def read(self) -> Any:
         """The values, of shape [size]."""

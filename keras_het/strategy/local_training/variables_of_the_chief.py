@@ -23,7 +23,7 @@ def adopt_variables_of_the_chief(model: Any, strategy: Any) -> None:
     unique = list({id(variable): variable for variable in variables}.values())
     for dtype in (tf.float64, tf.int64):
         same_kind = [v for v in unique if _kind(v.dtype) == dtype]
-        _adopt(PackedVariables(same_kind, strategy, dtype), strategy)
+        adopt_vector_of_the_chief(PackedVariables(same_kind, strategy, dtype), strategy)
 
 
 def _kind(dtype: Any) -> Any:
@@ -34,8 +34,16 @@ def _kind(dtype: Any) -> Any:
     return tf.int64 if dtype.is_integer else None
 
 
-def _adopt(variables: PackedVariables, strategy: Any) -> None:
-    if variables.size:
-        own = variables.read()
-        add = tf.function(strategy.extended.sum_over_workers, autograph=False)
-        variables.write(add(own if strategy.is_chief else tf.zeros_like(own)))
+def adopt_vector_of_the_chief(variables: PackedVariables, strategy: Any) -> None:
+    """Gives every worker the chief's values, bit by bit.
+
+    Args:
+        variables: of any number, none included.
+        strategy: their `HeterogeneousStrategy`; all workers call it.
+    """
+    if not variables.size:
+        return
+    own = variables.read()
+    add = tf.function(strategy.extended.sum_over_workers, autograph=False)
+    add = add.get_concrete_function(tf.TensorSpec(own.shape, own.dtype))
+    variables.write(add(own if strategy.is_chief else tf.zeros_like(own)))

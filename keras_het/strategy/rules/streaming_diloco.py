@@ -22,7 +22,7 @@ class StreamingDiLoCo(DiLoCo):
         num_fragments: P, at most `period`; at most as many as there are variables are used.
         learning_rate: outer :math:`\eta`.
         momentum: outer :math:`\mu`, from 0 to below 1.
-        overlap: :math:`\tau`, below the period; the authors advise at most 5.
+        overlap: :math:`\tau`, at most the period; the authors advise at most 5.
         mixing: :math:`\alpha`, from 0 (the center replaces the weights) to below 1.
 
     Raises:

@@ -19,10 +19,11 @@ class SyncEASGD(SynchronousRule):
         x_i \leftarrow x_i - \eta\, g_i(x_i) - \alpha (x_i - c), \qquad
         c \leftarrow c + \alpha \sum_j (x_j - c)
 
-    where both right sides have the old values. An overlapped exchange is exactly this: the gradient
-    is computed at the weights that were sent, while they travel. Without overlap the exchange
-    follows the step. What is summed is :math:`x_j - c`, one packed vector; the sum goes by whatever
-    tree or ring the all-reduce uses instead of in turns.
+    where both right sides have the old values. An overlapped exchange (period 1, overlap 1: the
+    authors' Sync EASGD3) is exactly this: the gradient is computed at the weights that were sent,
+    while they travel. Without overlap the exchange follows the step. What is summed is
+    :math:`x_j - c`, one packed vector; the sum goes by whatever tree or ring the all-reduce uses
+    instead of in turns.
 
     Args:
         num_workers: n.

@@ -19,8 +19,9 @@ class SynchronousRule(abc.ABC):
     computes it from the same sums, if `all_reduce_sum` gives all of them the same bits.
 
     With `overlap` > 0, workers take that many steps while the sum travels; `receive` then merges
-    what came of `combine` into the weights of that moment. Rules that work by fragments exchange a
-    part of the variables at a time, each with a state of its own.
+    what came of `combine` into the weights of that moment, just before the next exchange begins if
+    the overlap is the whole period. Rules that work by fragments exchange a part of the variables
+    at a time, each with a state of its own.
 
     Attributes:
         name: name in the registry.
@@ -34,9 +35,9 @@ class SynchronousRule(abc.ABC):
     center_is_weights: ClassVar[bool]
 
     def __init__(self, period: int, overlap: int = 0) -> None:
-        if period < 1 or not 0 <= overlap < period:
+        if period < 1 or not 0 <= overlap <= period:
             raise ValueError(
-                "period must be at least 1 step and overlap from 0 to below period. Received: "
+                "period must be at least 1 step and overlap from 0 to period. Received: "
                 f"period={period}, overlap={overlap}."
             )
         self.period = period

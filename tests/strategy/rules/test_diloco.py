@@ -147,7 +147,7 @@ def test_streaming_equations_over_time(cpu_devices):
     ("make", "match"),
     [
         (lambda: DiLoCo(0), "period must be at least 1"),
-        (lambda: DiLoCo(5, overlap=5), "overlap from 0 to below period"),
+        (lambda: DiLoCo(5, overlap=6), "overlap from 0 to period"),
         (lambda: DiLoCo(5, learning_rate=0), "outer learning_rate must be positive"),
         (lambda: DiLoCo(5, momentum=1), "momentum from 0 to below 1"),
         (lambda: StreamingDiLoCo(3, num_fragments=4, overlap=1), "num_fragments must be from 1"),
