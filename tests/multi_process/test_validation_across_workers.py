@@ -10,7 +10,7 @@ import pytest
 from forked_workers import cluster_environments
 
 pytest.importorskip(
-    "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+    "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
 )
 
 

@@ -192,7 +192,7 @@ def test_hybrid(tmp_path: Path) -> None:
 
 def test_validate_data_finds_what_the_slow_worker_gets(tmp_path: Path) -> None:
     pytest.importorskip(
-        "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+        "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
     )
     speeds = ("--speeds", "4,1", "--sample-milliseconds", 1)
     text = run(*LAUNCHER, *speeds, RECIPES / "validate_data.py", cwd=tmp_path)
@@ -207,3 +207,13 @@ def test_validate_data_finds_what_the_slow_worker_gets(tmp_path: Path) -> None:
     assert second == "nothing"
     written = sorted(path.name for path in (tmp_path / "validation").iterdir())
     assert written == ["one_after_the_other", "schema.pbtxt", "shuffled"]
+
+
+@pytest.mark.parametrize("rule", ["sync_easgd", "async_easgd"])
+def test_update_rules(tmp_path: Path, rule: str) -> None:
+    text = run(RECIPES / "update_rules.py", "--rule", rule, cwd=tmp_path)
+    one_device, ours = (
+        float(cells(f"│ {name} ", text)[2].rstrip(" %")) for name in ("one device", rule)
+    )
+    assert one_device > 96
+    assert ours > one_device - 3  # one seed; docs/update_rules.md has the mean of three

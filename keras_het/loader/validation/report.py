@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from keras_het.loader.validation.shard_comparison import num_rows, validate_against
-from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, display_util, tfdv
+from keras_het.loader.validation.tfdv_adapter import (
+    Schema,
+    Statistics,
+    display_util,
+    tfdv,
+)
 
 _STYLE = """
 body { font-family: sans-serif; margin: 2em; }

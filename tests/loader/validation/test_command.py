@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 pytest.importorskip(
-    "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+    "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
 )
 
 from keras_het.launch.command_line import main

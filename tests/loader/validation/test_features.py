@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 pytest.importorskip(
-    "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+    "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
 )
 
 from keras_het.loader.validation.batch_features import features_of_batch

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip(
-    "tensorflow_data_validation", reason="needs Python 3.11: `make test-validation` runs this"
+    "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
 )
+
+from tensorflow_metadata.proto.v0 import statistics_pb2
 
 from keras_het.loader.validation import (
     compare_shards,
@@ -205,14 +210,21 @@ def test_thresholds_that_are_none() -> None:
 def test_the_report(tmp_path: Path) -> None:
     expected = set_comparison_thresholds(schema(), categorical=0.2)
     shards = {
-        "fast <1>": statistics(),
+        "fast <1>": statistics_of_dataset(data(), name="old name", categorical=["label"]),
         "slow": statistics(rows=500, rome=0.9),
         "idle": statistics(rows=0),
     }
     write_report(tmp_path / "report.html", shards, expected)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<iframe srcdoc=") == 1
-    assert "facets-overview proto-input=" in page.split("srcdoc=")[1]
+    charts = html.unescape(re.findall(r'<iframe srcdoc="(.*?)"></iframe>', page, re.DOTALL)[0])
+    shown = re.findall(r'facets-overview proto-input="(.+?)"', charts)
+    (proto,) = map(base64.b64decode, shown)
+    datasets = statistics_pb2.DatasetFeatureStatisticsList.FromString(proto).datasets
+    assert [(each.name, each.num_examples) for each in datasets] == [
+        ("fast <1>", 2000),
+        ("slow", 500),
+    ]
     assert "fast &lt;1&gt;" in page and "fast <1>" not in page
     assert "High Linfty distance" in page
     assert "<td>500</td>" in page and "<td>0</td>" in page
