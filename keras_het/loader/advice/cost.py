@@ -32,23 +32,26 @@ class Cost:
 
 
 class _Run:
-    """Runs a data set, again and again, until the time is over; the beginning does not count."""
+    """Runs a data set, again and again; the time begins at the first element.
+
+    Before it buffers are filled; what comes soon after it may come out of them, and does not count.
+    """
 
     def __init__(self, dataset: Dataset, seconds: float) -> None:
         self.sizes: list[int] = []
         self.elements = self._counted_from = 0
-        start = self._since = time.perf_counter()
+        now = first = self._since = time.perf_counter()
         # a new iterator for each pass would optimise its functions anew
         iterator = iter(dataset.repeat())
-        now = start
         for element in iterator:
             now = time.perf_counter()
+            first = first if self.elements else now
             self.elements += 1
             if len(self.sizes) < _SIZED_ELEMENTS:
                 self.sizes.append(_size_of(element))
-            if self._counted_from == 0 and now > start + _WARM_PART * seconds:
+            if self._counted_from == 0 and now >= first + _WARM_PART * seconds:
                 self._since, self._counted_from = now, self.elements
-            if now > start + seconds and self.elements > self._counted_from:
+            if now >= first + seconds and self.elements > self._counted_from:
                 break
         self._stopped = now
         release(iterator)

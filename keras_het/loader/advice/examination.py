@@ -20,6 +20,7 @@ _logger = logging.getLogger("keras_het")
 LEAST_GAIN = 1.2
 LEAST_SECONDS = 0.5e-3  # a batch: less is lost in a step of Keras
 _SMALLEST_PART = 0.05
+_HOPELESS = 0.7
 _FILL_TIMES, _FILL_SECONDS = 20, 10.0
 _KEPT_BYTES, _MOST_KEPT = 128_000_000, 2048
 
@@ -55,11 +56,12 @@ class Examination:
 
     def _fill_caches(self) -> str | None:
         """Fills caches in memory, and says why the pipeline cannot be run."""
-        for node in adapter.upstream_of(self.dataset):
-            if nodes.writes_files(node):
-                return "The pipeline writes files when it runs, so that nothing was measured."
-            longest = max(_FILL_TIMES * self.seconds, _FILL_SECONDS)
-            if nodes.kind(node) == "Cache" and not is_read_within(node, longest, self.options):
+        upstream = list(adapter.upstream_of(self.dataset))
+        if any(map(nodes.writes_files, upstream)):
+            return "The pipeline writes files when it runs, so that nothing was measured."
+        longest = max(_FILL_TIMES * self.seconds, _FILL_SECONDS)
+        for node in filter(nodes.is_cache, upstream):
+            if not is_read_within(node, longest, self.options):
                 return f"The cache was not full after {longest:.0f} s: nothing was measured."
         return None
 
@@ -126,7 +128,7 @@ class Examination:
         Other work on the machine makes a run slower, never faster.
         """
         after = self.quietly(lambda: self.run(changed))
-        if after is None or after <= 0 or self._ratio(self.seconds_per_batch, after) < 1.0:
+        if after is None or after <= 0 or self._ratio(self.seconds_per_batch, after) < _HOPELESS:
             return None
         self._whole = before = min(self.seconds_per_batch, self.run(self.dataset))
         after = min(after, self.run(changed))

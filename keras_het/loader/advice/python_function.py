@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
+
+import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.advice import nodes
@@ -24,9 +27,9 @@ def find(examination: Examination) -> list[Advice]:
         if not _calls_python(node) or _is_cached_later(examination, node):
             continue
         gain = examination.most_gain(_own_seconds(examination, node) * scale)
-        if gain is not None and examination.can_rebuild_after(node):
-            # an element that is there already is the quickest one could write
-            free = examination.gain_of(node, examination.kept(node))
+        stand_in = examination.quietly(partial(_stand_in, node)) if gain is not None else None
+        if stand_in is not None and examination.can_rebuild_after(node):
+            free = examination.gain_of(node, stand_in)
             gain = None if free is None else dataclasses.replace(free, is_measured=False)
         if gain is not None:
             found.append(
@@ -35,6 +38,24 @@ def find(examination: Examination) -> list[Advice]:
                 )
             )
     return found
+
+
+def _stand_in(node: Dataset) -> Dataset:
+    """The same number of elements from TensorFlow operations that cost nothing but their calls."""
+
+    def zeros(spec: Any) -> Any:
+        shape = spec.shape.as_list() if spec.shape.rank is not None else []
+        return tf.zeros([size or 1 for size in shape], spec.dtype)
+
+    def nothing(*_: Any) -> Any:
+        return tf.nest.map_structure(zeros, node.element_spec)
+
+    if adapter.is_map(node):
+        (source,) = adapter.inputs_of(node)
+        return source.map(nothing, num_parallel_calls=adapter.parallel_calls(node))
+    if adapter.draws_from_generator(node):
+        return tf.data.Dataset.range(1).repeat().map(nothing)
+    raise TypeError(f"No stand-in for {nodes.name(node)}.")
 
 
 def _own_seconds(examination: Examination, node: Dataset) -> float:
