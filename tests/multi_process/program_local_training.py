@@ -1,7 +1,8 @@
 """Program: trains with local steps and writes weights and center after every step.
 
 Arguments: folder for the results; JSON of the cases: name to options ("rule", "shares", "epochs",
-"steps_per_execution", "momentum", "normalized", "overlaps", "backup", "stop_at", "rate").
+"steps_per_execution", "momentum", "rate", "normalized", "backup", "save_freq", "stop_at", "waits",
+"trains_again", "balancer", "dies").
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -99,6 +101,12 @@ class Waits(keras.callbacks.Callback):
             never.wait(0.01)
 
 
+class Death(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1 and not self.model.distribute_strategy.is_chief:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Interruption(keras.callbacks.Callback):
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -153,6 +161,8 @@ def run(strategy: Any, folder: Path, name: str, options: dict[str, Any]) -> None
         callbacks.insert(0, balancer)
     if options.get("waits"):
         callbacks.append(Waits(folder, options["waits"]))
+    if options.get("dies"):
+        callbacks.append(Death())
     if options.get("stop_at"):
         callbacks.append(Interruption(options["stop_at"]))
     data = batches(options.get("samples", SAMPLES), BATCH)

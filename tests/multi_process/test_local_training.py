@@ -301,6 +301,16 @@ def test_what_cannot_be_is_refused(results: dict[str, Any], name: str, text: str
         assert text in str(worker["error"])
 
 
+def test_a_lost_worker_is_named_at_the_next_exchange(start_workers: Any, tmp_path: Path) -> None:
+    cases = {"lost": {"rule": rule("diloco", period=4), "dies": True}}
+    workers = start_workers(
+        "program_local_training.py", {"worker": 2}, [tmp_path, json.dumps(cases)]
+    )
+    survivor, victim = workers.wait()
+    assert victim.exit_code == -9 and survivor.exit_code not in (0, -9)
+    assert "WorkerLostError: Lost worker 1" in survivor.output
+
+
 @pytest.mark.parametrize("name", ["delta", "round_robin_easgd", "async_sgd"])
 def test_asynchronous_rules_are_refused(name: str) -> None:
     config = {"learning_rate": 0.1} if name == "async_sgd" else {}

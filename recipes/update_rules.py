@@ -1,0 +1,194 @@
+"""Trains with an update rule on three real worker processes, and on one device: same accuracy?
+
+    python recipes/update_rules.py --rule diloco [--seeds 3]
+    python recipes/update_rules.py --rule all
+
+Handwritten digits, emulated devices of speed 2:1:1. Synchronous rules run in LocalTraining: all
+three workers take local steps and exchange at once. Asynchronous ones run in HybridAggregation: the
+fast worker trains with the parameter service beside it, the slow ones exchange with it whenever
+they are ready. Where workers wait for their turn, the first process only holds the service. Prints
+the test accuracy, mean of the seeds. A rule takes about a minute.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+SPEEDS = (2.0, 1.0, 1.0)
+SECONDS_PER_SAMPLE = 0.0002  # of a device of speed 1
+BATCH_SIZE = 32
+EPOCHS = 32
+HIDDEN = 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a rule trains.
+
+    Args:
+        rate: learning rate of the workers; not used by rules that send gradients.
+        momentum: of the workers, likewise.
+        config: settings of the rule.
+        period: steps between two exchanges, for asynchronous rules; synchronous ones have it as a
+            setting.
+        kind: "local", "hybrid", or "service" where workers wait for each other's turn.
+    """
+
+    rate: float = 0.1
+    momentum: float = 0.9
+    config: dict[str, Any] = field(default_factory=dict)
+    period: int = 4
+    kind: str = "hybrid"
+
+
+ONE_DEVICE = Setting()
+STREAMING = {"period": 8, "num_fragments": 2, "overlap": 2}
+SCALED = {"learning_rate": 0.1, "reference_samples": BATCH_SIZE, "warm_up_pushes": 100}
+ADAPTIVE = {"learning_rate": 0.2, "compensation": 2.0, "decay": 0.95}
+TWO_STAGES = {
+    "data_shares": [0.5, 0.5],
+    "steps": [4, 4],
+    "second_steps": [2, 2],
+    "loss_threshold": 0.2,
+}
+# Chosen by hand, from a few values each.
+SETTINGS = {
+    "sync_easgd": Setting(0.6, 0.0, {"num_workers": 3, "period": 2, "overlap": 1}, kind="local"),
+    "diloco": Setting(0.3, 0.0, {"period": 5}, kind="local"),
+    "streaming_diloco": Setting(0.1, 0.9, STREAMING, kind="local"),
+    "delta": Setting(0.2, 0.0),
+    "async_sgd": Setting(config=SCALED),
+    "delay_compensated": Setting(config=ADAPTIVE, period=2),
+    "async_easgd": Setting(0.6, 0.0),
+    "async_measgd": Setting(0.15, 0.9),
+    "hogwild_easgd": Setting(0.8, 0.0),
+    "round_robin_easgd": Setting(0.6, 0.0, kind="service"),
+    "ashl": Setting(0.5, 0.0, TWO_STAGES, kind="service"),
+}
+
+
+def train(directory: Path, rule: str, seeds: list[int]) -> None:
+    """What each worker runs; the same script for all of them."""
+    setting = SETTINGS.get(rule, ONE_DEVICE)
+    if setting.kind == "service":
+        hold_the_service_in_the_first_task()
+    import keras
+    from digits import NUM_CLASSES, global_batches, load_digits
+    from workers import save
+
+    import keras_het
+
+    (images, labels), test = load_digits()
+    is_local = rule in SETTINGS and setting.kind == "local"
+    strategy = keras_het.HeterogeneousStrategy(shares=SPEEDS if is_local else None)
+    for seed in seeds:
+        keras.utils.set_random_seed(seed)
+        with strategy.scope():
+            layers = [keras.layers.Dense(HIDDEN, "gelu"), keras.layers.Dense(NUM_CLASSES)]
+            model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers])
+            model.compile(
+                keras.optimizers.SGD(setting.rate, momentum=setting.momentum),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                metrics=["accuracy"],
+            )
+        batches = global_batches(images, labels, BATCH_SIZE)
+        callbacks = [callback(rule, setting)] if rule in SETTINGS else []
+        model.fit(batches, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        if strategy.is_async_worker:
+            continue
+        accuracy = model.evaluate(*test, batch_size=120, verbose=0, return_dict=True)["accuracy"]
+        if strategy.is_chief:
+            save(directory, f"{rule}-{seed}", {"accuracy": float(accuracy)}, [])
+
+
+def callback(rule: str, setting: Setting) -> Any:
+    """What trains by the rule."""
+    import keras_het
+
+    named = {"class_name": rule, "config": setting.config}
+    if setting.kind == "local":
+        return keras_het.callbacks.LocalTraining(named)
+    return keras_het.callbacks.HybridAggregation(named, period=setting.period)
+
+
+def hold_the_service_in_the_first_task() -> None:
+    """Makes the first worker a task of the job `ps`: no sync group, so that nobody may not wait."""
+    config = json.loads(os.environ["TF_CONFIG"])
+    config["cluster"]["ps"] = config["cluster"].pop("worker")
+    if config["task"]["type"] == "worker":
+        config["task"]["type"] = "ps"
+    os.environ["TF_CONFIG"] = json.dumps(config)
+
+
+def accuracies(console: Console, rule: str, seeds: int) -> list[float]:
+    """Test accuracy of each seed."""
+    from workers import run_workers
+
+    from keras_het.launch.emulation import Emulation
+
+    is_hybrid = rule in SETTINGS and SETTINGS[rule].kind != "local"
+    speeds = SPEEDS if rule in SETTINGS else SPEEDS[:1]
+    emulation = Emulation(speeds, seconds_per_sample=SECONDS_PER_SAMPLE)
+    # a parameter service lives as long as its process: one start for each seed
+    starts = [[seed] for seed in range(seeds)] if is_hybrid else [list(range(seeds))]
+    found = []
+    for own in starts:
+        names = [f"{rule}-{seed}" for seed in own]
+        arguments = ["--worker", "--rule", rule, "--of-seeds", ",".join(map(str, own))]
+        num_async_workers = len(SPEEDS) - 1 if is_hybrid else 0
+        results = run_workers(
+            console,
+            Path(__file__),
+            arguments,
+            emulation,
+            names,
+            num_async_workers=num_async_workers,
+        )
+        found += [numbers["accuracy"] for numbers, _ in results]
+    return found
+
+
+def compare(rules: list[str], seeds: int) -> None:
+    console = Console()
+    speeds = ":".join(f"{speed:g}" for speed in SPEEDS)
+    console.print(f"EMULATED devices of speed {speeds}; mean of {seeds} seed(s)")
+    table = Table("rule", "kind", "test accuracy", "behind one device", "each seed")
+    one_device = accuracies(console, "one device", seeds)
+    for rule in ["one device", *rules]:
+        found = one_device if rule == "one device" else accuracies(console, rule, seeds)
+        mean = 100 * sum(found) / len(found)
+        behind = 100 * sum(one_device) / len(one_device) - mean
+        table.add_row(
+            rule,
+            SETTINGS[rule].kind if rule in SETTINGS else "",
+            f"{mean:.2f} %",
+            f"{behind:+.2f}" if rule in SETTINGS else "",
+            " ".join(f"{100 * accuracy:.1f}" for accuracy in found),
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rule", default="diloco", choices=[*SETTINGS, "all", "one device"])
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--of-seeds", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        seeds = [int(seed) for seed in options.of_seeds.split(",")]
+        train(options.directory, options.rule, seeds)
+    else:
+        compare(list(SETTINGS) if options.rule == "all" else [options.rule], options.seeds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
