@@ -23,7 +23,7 @@ export UV_HTTP_TIMEOUT ?= 300
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
 
 demo: .venv/installed ## Train on three emulated workers of different speed (under 3 minutes).
 	.venv/bin/python recipes/quickstart.py
