@@ -217,13 +217,3 @@ def test_update_rules(tmp_path: Path, rule: str) -> None:
     )
     assert one_device > 96
     assert ours > one_device - 3  # one seed; docs/update_rules.md has the mean of three
-
-
-@pytest.mark.parametrize("rule", ["sync_easgd", "async_easgd"])
-def test_update_rules(tmp_path: Path, rule: str) -> None:
-    text = run(RECIPES / "update_rules.py", "--rule", rule, cwd=tmp_path)
-    one_device, ours = (
-        float(cells(f"│ {name} ", text)[2].rstrip(" %")) for name in ("one device", rule)
-    )
-    assert one_device > 96
-    assert ours > one_device - 3  # one seed; docs/update_rules.md has the mean of three
