@@ -50,7 +50,7 @@ class Setting:
 
 ONE_DEVICE = Setting()
 STREAMING = {"period": 8, "num_fragments": 2, "overlap": 2}
-SCALED = {"learning_rate": 0.1, "reference_samples": BATCH_SIZE, "warm_up_pushes": 100}
+SCALED = {"learning_rate": 0.15, "reference_samples": BATCH_SIZE, "warm_up_pushes": 100}
 ADAPTIVE = {"learning_rate": 0.2, "compensation": 2.0, "decay": 0.95}
 TWO_STAGES = {
     "data_shares": [0.5, 0.5],
@@ -64,7 +64,7 @@ SETTINGS = {
     "diloco": Setting(0.3, 0.0, {"period": 5}, kind="local"),
     "streaming_diloco": Setting(0.1, 0.9, STREAMING, kind="local"),
     "delta": Setting(0.2, 0.0),
-    "async_sgd": Setting(config=SCALED),
+    "async_sgd": Setting(config=SCALED, period=2),
     "delay_compensated": Setting(config=ADAPTIVE, period=2),
     "async_easgd": Setting(0.6, 0.0),
     "async_measgd": Setting(0.15, 0.9),
