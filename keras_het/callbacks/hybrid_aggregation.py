@@ -17,6 +17,7 @@ from keras_het.strategy.hybrid import (
     SyncGroup,
 )
 from keras_het.strategy.parameter_service import Wire
+from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.rules import UpdateRule, get
 
 _logger = logging.getLogger("keras_het")
@@ -54,12 +55,16 @@ class HybridAggregation(keras.callbacks.Callback):
         staleness_bound: updates of the center since a worker last saw it, beyond which its push is
             not taken: it starts from the center again, with its own progress. None for no bound.
         on_service_loss: "raise", or "continue" to let an async worker train on alone until the
-            service is back.
+            service is back; not for rules that leave the optimizer's step to the service.
+        service: "auto": on the tasks of the job `ps` if TF_CONFIG has it, else in the sync group's
+            leader. "spread": in equal parts on every member of the sync group and every task `ps`.
         timeout_seconds: for each message.
         connect_seconds: how long an async worker waits for the service to start.
         end_seconds: how long the sync group waits at its end for async workers that are here.
         wire: format of the weights on the wire, such as
             `keras_het.strategy.parameter_service.FloatWire("float16")`.
+        partition_bytes: largest message of weights; smaller ones spread a small model over several
+            services.
 
     Raises:
         ValueError: for arguments out of range, data that cannot be shared, or a missing secret.
@@ -81,9 +86,13 @@ class HybridAggregation(keras.callbacks.Callback):
         connect_seconds: float = 300.0,
         end_seconds: float = 60.0,
         wire: Wire | None = None,
+        service: str = "auto",
+        partition_bytes: int = LARGEST_MESSAGE_BYTES,
     ) -> None:
         super().__init__()
-        _check_arguments(period, async_batch_size, staleness_bound, on_service_loss)
+        _check_arguments(period, async_batch_size, staleness_bound)
+        _check_choice("on_service_loss", on_service_loss, ("raise", "continue"))
+        _check_choice("service", service, ("auto", "spread"))
         self._rule = rule
         self._options = HybridOptions(
             rule=_asynchronous(rule, num_workers=2),
@@ -95,7 +104,10 @@ class HybridAggregation(keras.callbacks.Callback):
             end_seconds=end_seconds,
             goes_on_without_service=on_service_loss == "continue",
             wire=wire,
+            spreads_service=service == "spread",
+            partition_bytes=partition_bytes,
         )
+        _check_goes_on_alone(self._options)
         self._participant: Participant | None = None
         self._user_optimizer: Any = None
         self._last_batch = -1
@@ -114,6 +126,7 @@ class HybridAggregation(keras.callbacks.Callback):
             return
         num_workers = strategy.num_async_workers + strategy.cluster_config.has_sync_group
         rule = _asynchronous(self._rule, num_workers)
+        _check_waiting(rule, strategy.cluster_config)
         rule.check_optimizer(self.model.optimizer)
         self._options = dataclasses.replace(self._options, rule=rule)
         kinds: tuple[tuple[bool, type[Participant]], ...] = (
@@ -149,6 +162,8 @@ class HybridAggregation(keras.callbacks.Callback):
         steps, self._last_batch = batch - self._last_batch, batch
         delivered = heterogeneous_strategy(self.model, self).samples_delivered
         samples, self._samples_before = delivered - self._samples_before, delivered
+        if logs and "loss" in logs and isinstance(self._participant, AsyncWorker):
+            self._participant.note_loss(float(logs["loss"]))
         self._participant.steps_done(steps, samples)
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -213,24 +228,48 @@ class HybridAggregation(keras.callbacks.Callback):
 
 def _asynchronous(rule: Any, num_workers: int) -> UpdateRule:
     found = get(rule, num_workers=num_workers)
-    if not isinstance(found, UpdateRule) or found.may_wait:
+    if not isinstance(found, UpdateRule):
         raise ValueError(
-            "HybridAggregation needs a rule in which no worker waits for another. Received: "
-            f"{found.name!r}. Use one of delta, async_sgd, delay_compensated, async_easgd, "
-            "async_measgd and hogwild_easgd."
+            "HybridAggregation needs a rule in which workers exchange with a center on their own. "
+            f"Received: {found.name!r}, in which all exchange at once. Use LocalTraining for it, "
+            "or one of delta, async_sgd, delay_compensated, async_easgd, async_measgd and "
+            "hogwild_easgd."
         )
     return found
 
 
-def _check_arguments(
-    period: int, async_batch_size: int | None, bound: int | None, on_service_loss: str
-) -> None:
+def _check_waiting(rule: UpdateRule, config: Any) -> None:
+    if rule.may_wait and config.has_sync_group:
+        raise ValueError(
+            f"With the rule {rule.name!r} workers wait for each other, which would hold up the "
+            "sync group. Received: a TF_CONFIG with a sync group. Make all workers async, with a "
+            'task of the job "ps" that holds the parameter service.'
+        )
+    if rule.may_wait and len(config.parameter_services) > 1:
+        raise ValueError(
+            f"The rule {rule.name!r} needs its turns in one place. Received: "
+            f"{len(config.parameter_services)} tasks of the job ps. Keep one."
+        )
+
+
+def _check_goes_on_alone(options: HybridOptions) -> None:
+    if options.goes_on_without_service and options.rule.uses_gradients:
+        raise ValueError(
+            'on_service_loss="continue" needs a rule in which workers run their own optimizer: '
+            f"they could not train without the service. Received: {options.rule.name!r}. Use "
+            '"delta" or elastic averaging, or on_service_loss="raise".'
+        )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        expected = " or ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be {expected}. Received: {value!r}.")
+
+
+def _check_arguments(period: int, async_batch_size: int | None, bound: int | None) -> None:
     for name, value in (("period", period), ("async_batch_size", async_batch_size)):
         if value is not None and (isinstance(value, bool) or value != int(value) or value < 1):
             raise ValueError(f"{name} must be a whole number of 1 or more. Received: {value!r}.")
     if bound is not None and bound < 0:
         raise ValueError(f"staleness_bound must be 0 or more, or None. Received: {bound!r}.")
-    if on_service_loss not in ("raise", "continue"):
-        raise ValueError(
-            f'on_service_loss must be "raise" or "continue". Received: {on_service_loss!r}.'
-        )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_het.launch.loader_commands import add_loader_commands
+from keras_het.launch.serve_command import add_serve
 from keras_het.launch.validate_command import add_validate_command
 
 _EPILOG = """\
@@ -41,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_processors(run)
     _add_output(run)
     add_validate_command(commands)
+    add_serve(commands)
     add_loader_commands(commands)
     return parser
 

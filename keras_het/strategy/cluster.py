@@ -60,6 +60,7 @@ def find_cluster(cluster_resolver: Any = None) -> Membership:
     config = None
     if cluster_resolver is None:
         config = read_cluster_config()
+        _check_runs_a_script(config)
         if config is None or config.num_workers == 1:
             # A lone worker needs no server and no collectives.
             return Membership(_single_worker_resolver(), {}, 1, config)
@@ -79,9 +80,18 @@ def find_cluster(cluster_resolver: Any = None) -> Membership:
     return Membership(cluster_resolver, peers, num_workers, config)
 
 
+def _check_runs_a_script(config: ClusterConfig | None) -> None:
+    if config is not None and config.is_serving_only:
+        raise RuntimeError(
+            f"TF_CONFIG gives this process a part of the parameter service. Received: "
+            f"{config.task_name}. It needs no script: run `keras-het serve` here, with the same "
+            "TF_CONFIG and secret."
+        )
+
+
 def _sync_group_resolver(config: ClusterConfig) -> Any:
     """The workers that have collectives; TensorFlow must not wait for the others."""
-    outsiders = (config.async_workers, config.parameter_service, config.summation_machines)
+    outsiders = (config.async_workers, config.parameter_services, config.summation_machines)
     if not any(outsiders):
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
     jobs = config.as_cluster_dict()

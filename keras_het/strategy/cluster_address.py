@@ -1,5 +1,6 @@
-"""One rule: what a worker's address looks like. Standard library only."""
+"""What a worker's address looks like, and a free one. Standard library only."""
 
+import socket
 from typing import Any
 
 _MAXIMUM_PORT = 65535
@@ -50,3 +51,24 @@ def _address_error(address: Any, where: str, problem: str) -> ValueError:
         f"{where} has a bad address: {problem}. Received: {address!r}; expected 'host:port' as in "
         "'host-a:12345'."
     )
+
+
+def free_port(host: str) -> int:
+    """A port of this machine that is free now.
+
+    Args:
+        host: this machine's address, as others reach it.
+
+    Raises:
+        OSError: if this machine has no such address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host.strip("[]"), 0))
+        except OSError as error:
+            raise OSError(
+                f"A service cannot listen on {host!r}, this worker's host in TF_CONFIG: {error}. "
+                "Give the address by which the others reach this machine."
+            ) from error
+        return int(probe.getsockname()[1])

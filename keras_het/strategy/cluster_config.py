@@ -24,7 +24,7 @@ _EXAMPLE = (
 _TOP_LEVEL_KEYS = ("cluster", "task", "rpc_layer", "environment", "session_master", "job")
 _TASK_KEYS = ("type", "index", "trial", "cloud")
 _JOBS = ("chief", "worker", "evaluator", "async", "ps", "summation")
-_SINGLE_TASK_JOBS = ("chief", "evaluator", "ps")
+_SINGLE_TASK_JOBS = ("chief", "evaluator")
 # Tasks that are a cluster of their own, as far as TensorFlow's collectives are concerned.
 _LONE_JOBS = ("evaluator", "async", "ps", "summation")
 SERVICE_ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
@@ -48,7 +48,8 @@ class ClusterConfig:
         rpc_layer: Protocol between the workers. Defaults to `"grpc"`.
         async_workers: Addresses of the job `async`, in task order; they tell workers apart, nothing
             listens there.
-        parameter_service: Address of the job `ps`, or `None`: the service is in the leader then.
+        parameter_services: Addresses of the job `ps`, in task order; empty if the sync group's
+            leader holds the parameter service.
         summation_machines: Addresses of the job `summation`, spare machines that sum gradients.
     """
 
@@ -59,7 +60,7 @@ class ClusterConfig:
     task_index: int
     rpc_layer: str = "grpc"
     async_workers: tuple[str, ...] = ()
-    parameter_service: str | None = None
+    parameter_services: tuple[str, ...] = ()
     summation_machines: tuple[str, ...] = ()
 
     @property
@@ -90,10 +91,31 @@ class ClusterConfig:
         given = (os.environ if environ is None else environ).get(SERVICE_ADDRESS, "")
         if given:
             return check_address(given, SERVICE_ADDRESS)
-        if self.parameter_service is not None:
-            return self.parameter_service
+        if self.parameter_services:
+            return self.parameter_services[0]
         host, _, port = (self.chief or self.workers[0]).rpartition(":")
         return f"{host}:{int(port) + 1}"
+
+    def service_addresses(self, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+        """Where each task of the job `ps` answers; empty without that job.
+
+        Args:
+            environ: environment to read; by default `os.environ`. What it gives is the address of
+                task 0.
+        """
+        if not self.parameter_services:
+            return ()
+        return (self.service_address(environ), *self.parameter_services[1:])
+
+    @property
+    def sync_group_addresses(self) -> tuple[str, ...]:
+        """Addresses of the workers that train together, the chief first."""
+        return (*((self.chief,) if self.chief else ()), *self.workers)
+
+    @property
+    def is_serving_only(self) -> bool:
+        """Whether this process holds a part of the parameter service and runs no script."""
+        return self.is_parameter_service and (self.has_sync_group or self.task_index > 0)
 
     @property
     def is_evaluator(self) -> bool:
@@ -104,10 +126,10 @@ class ClusterConfig:
     def is_chief(self) -> bool:
         """Whether this process writes the shared files.
 
-        The job `chief` if present, else worker 0; for async workers alone the job `ps`.
+        The job `chief` if present, else worker 0; for async workers alone task 0 of the job `ps`.
         """
         if self.is_parameter_service:
-            return not self.has_sync_group
+            return not self.is_serving_only
         return self.worker_index == 0 and self.task_type not in ("async", "summation")
 
     @property
@@ -171,7 +193,7 @@ class ClusterConfig:
             "worker": list(self.workers),
             "evaluator": [self.evaluator] if self.evaluator else [],
             "async": list(self.async_workers),
-            "ps": [self.parameter_service] if self.parameter_service else [],
+            "ps": list(self.parameter_services),
             "summation": list(self.summation_machines),
         }
         return {job: addresses for job, addresses in jobs.items() if addresses}
@@ -223,7 +245,7 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
         task_index=task_index,
         rpc_layer=_read_rpc_layer(config.get("rpc_layer")),
         async_workers=jobs.get("async", ()),
-        parameter_service=next(iter(jobs.get("ps", ())), None),
+        parameter_services=jobs.get("ps", ()),
         summation_machines=jobs.get("summation", ()),
     )
 
@@ -319,10 +341,11 @@ def _check_async_workers(jobs: dict[str, tuple[str, ...]]) -> None:
             f'{sorted(jobs)}. List the sync group in the job "worker", or for async workers alone '
             'a task in the job "ps", which runs the same script and holds the parameter service.'
         )
-    if "ps" in jobs and any(job in jobs for job in ("chief", "worker")):
+    if "ps" in jobs and "async" not in jobs:
         raise ValueError(
-            'TF_CONFIG has a job "ps" beside a sync group, whose leader holds the service itself. '
-            f'Received: jobs {sorted(jobs)}. Remove "ps", or make all workers "async".'
+            'TF_CONFIG has a job "ps" and nobody who exchanges with it. Received: jobs '
+            f'{sorted(jobs)}. List slow workers in the job "async", or remove "ps": '
+            "HeterogeneousStrategy has no parameter servers for a sync group alone."
         )
 
 
@@ -343,16 +366,12 @@ def _read_job(job: str, addresses: Any) -> tuple[str, ...]:
     if job in _SINGLE_TASK_JOBS and len(addresses) > 1:
         raise ValueError(
             f'TF_CONFIG\'s job "{job}" may have one task only. Received: {len(addresses)} '
-            f"addresses {addresses}. Keep one{_instead(job)}."
+            f'addresses {addresses}. Keep one and move the others to "worker".'
         )
     return tuple(
         check_address(address, f'TF_CONFIG\'s job "{job}", task {index}')
         for index, address in enumerate(addresses)
     )
-
-
-def _instead(job: str) -> str:
-    return "" if job == "ps" else ' and move the others to "worker"'
 
 
 def _check_job_name(job: str) -> None:

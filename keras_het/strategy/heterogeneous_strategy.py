@@ -120,6 +120,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         # What a backup keeps of a parameter service in this process, and what one brought back.
         self.service_state: Callable[[], dict[str, np.ndarray]] | None = None
         self.restored_service_state: dict[str, np.ndarray] | None = None
+        # Trainings with async workers that this process began, to tell one fit from the next.
+        self.num_hybrid_runs = 0
         self._peer_watch: PeerWatch | None = None
         self._weights = _check_shares(shares, self.layout)
         self._check_emulated_devices()

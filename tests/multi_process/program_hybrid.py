@@ -90,6 +90,7 @@ def main() -> None:
     epochs = options.pop("epochs", 3)
     rate = options.pop("rate", 0.02)
     backup = options.pop("backup", None)
+    fits = options.pop("fits", 1)
     steps_per_execution = options.pop("steps_per_execution", 1)
     if isinstance(rule, dict) and rule.get("optimizer"):
         rule = rules.AsyncSGD(optimizer=keras.optimizers.get(rule["optimizer"]))
@@ -127,6 +128,8 @@ def main() -> None:
     backups = []
     if backup:
         backups = [keras_het.callbacks.BackupAndRestore(backup, delete_checkpoint=False)]
+    for _ in range(fits - 1):
+        model.fit(data, epochs=epochs, verbose=0, callbacks=[hybrid, notes])
     history = model.fit(
         data,
         epochs=epochs,

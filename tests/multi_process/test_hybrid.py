@@ -16,6 +16,7 @@ from forked_workers import cluster_environments
 import keras_het
 from keras_het.launch.emulation import Emulation
 from keras_het.launch.free_ports import ReservedPorts
+from keras_het.strategy.rules import AsyncSGD
 
 SAMPLES, BATCH, EPOCHS = 360, 12, 3
 MANY = 8  # epochs, where the test acts while they train: longer than a worker takes to start
@@ -104,7 +105,8 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules(start_workers: Any, tmp_path: Path, rule: str) -> None:
-    results = run(start_workers, tmp_path, {"worker": 1, "async": 1}, period=2, **RULES[rule])
+    jobs = {"worker": 1, "async": 1}
+    results = run(start_workers, tmp_path, jobs, fast=0.004, period=2, **RULES[rule])
     counts = sample_counts(results)
     assert counts.tolist() == [EPOCHS] * SAMPLES
     assert_equal_weights(results)
@@ -139,8 +141,22 @@ def test_a_backup_has_center_versions_and_the_services_optimizer(
     assert_equal_weights(second)
 
 
-@pytest.mark.parametrize("rule", ["async_easgd", "delta"])
-def test_async_workers_alone(start_workers: Any, tmp_path: Path, rule: str) -> None:
+SHARES = {"data_shares": [0.4, 0.6], "steps": [2, 3], "second_steps": [1, 2]}
+ALONE = {
+    "async_easgd": "async_easgd",
+    "delta": "delta",
+    "round_robin_easgd": "round_robin_easgd",
+    "ashl": {"class_name": "ASHL", "config": {**SHARES, "loss_threshold": 10.0}},
+    "compressed ashl": {
+        "class_name": "ASHL",
+        "config": {**SHARES, "loss_threshold": 10.0, "compression_ratios": [0.5, 0.8]},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_async_workers_alone(start_workers: Any, tmp_path: Path, name: str) -> None:
+    rule = ALONE[name]
     results = run(start_workers, tmp_path, {"ps": 1, "async": 2}, period=2, rule=rule)
     assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
     assert_equal_weights(results)
@@ -149,9 +165,9 @@ def test_async_workers_alone(start_workers: Any, tmp_path: Path, rule: str) -> N
     assert service["history"]["val_loss"][-1] < 0.5 * VARIANCE
 
 
-@pytest.mark.parametrize("rule", ["round_robin_easgd", "diloco", "sync_easgd"])
-def test_rules_in_which_workers_wait_are_refused(rule: str) -> None:
-    with pytest.raises(ValueError, match="no worker waits"):
+@pytest.mark.parametrize("rule", ["streaming_diloco", "diloco", "sync_easgd"])
+def test_rules_in_which_all_exchange_at_once_are_refused(rule: str) -> None:
+    with pytest.raises(ValueError, match="LocalTraining"):
         keras_het.callbacks.HybridAggregation(rule)
 
 
@@ -163,11 +179,102 @@ def test_rules_in_which_workers_wait_are_refused(rule: str) -> None:
         ({"async_batch_size": 2.5}, "async_batch_size must be"),
         ({"staleness_bound": -1}, "staleness_bound must be"),
         ({"on_service_loss": "panic"}, '"raise" or "continue"'),
+        ({"service": "nowhere"}, '"auto" or "spread"'),
+        ({"rule": AsyncSGD(0.1), "on_service_loss": "continue"}, "their own optimizer"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         keras_het.callbacks.HybridAggregation(**arguments)
+
+
+def run_with_service(
+    start: Any, folder: Path, jobs: dict[str, int], **options: Any
+) -> dict[str, Any]:
+    """Runs a cluster whose tasks of the job `ps` run `keras-het serve`."""
+    options = {"epochs": EPOCHS, "timeout_seconds": 60, "partition_bytes": 64, **options}
+    tasks = environments(jobs, fast=0.006)
+    for environment in tasks:
+        del environment["KERAS_HET_SERVICE_ADDRESS"]
+    serving = [e for e in tasks if json.loads(e["TF_CONFIG"])["task"]["type"] == "ps"]
+    training = [e for e in tasks if e not in serving]
+    arguments = [folder, json.dumps(options)]
+    services = start("program_serve.py", arguments=["--once"], environments=serving)
+    workers = start("program_hybrid.py", arguments=arguments, environments=training)
+    for each in [*workers.wait(), *services.wait()]:
+        assert each.exit_code == 0, each.output
+    assert all("training has ended" in each.output for each in services.wait())
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+SERVICES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "one task": ({"worker": 1, "async": 1, "ps": 1}, {}),
+    "two tasks": ({"worker": 2, "async": 1, "ps": 2}, {"rule": "async_easgd"}),
+    "gradients": (
+        {"worker": 1, "async": 1, "ps": 2},
+        {"rule": {"class_name": "AsyncSGD", "config": {"learning_rate": 0.02}}},
+    ),
+    "members and a task": ({"worker": 2, "async": 1, "ps": 1}, {"service": "spread"}),
+}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_service_on_tasks_of_its_own(start_workers: Any, tmp_path: Path, name: str) -> None:
+    jobs, options = SERVICES[name]
+    results = run_with_service(start_workers, tmp_path, jobs, period=2, **options)
+    assert len(results) == jobs["worker"] + jobs["async"]
+    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
+    leader = results["worker_0"]
+    assert sum(leader["used"]) == EPOCHS * SAMPLES and min(leader["used"]) > 0
+    assert len(leader["versions"]) > 4 and min(leader["versions"]) > EPOCHS
+    assert_equal_weights(results)
+    assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
+
+
+def test_service_spread_over_the_sync_group(start_workers: Any, tmp_path: Path) -> None:
+    jobs = {"worker": 2, "async": 1}
+    options = {"service": "spread", "partition_bytes": 64, "period": 2}
+    results = run(start_workers, tmp_path, jobs, fast=0.006, **options)
+    assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
+    assert_equal_weights(results)
+
+
+def test_a_backup_of_a_service_on_other_tasks(start_workers: Any, tmp_path: Path) -> None:
+    adam = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
+    jobs, backup = {"worker": 1, "async": 1, "ps": 2}, str(tmp_path / "backup")
+    common = {"rule": adam, "period": 2, "backup": backup}
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    first = run_with_service(start_workers, folders[0], jobs, **{**common, "epochs": 1})
+    second = run_with_service(start_workers, folders[1], jobs, **{**common, "epochs": 3})
+    assert sample_counts(second).tolist() == [2] * SAMPLES
+    pushes = np.array(second["worker_0"]["versions"]) - first["worker_0"]["versions"]
+    assert pushes.min() > 20  # versions go on where they were
+    assert_equal_weights(second)
+
+
+@pytest.mark.parametrize("jobs", [{"worker": 2, "async": 1}, {"ps": 1, "async": 2}])
+def test_two_fits(start_workers: Any, tmp_path: Path, jobs: dict[str, int]) -> None:
+    results = run(start_workers, tmp_path, jobs, fast=0.006, period=3, fits=2)
+    assert sample_counts(results).tolist() == [2 * EPOCHS] * SAMPLES
+    assert_equal_weights(results)
+
+
+def test_a_slow_worker_is_not_gone(start_workers: Any, tmp_path: Path) -> None:
+    # its exchange takes longer than the silence after which a worker counts as gone
+    jobs, seconds = {"worker": 1, "async": 1}, 3.0
+    tasks = environments(jobs, slow=0.2, fast=0.02)
+    options = {"epochs": EPOCHS, "timeout_seconds": seconds, "period": 4}
+    arguments = [tmp_path, json.dumps(options)]
+    workers = start_workers("program_hybrid.py", arguments=arguments, environments=tasks)
+    for worker in workers.wait():
+        assert worker.exit_code == 0, worker.output
+    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    leader = results["worker_0"]
+    assert leader["used"][1] > 0
+    assert sum(leader["used"]) == EPOCHS * SAMPLES
+    assert_equal_weights(results)
 
 
 class Cluster:

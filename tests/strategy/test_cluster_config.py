@@ -190,10 +190,9 @@ MALFORMED = {
         config_of({**TWO_WORKERS, "evaluator": ["e:1", "f:1"]}),
         '"evaluator" may have one task only',
     ),
-    "two services": (config_of({"ps": ["p:1", "q:1"], **TWO_WORKERS}), '"ps" may have one task'),
-    "two leaders": (
-        config_of({"ps": ["p:1"], "async": ["s:1"], **TWO_WORKERS}),
-        'a job "ps" beside a sync group',
+    "a service for nobody": (
+        config_of({"ps": ["p:1", "q:1"], **TWO_WORKERS}),
+        "nobody who exchanges with it",
     ),
     "nobody to exchange with": (
         config_of({"async": ["p:1"]}, task={"type": "async", "index": 0}),
@@ -317,6 +316,25 @@ def test_async_workers_alone(task):
     assert config.service_address({}) == "p:5"
     assert not config.has_sync_group and config.num_workers == 1
     assert config.is_parameter_service == config.is_chief == (task == "ps")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "task", "serves_only"),
+    [
+        (["ps", "async"], 0, False),  # runs the async workers' script
+        (["ps", "async"], 1, True),
+        (["ps", "async", "worker"], 0, True),
+    ],
+)
+def test_tasks_that_only_serve(jobs, task, serves_only):
+    addresses = {"ps": ["p:5", "q:5"], "async": ["s:1"], "worker": ["a:1"]}
+    cluster = {job: addresses[job] for job in jobs}
+    text = json.dumps({"cluster": cluster, "task": {"type": "ps", "index": task}})
+    config = read_cluster_config({"TF_CONFIG": text})
+    assert config.is_serving_only == serves_only and config.is_chief != serves_only
+    assert config.service_addresses({}) == ("p:5", "q:5")
+    assert config.service_addresses({"KERAS_HET_SERVICE_ADDRESS": "r:6"}) == ("r:6", "q:5")
+    assert config.as_cluster_dict() == cluster
 
 
 def test_a_wrong_service_address():

@@ -7,9 +7,9 @@ import threading
 import pytest
 import tensorflow as tf
 
-from keras_het import private_api
 from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.parameter_service import Status
+from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
 from keras_het.strategy.parameter_service.sample_ledger import Presence, SampleLedger, Stage
@@ -22,7 +22,7 @@ def start():
     ports = ReservedPorts(1)
     ports.release()
     ports.close()
-    server = private_api.RpcServer(ports.addresses[0])
+    server = FunctionServer(ports.addresses[0])
     ledger = SampleLedger(server, Gate(GOOD), CLIENTS)
     ledger.start_epoch(0, BATCHES, fingerprint=17)
     ledger.set_stage(Stage.RUNNING)

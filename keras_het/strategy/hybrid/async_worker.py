@@ -8,14 +8,17 @@ import time
 from typing import Any
 
 from keras_het.strategy.hybrid.claims import AsyncClaims
+from keras_het.strategy.hybrid.heartbeat import Heartbeat
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant, first_async_client
 from keras_het.strategy.hybrid.service_connection import Pending, connect, open_connection
 from keras_het.strategy.parameter_service import Status
 from keras_het.strategy.parameter_service.ledger_client import LedgerFacts, ServiceLostError
 from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
+from keras_het.strategy.rules import Signal
 
 _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.02
+_BEATS_IN_TIMEOUT = 4
 
 
 class AsyncWorker(Participant):
@@ -33,10 +36,14 @@ class AsyncWorker(Participant):
 
     def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
-        self._client = first_async_client(strategy) + strategy.cluster_config.task_index
+        self._worker = int(strategy.cluster_config.task_index)
+        self._client = first_async_client(strategy) + self._worker
+        self._stage = 0
+        self._loss: float | None = None
         self._center: Any = None
         self._state: Any = None
         self._ledger: Any = None
+        self._heartbeat: Heartbeat | None = None
         self._pending: tuple[Pending, Pending | None] | None = None
         self._claims: AsyncClaims | None = None
         self._epoch = -1
@@ -72,7 +79,7 @@ class AsyncWorker(Participant):
         self._steps += steps
         self._samples += samples
         self._unreported += samples
-        if self._steps < self.options.period:
+        if self._steps < self.options.period_of(self._worker, self._stage):
             return
         self._steps = 0
         if self._is_lost and time.monotonic() < self._next_try:
@@ -82,11 +89,23 @@ class AsyncWorker(Participant):
                 self._attach_again()
             self._receive()
             self._send()
-            if self.rule.uses_gradients:  # the next gradient must be that of the new weights
+            if self.options.waits_for_answer:  # the next steps must start from the new weights
                 self._receive()
+            self._tell_loss()
             self._report(Presence.TRAINING)
         except ServiceLostError as error:
             self._lose(error)
+
+    def note_loss(self, loss: float) -> None:
+        """Keeps the loss of training, for rules with stages."""
+        self._loss = loss
+
+    def _tell_loss(self) -> None:
+        if self.rule.local_steps(self._worker, self._stage) is None:
+            return
+        is_over = self._loss is not None and self.rule.is_stage_over(self._loss)
+        stage = self._center.signal(Signal.LOSS_REACHED if is_over else Signal.NOTHING)
+        self._stage = self._stage if stage is None else stage
 
     def meet_center(self) -> list[Any]:
         """Sends what was not sent, and waits for the answer; its own weights without a service."""
@@ -107,11 +126,22 @@ class AsyncWorker(Participant):
         """Sends the last change, waits for the sync group's end, and fetches the center."""
         self.meet_center()
         try:
+            if self.rule.may_wait and not self._is_lost:
+                self._center.signal(Signal.LEAVE)
             self._wait_for_the_end()
         except ServiceLostError as error:
             self._lose(error)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Stops what runs beside training; for an end that came by an error too."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
 
     def _wait_for_the_end(self) -> None:
+        self.leave()
         facts = self._report(Presence.WAITING)
         while facts.stage != Stage.CLOSED:
             time.sleep(_POLL_SECONDS)
@@ -125,12 +155,14 @@ class AsyncWorker(Participant):
         """Connects and starts from the center."""
         seconds = self.options.connect_seconds
         connected = connect(lambda: open_connection(self, self._client), seconds)
-        self._center, self._state, self._ledger = connected
+        self._center, self._state = connected.weights, connected.state
+        self._ledger = connected.ledger
         facts = self._report(Presence.TRAINING)
-        while facts.stage == Stage.STARTING:
-            time.sleep(_POLL_SECONDS)
-            facts = self._report(Presence.TRAINING)
         self._check_same_data(facts)
+        # Another number of passes lies behind the leader after a fit or a backup.
+        self.first_pass = facts.first_pass
+        interval = self.options.timeout_seconds / _BEATS_IN_TIMEOUT
+        self._heartbeat = Heartbeat(connected.heartbeat, interval)
         self._start_from_center()
         _logger.info("Async worker %d trains from epoch %d on.", self._client, facts.epoch + 1)
 
@@ -146,9 +178,10 @@ class AsyncWorker(Participant):
     def _check_same_data(self, facts: LedgerFacts) -> None:
         received = (self.num_batches, self.fingerprint)
         expected = (facts.num_batches, facts.fingerprint)
-        if received[0] != expected[0] or (
-            0 not in (received[1], expected[1]) and (received[1] != expected[1])
-        ):
+        # The hash is of the latest pass; after a fit in which this worker passed over the data less
+        # often than the group, passes differ, and with them the orders of a shuffle.
+        may_compare = facts.first_pass == self.first_pass and 0 not in (received[1], expected[1])
+        if received[0] != expected[0] or (may_compare and received[1] != expected[1]):
             raise ValueError(
                 "This async worker's data is not the sync group's, so that they cannot share an "
                 f"epoch. Received: {received[0]} batches, hash {received[1]}; the group has "

@@ -36,7 +36,7 @@ class GroupClaims:
 
     def is_known(self, batch: int) -> bool:
         """Whether it is known already whose batch this is."""
-        return batch < self._known_until or self._is_complete
+        return batch < self.known_until or self._is_complete
 
     def owns(self, batch: int) -> bool:
         """Whether a batch is the group's."""
@@ -45,10 +45,11 @@ class GroupClaims:
 
     def is_over(self, batch: int) -> bool:
         """Whether this batch and all later ones belong to others."""
-        return self._is_complete and batch >= self._known_until
+        return self._is_complete and batch >= self.known_until
 
     @property
-    def _known_until(self) -> int:
+    def known_until(self) -> int:
+        """The batch after those that are known to be the group's."""
         return self._stops[-1] if self._stops else 0
 
 

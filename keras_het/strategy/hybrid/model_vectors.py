@@ -18,12 +18,13 @@ class VariableVectors:
     Args:
         variables: Keras variables of float type.
         strategy: the strategy under which they were made.
+        partition_size: float32 elements of a partition.
     """
 
-    def __init__(self, variables: Sequence[Any], strategy: Any) -> None:
+    def __init__(self, variables: Sequence[Any], strategy: Any, partition_size: int) -> None:
         self._variables = list(variables)
         self._strategy = strategy
-        self.partitions = Partitions(tuple(tuple(v.shape) for v in variables))
+        self.partitions = Partitions(tuple(tuple(v.shape) for v in variables), partition_size)
         self._read = tf.function(self._pack, autograph=False)
         self._write = tf.function(self._unpack, autograph=False)
 
@@ -59,20 +60,21 @@ class ModelVectors:
     Args:
         model: a built model.
         strategy: the strategy under which it was built.
+        partition_size: float32 elements of a partition.
 
     Raises:
         ValueError: if nothing is trained.
     """
 
-    def __init__(self, model: Any, strategy: Any) -> None:
+    def __init__(self, model: Any, strategy: Any, partition_size: int) -> None:
         if not model.built or not model.trainable_variables:
             raise ValueError(
                 "Weights are shared before the first step, and there are none. Received: a model "
                 "that is not built or has nothing to train. Give it an Input, or call it once."
             )
         state = [v for v in model.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
-        self.weights = VariableVectors(model.trainable_variables, strategy)
-        self.state = VariableVectors(state, strategy) if state else None
+        self.weights = VariableVectors(model.trainable_variables, strategy, partition_size)
+        self.state = VariableVectors(state, strategy, partition_size) if state else None
         self._described = [*model.trainable_variables, *state]
 
     def fingerprint(self, rule: Any) -> str:

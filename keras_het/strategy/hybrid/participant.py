@@ -7,8 +7,9 @@ import dataclasses
 from typing import Any
 
 from keras_het.strategy.hybrid.model_vectors import ModelVectors
-from keras_het.strategy.parameter_service import FloatWire, Wire, credential
+from keras_het.strategy.parameter_service import FloatWire, TopKWire, Wire, credential
 from keras_het.strategy.parameter_service.admission import read_secret
+from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.rules import ElasticAveraging, UpdateRule
 
 WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
@@ -30,6 +31,8 @@ class HybridOptions:
         end_seconds: how long the sync group waits at the end for async workers that are here.
         goes_on_without_service: whether an async worker trains on where the service is lost.
         wire: how values travel; None for float32.
+        spreads_service: whether every member of the sync group holds a part of the center.
+        partition_bytes: largest message of weights.
     """
 
     rule: UpdateRule
@@ -41,10 +44,42 @@ class HybridOptions:
     end_seconds: float = 60.0
     goes_on_without_service: bool = False
     wire: Wire | None = None
+    spreads_service: bool = False
+    partition_bytes: int = LARGEST_MESSAGE_BYTES
+
+    @property
+    def waits_for_answer(self) -> bool:
+        """Whether a worker goes on only with the answer to what it sent."""
+        return self.rule.uses_gradients or self.rule.may_wait
+
+    def wire_of(self, worker: int) -> Wire:
+        """How the weights of an async worker travel: the rule may send a part of them.
+
+        Args:
+            worker: its number among the async workers.
+        """
+        ratio = None if self.wire else self.rule.compression_ratio(worker)
+        return self.weights_wire if ratio is None else TopKWire(ratio)
+
+    def period_of(self, worker: int, stage: int) -> int:
+        """Steps of an async worker between two exchanges.
+
+        Args:
+            worker: its number among the async workers.
+            stage: of the rule.
+        """
+        return self.rule.local_steps(worker, stage) or self.period
+
+    @property
+    def presence_seconds(self) -> float:
+        """Silence after which an async worker counts as gone."""
+        return 2 * self.timeout_seconds
 
     @property
     def weights_wire(self) -> Wire:
-        """How weights travel."""
+        """How weights travel, as the service is told."""
+        if self.wire is None and self.rule.compression_ratio(0) is not None:
+            return TopKWire(1.0)
         return self.wire or FloatWire()
 
 
@@ -60,8 +95,11 @@ class Participant(abc.ABC):
     def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
-        self.vectors = ModelVectors(model, strategy)
-        self.credential = credential(read_secret(), self.vectors.fingerprint(self.rule))
+        self.vectors = ModelVectors(model, strategy, options.partition_bytes // 4)
+        strategy.num_hybrid_runs += 1
+        self.run: int = strategy.num_hybrid_runs
+        self.secret = read_secret()
+        self.credential = credential(self.secret, self.vectors.fingerprint(self.rule))
         self.num_clients = first_async_client(strategy) + strategy.num_async_workers
         # Moving statistics: each worker pulls them a step of 1/n towards its own.
         self.state_rule = ElasticAveraging(alpha=1.0 / self.num_clients)
@@ -71,6 +109,11 @@ class Participant(abc.ABC):
         self.first_pass = len(data.position[0])
         self._own: list[Any] | None = None
         _check_data(data, self.num_batches)
+
+    @property
+    def facts(self) -> tuple[int, int, int, int]:
+        """Batches of an epoch, hash of their order, first pass and number of the training."""
+        return self.num_batches, self.fingerprint, self.first_pass, self.run
 
     def pass_of(self, epoch: int) -> int:
         """Number of an epoch's pass over the data: Keras makes two iterators for each epoch."""

@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het.strategy.hybrid.participant import STATE_PREFIX, WEIGHTS_PREFIX
+from keras_het.strategy.hybrid.hosted_parts import DIRECTORY
+from keras_het.strategy.hybrid.participant import (
+    STATE_PREFIX,
+    WEIGHTS_PREFIX,
+    first_async_client,
+)
 from keras_het.strategy.parameter_service import NO_ANSWER, ParameterClient, Status
 from keras_het.strategy.parameter_service.client import PendingPush
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
+from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
+from keras_het.strategy.rules import Signal
 
 _POLL_SECONDS = 0.05
+_TURN_SECONDS = 0.002
 
 
 @dataclasses.dataclass
@@ -27,6 +35,7 @@ class Pending:
         versions: version of each partition that the worker had seen.
         sequence: number of the push.
         sent: weights that the worker went on with, for each partition.
+        give_up_at: time of `time.monotonic` until which it waits for its turn.
     """
 
     push: PendingPush
@@ -34,6 +43,7 @@ class Pending:
     versions: Any
     sequence: int
     sent: list[Any]
+    give_up_at: float | None = None
 
 
 class CenterClient:
@@ -53,6 +63,15 @@ class CenterClient:
         self._versions = np.zeros(len(client.partitions.sizes), np.int64)
         self._residuals: list[Any] | None = None
         self._sequence = 0
+
+    @property
+    def versions(self) -> Any:
+        """Version of each partition that was seen last."""
+        return self._versions
+
+    def signal(self, signal: Signal) -> int | None:
+        """Tells the rule something; the stage of training, None without an answer in time."""
+        return self._client.signal(signal)
 
     def pull(self) -> list[Any]:
         """The center.
@@ -107,10 +126,8 @@ class CenterClient:
         Raises:
             ServiceLostError: if a part was not answered in time. Nothing has changed then.
         """
-        answer = pending.push.answer(self.seen)
+        answer = self._final_answer(pending)
         statuses, versions = answer.statuses.numpy(), answer.versions.numpy()
-        if (statuses == NO_ANSWER).any():
-            raise ServiceLostError(_lost(statuses))
         carried = [
             self._part(
                 index, int(status), answer.partitions[index], pending.sent[index], weights[index]
@@ -121,6 +138,23 @@ class CenterClient:
         self._versions = np.where(taken, versions, self._versions)
         self._residuals = self._left_over(statuses, answer)
         return carried
+
+    def _final_answer(self, pending: Pending) -> Any:
+        """The answer; rules in which workers wait may say several times that it is not their turn.
+
+        What was taken counts once: the push is sent again with its number.
+        """
+        while True:
+            answer = pending.push.answer(self.seen)
+            statuses = answer.statuses.numpy()
+            if (statuses == NO_ANSWER).any():
+                raise ServiceLostError(_lost(statuses))
+            if not (statuses == int(Status.WAIT)).any():
+                return answer
+            if pending.give_up_at is not None and time.monotonic() > pending.give_up_at:
+                return answer
+            time.sleep(_TURN_SECONDS)
+            self.send_again(pending)
 
     def send_again(self, pending: Pending) -> None:
         """Sends a push whose answer did not come, with its old number."""
@@ -168,39 +202,78 @@ def connect(make: Any, wait_seconds: float) -> Any:
             time.sleep(_POLL_SECONDS)
 
 
-def open_connection(
-    participant: Any, client: int
-) -> tuple[CenterClient, CenterClient | None, LedgerClient]:
+@dataclasses.dataclass(frozen=True)
+class Connection:
+    """An async worker's way to the service.
+
+    Args:
+        weights: of the model.
+        state: its moving statistics, None without any.
+        ledger: of the samples.
+        heartbeat: a second way to the ledger, for another thread.
+    """
+
+    weights: CenterClient
+    state: CenterClient | None
+    ledger: LedgerClient
+    heartbeat: LedgerClient
+
+
+def open_connection(participant: Any, client: int) -> Connection:
     """Connects to weights, moving statistics and ledger of a service.
 
     Args:
         participant: the async worker.
         client: its number among the service's clients.
+
+    Raises:
+        ConnectionError: if the service is not there, has not begun or is over.
+        PermissionError: if it refuses this worker.
     """
     options, vectors = participant.options, participant.vectors
-    address = participant.strategy.cluster_config.service_address()
+    first = participant.strategy.cluster_config.service_address()
     common = {
         "credential": participant.credential,
         "client": client,
         "timeout_seconds": options.timeout_seconds,
     }
-    weights = CenterClient(
-        ParameterClient(
-            address,
-            vectors.weights.partitions,
-            wire=options.weights_wire,
-            prefix=WEIGHTS_PREFIX,
-            **common,
-        ),
-        participant.rule,
+    ledger = LedgerClient(first, **common)
+    addresses = _find_addresses(participant, ledger, first)
+    weights = ParameterClient(
+        addresses,
+        vectors.weights.partitions,
+        wire=options.wire_of(client - first_async_client(participant.strategy)),
+        prefix=WEIGHTS_PREFIX,
+        **common,
     )
     state = None
     if vectors.state is not None:
         client_of_state = ParameterClient(
-            address, vectors.state.partitions, prefix=STATE_PREFIX, **common
+            addresses, vectors.state.partitions, prefix=STATE_PREFIX, **common
         )
         state = CenterClient(client_of_state, participant.state_rule)
-    return weights, state, LedgerClient(address, **common)
+    center = CenterClient(weights, participant.rule)
+    return Connection(center, state, ledger, LedgerClient(first, **common))
+
+
+def _find_addresses(participant: Any, ledger: LedgerClient, first: str) -> list[str]:
+    """Asks the first process of the service where the others are."""
+    seconds = participant.options.timeout_seconds
+    directory = LedgerClient(first, participant.credential, None, seconds, prefix="")
+    specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string))
+    try:
+        facts = ledger.report(Presence.GONE)
+        is_over = facts.stage == Stage.CLOSED and facts.run < participant.run
+        answer = directory.ask(DIRECTORY, [tf.constant("")], specs)
+    except ServiceLostError as error:
+        raise ConnectionError(str(error)) from error
+    addresses = bytes(answer[1].numpy()).decode()
+    if is_over or not addresses:
+        raise ConnectionError(
+            f"The parameter service at {first} is there but does not train now. Received: "
+            f"{'an ended training' if is_over else 'one that has not begun'}."
+        )
+    return addresses.split(",")
 
 
 def _lost(statuses: Any) -> str:

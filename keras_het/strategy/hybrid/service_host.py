@@ -1,95 +1,107 @@
-"""The parameter service inside the sync group's leader."""
+"""The parameter service inside the process of its leader."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from keras_het import private_api
-from keras_het.strategy.hybrid.participant import STATE_PREFIX, WEIGHTS_PREFIX
-from keras_het.strategy.parameter_service import ParameterService
-from keras_het.strategy.parameter_service.gate import Gate
-from keras_het.strategy.parameter_service.sample_ledger import Presence, SampleLedger
+from keras_het.strategy.hybrid.hosted_parts import HostedParts
+from keras_het.strategy.hybrid.service_spec import spec_of
+from keras_het.strategy.parameter_service.sample_ledger import Presence, SampleLedger, Stage
+from keras_het.strategy.rules import Signal
 
 _logger = logging.getLogger("keras_het")
 _GROUP = 0
 
 
 class ServiceHost:
-    """Center, moving statistics and sample ledger, answering on one server.
+    """Center, moving statistics and sample ledger, used in memory and answering on one server.
 
     Args:
-        group: the sync group, whose present weights become the center.
+        leader: whose present weights become the center.
+        address: "host:port" to answer on.
+        secret: shared by all tasks.
     """
 
-    def __init__(self, group: Any) -> None:
-        options, vectors = group.options, group.vectors
-        address = group.strategy.cluster_config.service_address()
-        self._rule, self._state_rule = group.rule, group.state_rule
-        self._within_seconds = 3 * options.timeout_seconds
-        server = private_api.RpcServer(address)
-        self._weights = ParameterService(
-            address,
-            vectors.weights.partitions,
-            group.rule,
-            group.credential,
-            group.num_clients,
-            wire=options.weights_wire,
-            staleness_bound=options.staleness_bound,
-            prefix=WEIGHTS_PREFIX,
-            server=server,
+    def __init__(self, leader: Any, address: str, secret: bytes) -> None:
+        self._leader, vectors = leader, leader.vectors
+        self._rule, self._state_rule = leader.rule, leader.state_rule
+        self._presence_seconds = leader.options.presence_seconds
+        self._parts = HostedParts(
+            address, 0, spec_of(leader, 1), secret, (leader.rule, leader.state_rule)
         )
+        self._weights, self._state = self._parts.weights, self._parts.state
         self._weights.set_partitions(vectors.weights.read())
-        self._state: ParameterService | None = None
-        if vectors.state is not None:
-            self._state = ParameterService(
-                address,
-                vectors.state.partitions,
-                group.state_rule,
-                group.credential,
-                group.num_clients,
-                prefix=STATE_PREFIX,
-                server=server,
-            )
+        if self._state is not None:
             self._state.set_partitions(vectors.state.read())
-        if group.strategy.restored_service_state is not None:
-            self._weights.set_state(group.strategy.restored_service_state)
-            group.strategy.restored_service_state = None
-        group.strategy.service_state = self._weights.state
-        self.ledger = SampleLedger(server, Gate(group.credential), group.num_clients)
+        if leader.strategy.restored_service_state is not None:
+            self._weights.set_state(leader.strategy.restored_service_state)
+            leader.strategy.restored_service_state = None
+        leader.strategy.service_state = self._weights.state
         self.seen = vectors.weights.read()
-        self._server = server
-        server.start()
+        self._parts.start()
         _logger.info("The parameter service answers on %s.", address)
 
+    @property
+    def ledger(self) -> SampleLedger:
+        """The sample ledger."""
+        return self._parts.ledger  # type: ignore[return-value]
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begins an epoch, and with the first one lets async workers in."""
+        self.ledger.start_epoch(epoch, *self._leader.facts)
+        self.ledger.set_stage(Stage.RUNNING)
+        self._parts.tell_addresses([self._parts.address])
+
+    def set_stage(self, stage: Stage) -> None:
+        """Tells all async workers how far training is."""
+        self.ledger.set_stage(stage)
+
     def exchange(
-        self, weights: list[Any], state: list[Any], seen: list[Any], samples: int, push: bool
+        self,
+        weights: list[Any],
+        state: list[Any],
+        samples: int,
+        push: bool,
+        wait: bool = False,
     ) -> list[Any]:
         """Exchanges in memory.
 
         Args:
             weights: the group's weights, a vector for each partition.
             state: its moving statistics, likewise.
-            seen: the answer of the exchange before.
             samples: samples behind the change.
             push: whether to push weights; else the center's take no notice.
+            wait: nothing needs to be waited for here.
 
         Returns:
             The group's weights and moving statistics after the exchange.
         """
+        del wait
         new_state = []
         if self._state is not None:
             answers = self._state.exchange_locally(_GROUP, samples, state)
-            pairs = zip(state, answers, strict=True)
-            new_state = [self._state_rule.receive(own, own, answer) for own, answer in pairs]
+            new_state = [
+                self._state_rule.receive(own, own, answer)
+                for own, answer in zip(state, answers, strict=True)
+            ]
         if not push:
             return [*weights, *new_state]
-        messages = [self._rule.message(w, s) for w, s in zip(weights, seen, strict=True)]
-        goes_on = [self._rule.after_sending(w, s) for w, s in zip(weights, seen, strict=True)]
-        answers = self._weights.exchange_locally(_GROUP, samples, messages)
-        self.seen = answers
-        new = [self._rule.receive(w, w, a) for w, a in zip(goes_on, answers, strict=True)]
+        pairs = list(zip(weights, self.seen, strict=True))
+        messages = [self._rule.message(own, seen) for own, seen in pairs]
+        goes_on = [self._rule.after_sending(own, seen) for own, seen in pairs]
+        self.seen = self._weights.exchange_locally(_GROUP, samples, messages)
+        new = [self._rule.receive(w, w, a) for w, a in zip(goes_on, self.seen, strict=True)]
         return [*new, *new_state]
+
+    def claim(self, epoch: int, count: int, following: int) -> tuple[int, int]:
+        """Takes batches of an epoch for the group; the first one, and how many."""
+        del following
+        return self.ledger.claim(_GROUP, epoch, count)
+
+    def add_used(self, samples: int) -> None:
+        """Counts samples that the group has used."""
+        self.ledger.add_used(_GROUP, samples)
 
     def center(self) -> list[Any]:
         """The center, a vector for each partition."""
@@ -105,8 +117,19 @@ class ServiceHost:
 
     def training_clients(self) -> list[int]:
         """Async workers that train."""
-        return self.ledger.present(Presence.TRAINING, self._within_seconds)
+        return self.ledger.present(Presence.TRAINING, self._presence_seconds)
 
     def waiting_clients(self) -> list[int]:
         """Async workers that have ended and wait for the final weights."""
-        return self.ledger.present(Presence.WAITING, self._within_seconds)
+        return self.ledger.present(Presence.WAITING, self._presence_seconds)
+
+    def pass_over(self, client: int) -> None:
+        """Lets nobody wait for a client that is gone."""
+        self._weights.signal_locally(client, Signal.LEAVE)
+
+    def conclude(self) -> None:
+        """Counts stay readable here in any case."""
+
+    def close(self) -> None:
+        """Stops to answer."""
+        self._parts.close()

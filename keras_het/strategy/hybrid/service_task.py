@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from keras_het.strategy.hybrid.claims import GroupClaims
+from keras_het.strategy.hybrid.open_service import Host, Membership, join_service
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant
-from keras_het.strategy.hybrid.service_host import ServiceHost
 from keras_het.strategy.parameter_service.sample_ledger import Stage
 
 _logger = logging.getLogger("keras_het")
@@ -30,23 +30,38 @@ class ServiceTask(Participant):
 
     def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
-        self.host: ServiceHost | None = None
+        self.host: Host | None = None
+        self._membership = Membership()
         self._epoch = 0
+        self._passed_over: set[int] = set()
 
     def start_epoch(self, epoch: int) -> None:
         """Serves until training has ended; Keras then runs one epoch without a step."""
         if self.host is not None:
             return
         self._epoch = epoch
-        self.host = ServiceHost(self)
-        self.host.ledger.start_epoch(epoch, self.num_batches, self.fingerprint)
-        self.host.ledger.set_stage(Stage.RUNNING)
+        self._membership = join_service(self)
+        self.host = self._membership.host
+        if self.host is None:
+            return
+        self.host.start_epoch(epoch)
         while not self._all_have_ended(self.host):
             if self.host.ledger.is_handed_out(self._epoch):
                 self._epoch += 1
-                self.host.ledger.start_epoch(self._epoch, self.num_batches, self.fingerprint)
+                self.host.start_epoch(self._epoch)
+            if self.rule.may_wait:
+                self._pass_over_the_gone(self.host)
             time.sleep(_POLL_SECONDS)
         self.model.stop_training = True
+
+    def _pass_over_the_gone(self, host: Any) -> None:
+        """Lets nobody wait for the turn of a worker that took batches and is silent now."""
+        came = {int(client) for client in host.ledger.claimed.nonzero()[0]}
+        here = {*host.training_clients(), *host.waiting_clients()}
+        for client in came - here - self._passed_over:
+            _logger.warning("Async worker %d is gone; the others do not wait for it.", client)
+            host.pass_over(client)
+            self._passed_over.add(client)
 
     def claims(self) -> GroupClaims:
         """No batch is this task's."""
@@ -68,14 +83,16 @@ class ServiceTask(Participant):
         host = self.host
         if host is None:
             return
-        host.ledger.set_stage(Stage.CLOSED)
+        host.set_stage(Stage.CLOSED)
         deadline = time.monotonic() + self.options.end_seconds
         while host.waiting_clients() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         self.meet_center()
         if self.vectors.state is not None:
             self.vectors.state.write(host.state_center())
+        host.conclude()
+        self._membership.close()
 
-    def _all_have_ended(self, host: ServiceHost) -> bool:
+    def _all_have_ended(self, host: Host) -> bool:
         came = host.ledger.claimed.sum() > 0
         return bool(came and not host.training_clients())

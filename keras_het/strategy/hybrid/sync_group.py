@@ -10,12 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.strategy.hybrid.claims import GroupClaims
+from keras_het.strategy.hybrid.open_service import Host, Membership, join_service
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant
-from keras_het.strategy.hybrid.service_host import ServiceHost
 from keras_het.strategy.parameter_service.sample_ledger import Stage
 
 _logger = logging.getLogger("keras_het")
-_GROUP = 0
 _POLL_SECONDS = 0.02
 
 
@@ -34,9 +33,9 @@ class SyncGroup(Participant):
 
     def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
-        self._host: ServiceHost | None = None
+        self._host: Host | None = None
+        self._membership: Membership | None = None
         self._claims: GroupClaims | None = None
-        self._seen: list[Any] = []
         self._epoch = 0
         self._steps = self._samples = self._unclaimed = 0
         self._ask = 2 * options.period
@@ -44,18 +43,17 @@ class SyncGroup(Participant):
         self._sum = tf.function(self._sum_over_members, autograph=False)
 
     @property
-    def host(self) -> ServiceHost | None:
+    def host(self) -> Host | None:
         """The parameter service, on the leader."""
         return self._host
 
     def start_epoch(self, epoch: int) -> None:
         """Opens the service before the first epoch, and claims the first batches of this one."""
-        if self._host is None and self.strategy.is_chief:
-            self._host = ServiceHost(self)
-            self._seen = self._host.seen
+        if self._membership is None:
+            self._membership = join_service(self)
+            self._host = self._membership.host
         if self._host is not None:
-            self._host.ledger.start_epoch(epoch, self.num_batches, self.fingerprint)
-            self._host.ledger.set_stage(Stage.RUNNING)
+            self._host.start_epoch(epoch)
         self._epoch = epoch
         self._claims = GroupClaims(self.pass_of(epoch))
         self._ask = 2 * self.options.period
@@ -75,7 +73,7 @@ class SyncGroup(Participant):
 
     def meet_center(self) -> list[Any]:
         """Exchanges now; gradients that are still being accumulated stay where they are."""
-        self._exchange(push=self._steps > 0 and not self.rule.uses_gradients)
+        self._exchange(push=self._steps > 0 and not self.rule.uses_gradients, wait=True)
         return self._agreed(self._host.center() if self._host is not None else None)
 
     def end(self) -> None:
@@ -83,14 +81,18 @@ class SyncGroup(Participant):
         self.meet_center()
         host = self._host
         if host is not None:
-            host.ledger.set_stage(Stage.ENDING)
+            host.set_stage(Stage.ENDING)
             self._wait_until(lambda: not host.training_clients(), "to send their last changes")
-            host.ledger.set_stage(Stage.CLOSED)
+            host.set_stage(Stage.CLOSED)
         self.vectors.weights.write(self._agreed(host.center() if host else None))
         if self.vectors.state is not None:
             self.vectors.state.write(self._agreed_state())
         if host is not None:
             self._wait_until(lambda: not host.waiting_clients(), "to fetch the final weights")
+            host.conclude()
+        if self._membership is not None:
+            self._sum([tf.zeros([1])])  # members hold parts until the last worker has fetched them
+            self._membership.close()
 
     def _wait_until(self, is_done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.options.end_seconds
@@ -103,7 +105,7 @@ class SyncGroup(Participant):
                 what,
             )
 
-    def _exchange(self, push: bool) -> None:
+    def _exchange(self, push: bool, wait: bool = False) -> None:
         """Exchanges with the center, and claims as many batches as were used."""
         asked = max(self._unclaimed, self._ask)
         self._unclaimed = self._ask = 0
@@ -112,27 +114,24 @@ class SyncGroup(Participant):
         header = [0, 0]
         answer = [tf.zeros_like(part) for part in (*weights, *state)]
         if self._host is not None:
-            answer = self._host.exchange(weights, state, self._seen, self._samples, push)
-            if asked:
-                header = list(self._host.ledger.claim(_GROUP, self._epoch, asked))
-            self._host.ledger.add_used(_GROUP, self._samples - self._counted)
+            answer = self._host.exchange(weights, state, self._samples, push, wait)
+            if asked and self._claims is not None:
+                header = list(self._host.claim(self._epoch, asked, self._claims.known_until))
+            self._host.add_used(self._samples - self._counted)
         *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
         self._counted = self._samples
         if push or not self.rule.uses_gradients:  # gradients may be half accumulated
             self._steps = self._samples = self._counted = 0
-        self._take(values[: len(weights)], values[len(weights) :], push)
+        self._take(values[: len(weights)], values[len(weights) :])
         if asked and self._claims is not None:
             first, count = (int(number) for number in header.numpy())
             self._claims.add(first, count, asked)
 
-    def _take(self, weights: list[Any], state: list[Any], push: bool) -> None:
+    def _take(self, weights: list[Any], state: list[Any]) -> None:
         """Goes on from what the exchange gave."""
-        if push:
-            self.vectors.weights.write(weights)
+        self.vectors.weights.write(weights)
         if self.vectors.state is not None:
             self.vectors.state.write(state)
-        if self._host is not None:
-            self._seen = self._host.seen
 
     def _agreed(self, values: list[Any] | None) -> list[Any]:
         """The leader's partitions, on all members."""

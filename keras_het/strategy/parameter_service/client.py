@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.parameter_service.admission import Status
-from keras_het.strategy.parameter_service.partitions import Partitions
+from keras_het.strategy.parameter_service.partitions import Partitions, place_partitions
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire
+from keras_het.strategy.rules import Signal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,8 @@ class ParameterClient:
     come in time has the status `NO_ANSWER`.
 
     Args:
-        address: "host:port" of the service.
+        address: "host:port" of the service, or of each of several that share the partitions
+            (`place_partitions` says which has which).
         partitions: how the weights are cut, as the service has it.
         credential: as the service has it.
         client: number of this worker, from 0.
@@ -59,7 +61,7 @@ class ParameterClient:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         partitions: Partitions,
         credential: bytes,
         client: int,
@@ -73,21 +75,23 @@ class ParameterClient:
         self._credential = tf.constant(credential)
         self._client = tf.constant(client, tf.int32)
         self._timeout_ms = int(timeout_seconds * 1000)
-        # TensorFlow shares clients of one name, and frees them with the first of their owners.
-        name = f"keras_het_{uuid.uuid4().hex}"
-        self._rpc = private_api.RpcClient(
-            address, name, list_registered_methods=False, timeout_in_ms=self._timeout_ms
-        )
-        self._say_hello(address)
+        addresses = [address] if isinstance(address, str) else list(address)
+        self._places = place_partitions(partitions.sizes, len(addresses))
+        self._services = [self._connect(where) for where in addresses]
 
     @property
     def wire_is_exact(self) -> bool:
         """Whether nothing is left of a message that was sent."""
         return isinstance(self._wire, FloatWire) and self._wire.answer_type() == tf.float32
 
-    def _say_hello(self, address: str) -> None:
+    def _connect(self, address: str) -> Any:
+        # TensorFlow shares clients of one name, and frees them with the first of their owners.
+        name = f"keras_het_{uuid.uuid4().hex}"
+        rpc = private_api.RpcClient(
+            address, name, list_registered_methods=False, timeout_in_ms=self._timeout_ms
+        )
         spec = tf.TensorSpec([], tf.int32)
-        answer = self._rpc.call(f"{self._prefix}hello", [self._credential], output_specs=spec)
+        answer = rpc.call(f"{self._prefix}hello", [self._credential], output_specs=spec)
         if not bool(answer.is_ok()):
             code, message = answer.get_error()
             raise ConnectionError(
@@ -102,6 +106,67 @@ class ParameterClient:
                 "(names, shapes and types of the weights) or update rule differs. Use the same "
                 "script and secret on every task."
             )
+        return rpc
+
+    def restore(self, center: Sequence[Any], states: Sequence[Any] | None = None) -> None:
+        """Sets the center, and versions and the rule's state if they are given.
+
+        Args:
+            center: float32 vector of each partition.
+            states: what `export` gave.
+
+        Raises:
+            ConnectionError: if a part is not answered in time.
+        """
+        nothing = tf.zeros([0], tf.string)
+        states = [nothing] * len(center) if states is None else states
+        spec = tf.TensorSpec([], tf.int32)
+        calls = [
+            self._ask("restore", index, [values, state], spec)
+            for index, (values, state) in enumerate(zip(center, states, strict=True))
+        ]
+        for index, call in enumerate(calls):
+            if not bool(call.is_ok()) or int(call.get_value()) != Status.OK:
+                raise ConnectionError(
+                    f"The parameter service did not take partition {index}. Received: "
+                    f"{_error_of(call)}. Start it anew, and check that the weights are finite."
+                )
+
+    def signal(self, signal: Signal) -> int | None:
+        """Tells the rule something of this worker.
+
+        Args:
+            signal: what.
+
+        Returns:
+            The stage that training is in, None if there is no answer in time.
+        """
+        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32))
+        arguments = [self._client, tf.constant(int(signal))]
+        indices = range(len(self.partitions.sizes))
+        if signal == Signal.NOTHING:
+            indices = range(1)
+        calls = [self._ask("signal", index, arguments, specs) for index in indices]
+        if not all(bool(call.is_ok()) for call in calls):
+            return None
+        return int(calls[0].get_value()[1])
+
+    def export(self) -> list[Any]:
+        """Version and the rule's state of each partition, vectors of serialized tensors.
+
+        Raises:
+            ConnectionError: if a part is not answered in time.
+        """
+        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None], tf.string))
+        calls = [
+            self._ask("export", index, [], specs) for index in range(len(self.partitions.sizes))
+        ]
+        for call in calls:
+            if not bool(call.is_ok()):
+                raise ConnectionError(
+                    f"The parameter service did not answer in time. Received: {_error_of(call)}."
+                )
+        return [call.get_value()[1] for call in calls]
 
     def pull(self, fallback: Sequence[Any]) -> Answer:
         """Reads the center.
@@ -109,10 +174,7 @@ class ParameterClient:
         Args:
             fallback: values of each partition to go on with where no answer comes.
         """
-        calls = [
-            self._call(f"pull_{index}", [self._credential])
-            for index in range(len(self.partitions.sizes))
-        ]
+        calls = [self._call("pull", index, []) for index in range(len(self.partitions.sizes))]
         return _collect(calls, fallback)
 
     def push(
@@ -155,22 +217,25 @@ class ParameterClient:
         sequence = tf.cast(sequence, tf.int64)
         encoded = [self._wire.encode(change) for change in changes]
         calls = [
-            self._call(
-                f"push_{index}",
-                [self._credential, self._client, samples, versions[index], sequence, *sent],
-            )
+            self._call("push", index, [self._client, samples, versions[index], sequence, *sent])
             for index, (sent, _) in enumerate(encoded)
         ]
         return PendingPush(calls, list(changes), [residual for _, residual in encoded])
 
-    def _call(self, method: str, arguments: list[Any]) -> Any:
+    def _call(self, method: str, index: int, arguments: list[Any]) -> Any:
         specs = (
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.int64),
             tf.TensorSpec([None], self._wire.answer_type()),
         )
-        return self._rpc.call(
-            f"{self._prefix}{method}", arguments, output_specs=specs, timeout_in_ms=self._timeout_ms
+        return self._ask(method, index, arguments, specs)
+
+    def _ask(self, method: str, index: int, arguments: list[Any], specs: Any) -> Any:
+        return self._services[self._places[index]].call(
+            f"{self._prefix}{method}_{index}",
+            [self._credential, *arguments],
+            output_specs=specs,
+            timeout_in_ms=self._timeout_ms,
         )
 
 
@@ -229,3 +294,11 @@ def _result(call: Any, fallback: Any) -> tuple[Any, Any, Any]:
     for scalar in (status, version):
         scalar.set_shape([])
     return status, version, tf.ensure_shape(values, fallback.shape)
+
+
+def _error_of(call: Any) -> str:
+    if bool(call.is_ok()):
+        value = call.get_value()
+        return Status(int(value)).name
+    code, message = call.get_error()
+    return f"error {int(code)}, {message.numpy().decode(errors='replace')!r}"

@@ -26,12 +26,16 @@ class LedgerFacts:
         epoch: the sync group's epoch.
         num_batches: global batches of an epoch.
         fingerprint: of the order of the samples, 0 if not known.
+        first_pass: number of epoch 0's pass over the data.
+        run: number of the training among those of the leader's process.
     """
 
     stage: Stage
     epoch: int
     num_batches: int
     fingerprint: int
+    first_pass: int
+    run: int
 
 
 class LedgerClient:
@@ -40,17 +44,24 @@ class LedgerClient:
     Args:
         address: "host:port" of the service.
         credential: as the service has it.
-        client: number of this worker, from 1.
+        client: number of this worker, from 1; None for functions that do not ask for it.
         timeout_seconds: for each message.
+        prefix: of the functions' names.
     """
 
     def __init__(
-        self, address: str, credential: bytes, client: int, timeout_seconds: float
+        self,
+        address: str,
+        credential: bytes,
+        client: int | None,
+        timeout_seconds: float,
+        prefix: str = PREFIX,
     ) -> None:
+        self._prefix = prefix
         self._address = address
         self._timeout_ms = int(timeout_seconds * 1000)
         self._credential = tf.constant(credential)
-        self._client = tf.constant(client)
+        self._client = [] if client is None else [tf.constant(client)]
         name = f"keras_het_{uuid.uuid4().hex}"
         self._rpc = private_api.RpcClient(
             address, name, list_registered_methods=False, timeout_in_ms=self._timeout_ms
@@ -68,7 +79,7 @@ class LedgerClient:
         number = tf.TensorSpec([], tf.int64)
         arguments = [tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)]
         specs = (tf.TensorSpec([], tf.int32), number, number)
-        status, first, granted = self._ask("claim", arguments, specs)
+        status, first, granted = self.ask("claim", arguments, specs)
         return Status(int(status)), int(first), int(granted)
 
     def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
@@ -82,15 +93,26 @@ class LedgerClient:
             ServiceLostError: if there is no answer in time.
         """
         arguments = [tf.constant(used, tf.int64), tf.constant(int(presence))]
-        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([4], tf.int64))
-        _, facts = self._ask("report", arguments, specs)
-        stage, epoch, num_batches, fingerprint = (int(fact) for fact in facts)
-        return LedgerFacts(Stage(stage), epoch, num_batches, fingerprint)
+        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([6], tf.int64))
+        _, facts = self.ask("report", arguments, specs)
+        stage, *numbers = (int(fact) for fact in facts)
+        return LedgerFacts(Stage(stage), *numbers)
 
-    def _ask(self, method: str, arguments: list[Any], specs: Any) -> Any:
+    def ask(self, method: str, arguments: list[Any], specs: Any) -> Any:
+        """Calls a function of the ledger.
+
+        Args:
+            method: its name.
+            arguments: after credential and client.
+            specs: types of the answer, a status first.
+
+        Raises:
+            ServiceLostError: if there is no answer in time.
+            PermissionError: if the ledger refuses this worker.
+        """
         answer = self._rpc.call(
-            f"{PREFIX}{method}",
-            [self._credential, self._client, *arguments],
+            f"{self._prefix}{method}",
+            [self._credential, *self._client, *arguments],
             output_specs=specs,
             timeout_in_ms=self._timeout_ms,
         )

@@ -70,3 +70,22 @@ class Partitions:
         sizes = [int(np.prod(shape)) for shape in self.shapes]
         parts = [vector] if len(sizes) == 1 else tf.split(vector, sizes)
         return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def place_partitions(sizes: Sequence[int], num_services: int) -> tuple[int, ...]:
+    """Which service holds each partition: the largest first, each where least is.
+
+    Every task finds the same places by itself.
+
+    Args:
+        sizes: elements of each partition.
+        num_services: services that share them.
+
+    Returns:
+        Number of the service of each partition.
+    """
+    loads, places = [0] * num_services, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        places[index] = loads.index(min(loads))
+        loads[places[index]] += sizes[index]
+    return tuple(places)

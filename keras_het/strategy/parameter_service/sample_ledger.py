@@ -41,7 +41,7 @@ class SampleLedger:
     again: `claimed` minus `used` says what was lost.
 
     Args:
-        server: `private_api.RpcServer` to answer on.
+        server: `FunctionServer` to answer on.
         gate: who is let in.
         num_clients: number of clients; client 0 is the sync group.
     """
@@ -55,6 +55,8 @@ class SampleLedger:
             self._epoch = _variable(tf.zeros([], tf.int64))
             self._stage = _variable(tf.zeros([], tf.int32))
             self._fingerprint = _variable(tf.zeros([], tf.int64))
+            self._first_pass = _variable(tf.zeros([], tf.int64))
+            self._run = _variable(tf.zeros([], tf.int64))
             self._claimed = _variable(tf.zeros([num_clients], tf.int64))
             self._used = _variable(tf.zeros([num_clients], tf.int64))
             self._last_seen = _variable(tf.zeros([num_clients], tf.float64))
@@ -63,15 +65,22 @@ class SampleLedger:
         self._claim = self._claim_function()
         server.register(f"{PREFIX}claim", self._remote_claim_function())
         server.register(f"{PREFIX}report", self._report_function())
+        server.register(f"{PREFIX}lead", self._lead_function())
 
-    def start_epoch(self, epoch: int, num_batches: int, fingerprint: int) -> None:
+    def start_epoch(
+        self, epoch: int, num_batches: int, fingerprint: int, first_pass: int = 0, run: int = 0
+    ) -> None:
         """The sync group begins an epoch.
 
         Args:
             epoch: number of the epoch, from 0.
             num_batches: global batches of an epoch.
             fingerprint: of the order of the samples, 0 if not known.
+            first_pass: number of epoch 0's pass over the data.
+            run: number of the training among those of the leader's process.
         """
+        self._run.assign(run)
+        self._first_pass.assign(first_pass)
         self._total.assign(num_batches)
         self._fingerprint.assign(fingerprint)
         self._epoch.assign(epoch)
@@ -90,6 +99,11 @@ class SampleLedger:
             tf.constant(client), tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)
         )
         return int(first), int(granted)
+
+    @property
+    def stage(self) -> Stage:
+        """How far training is."""
+        return Stage(int(self._stage))
 
     def is_handed_out(self, epoch: int) -> bool:
         """Whether all batches of an epoch were handed out."""
@@ -205,12 +219,59 @@ class SampleLedger:
             )
             with tf.control_dependencies([code]):
                 admitted = tf.equal(code, int(Status.OK))
-                facts = tf.stack(
-                    [tf.cast(self._stage, tf.int64), self._epoch, self._total, self._fingerprint]
-                )
-                return code, tf.where(admitted, facts, tf.fill([4], tf.constant(-1, tf.int64)))
+                numbers = (self._epoch, self._total, self._fingerprint, self._first_pass, self._run)
+                facts = tf.stack([tf.cast(self._stage, tf.int64), *numbers])
+                return code, tf.where(admitted, facts, tf.fill([6], tf.constant(-1, tf.int64)))
 
         return report
+
+    def _lead_function(self) -> Any:
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.string),
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([6], tf.int64),
+            ]
+        )
+        def lead(credential: Any, client: Any, used: Any, facts: Any) -> Any:
+            """Sets the facts, unless the stage is negative, and tells what clients are doing."""
+
+            def note() -> Any:
+                stage, *numbers = tf.unstack(facts)
+                self._stage.assign(tf.cast(stage, tf.int32))
+                places = (self._epoch, self._total, self._fingerprint, self._first_pass, self._run)
+                for place, number in zip(places, numbers, strict=True):
+                    place.assign(number)
+                return tf.constant(int(Status.OK))
+
+            def take() -> Any:
+                counted = self._used.scatter_nd_add([[0]], [used])
+                changes = facts[0] >= 0
+                noted = tf.cond(changes, note, lambda: tf.constant(int(Status.OK)))
+                with tf.control_dependencies([counted, noted]):
+                    return tf.constant(int(Status.OK)), self._overview()
+
+            known = tf.equal(client, 0) & (used >= 0) & (facts[0] <= int(Stage.CLOSED))
+            return tf.cond(
+                self._gate.admits(credential) & known,
+                take,
+                lambda: (tf.constant(int(Status.REFUSED)), tf.zeros([0, 5], tf.float64)),
+            )
+
+        return lead
+
+    def _overview(self) -> Any:
+        """Presence, seconds of silence, batches and samples of each client; batches left."""
+        left = self._total - self._next[self._epoch]
+        columns = (
+            self._presence.read_value(),
+            tf.timestamp() - self._last_seen,
+            self._claimed.read_value(),
+            self._used.read_value(),
+            tf.fill([self._num_clients], left),
+        )
+        return tf.stack([tf.cast(column, tf.float64) for column in columns], axis=1)
 
 
 def _variable(value: Any) -> Any:

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het import private_api
 from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
+from keras_het.strategy.parameter_service.part import Part
 from keras_het.strategy.parameter_service.partitions import Partitions
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire
-from keras_het.strategy.rules import PushMeta, UpdateRule
+from keras_het.strategy.rules import PushMeta, Signal, UpdateRule
 
 
 class ParameterService:
@@ -36,6 +37,8 @@ class ParameterService:
             not taken: the answer is the center, to start from anew. None for no bound.
         prefix: of the names of its functions, where several services share a server.
         server: server to answer on; by default one of its own at `address`.
+        indices: numbers of the partitions that it holds, where several services share them; all by
+            default.
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class ParameterService:
         wire: Wire | None = None,
         staleness_bound: int | None = None,
         prefix: str = "",
-        server: Any = None,
+        server: FunctionServer | None = None,
+        indices: Sequence[int] | None = None,
     ) -> None:
         self.address = address
         self._staleness_bound = staleness_bound
@@ -57,17 +61,25 @@ class ParameterService:
         self._rule = rule
         self._num_clients = num_clients
         self._gate = Gate(credential)
+        self.indices = tuple(range(len(partitions.sizes)) if indices is None else indices)
         with tf.init_scope(), tf.device("CPU:0"):
-            self._parts = [_Part(size, rule, num_clients) for size in partitions.sizes]
-        self._server = private_api.RpcServer(address) if server is None else server
-        for index, part in enumerate(self._parts):
+            self._parts = [Part(partitions.sizes[i], rule, num_clients) for i in self.indices]
+        self._server = FunctionServer(address) if server is None else server
+        for index, part in zip(self.indices, self._parts, strict=True):
             self._server.register(f"{prefix}push_{index}", self._push_function(part))
             self._server.register(f"{prefix}pull_{index}", self._pull_function(part))
+            self._server.register(f"{prefix}export_{index}", self._export_function(part))
+            self._server.register(f"{prefix}restore_{index}", self._restore_function(part))
+            self._server.register(f"{prefix}signal_{index}", self._signal_function(part))
         self._server.register(f"{prefix}hello", self._hello_function())
 
     def start(self) -> None:
         """Starts to answer."""
         self._server.start()
+
+    def close(self) -> None:
+        """Stops to answer."""
+        self._server.close()
 
     def set_center(self, tensors: Sequence[Any]) -> None:
         """Sets the weights; versions stay.
@@ -81,7 +93,7 @@ class ParameterService:
         """Sets the weights; versions stay.
 
         Args:
-            partitions: a vector for each partition.
+            partitions: a vector for each partition that it holds.
         """
         for part, values in zip(self._parts, partitions, strict=True):
             part.center.assign(values)
@@ -105,7 +117,7 @@ class ParameterService:
     def state(self) -> dict[str, np.ndarray]:
         """Versions and the rule's state, to be saved with the center: name to array."""
         found = {"versions": self.versions()}
-        for index, part in enumerate(self._parts):
+        for index, part in zip(self.indices, self._parts, strict=True):
             for name, variable in part.slots.items():
                 found[f"{index}/{name}"] = variable.numpy()
         return found
@@ -126,8 +138,8 @@ class ParameterService:
                 f"Received: {sorted(state)}; expected: {sorted(expected)} of the same shapes. "
                 "Remove the backup, or use the model and rule that it was made with."
             )
-        for index, part in enumerate(self._parts):
-            part.version.assign(state["versions"][index])
+        for place, (index, part) in enumerate(zip(self.indices, self._parts, strict=True)):
+            part.version.assign(state["versions"][place])
             for name, variable in part.slots.items():
                 variable.assign(state[f"{index}/{name}"])
 
@@ -157,7 +169,7 @@ class ParameterService:
 
         return hello
 
-    def _pull_function(self, part: _Part) -> Any:
+    def _pull_function(self, part: Part) -> Any:
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
         def pull(credential: Any) -> Any:
             return tf.cond(
@@ -172,7 +184,7 @@ class ParameterService:
 
         return pull
 
-    def _push_function(self, part: _Part) -> Any:
+    def _push_function(self, part: Part) -> Any:
         signature = [
             tf.TensorSpec([], tf.string),
             tf.TensorSpec([], tf.int32),
@@ -209,6 +221,71 @@ class ParameterService:
 
         return push
 
+    def _export_function(self, part: Part) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+        def export(credential: Any) -> Any:
+            return tf.cond(
+                self._gate.admits(credential),
+                lambda: (tf.constant(int(Status.OK)), part.serialized_state()),
+                lambda: (tf.constant(int(Status.REFUSED)), tf.zeros([0], tf.string)),
+            )
+
+        return export
+
+    def signal_locally(self, client: int, signal: Signal) -> None:
+        """Tells the rule something of a client, from this process.
+
+        Args:
+            client: number of the worker.
+            signal: what about it.
+        """
+        for part in self._parts:
+            self._signal(part, tf.constant(client), tf.constant(int(signal)))
+
+    def _signal(self, part: Part, client: Any, signal: Any) -> Any:
+        return part.lock.execute(lambda: self._rule.signal(part.slots, client, signal))
+
+    def _signal_function(self, part: Part) -> Any:
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.string),
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.int32),
+            ]
+        )
+        def signal(credential: Any, client: Any, signal: Any) -> Any:
+            known = (client >= 0) & (client < self._num_clients)
+            known &= (signal >= 0) & (signal <= max(Signal))
+            return tf.cond(
+                self._gate.admits(credential) & known,
+                lambda: (tf.constant(int(Status.OK)), self._signal(part, client, signal)),
+                lambda: (tf.constant(int(Status.REFUSED)), tf.constant(0)),
+            )
+
+        return signal
+
+    def _restore_function(self, part: Part) -> Any:
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.string),
+                tf.TensorSpec([part.size], tf.float32),
+                tf.TensorSpec([None], tf.string),
+            ]
+        )
+        def restore(credential: Any, center: Any, state: Any) -> Any:
+            def take() -> Any:
+                part.restore(center, state)
+                return tf.constant(int(Status.OK))
+
+            finite = tf.reduce_all(tf.math.is_finite(center))
+            return tf.cond(
+                self._gate.admits(credential),
+                lambda: tf.cond(finite, take, lambda: tf.constant(int(Status.NOT_FINITE))),
+                lambda: tf.constant(int(Status.REFUSED)),
+            )
+
+        return restore
+
     def _answer(self, values: Any) -> Any:
         return tf.cast(values, self._wire.answer_type())
 
@@ -217,7 +294,7 @@ class ParameterService:
 
     def _update(
         self,
-        part: _Part,
+        part: Part,
         client: Any,
         samples: Any,
         version: Any,
@@ -248,7 +325,7 @@ class ParameterService:
         return result
 
     def _unless_known(
-        self, part: _Part, client: Any, version: Any, sequence: Any, update: Any
+        self, part: Part, client: Any, version: Any, sequence: Any, update: Any
     ) -> tuple[Any, Any, Any]:
         """Takes a push unless it was taken before (its answer was lost), or is too stale."""
         numbered = sequence > 0
@@ -270,20 +347,8 @@ class ParameterService:
         result: tuple[Any, Any, Any] = tf.cond(repeated | stale, leave, take)
         return result
 
-    def _apply(self, part: _Part, change: Any, meta: PushMeta) -> tuple[Any, Any, Any]:
+    def _apply(self, part: Part, change: Any, meta: PushMeta) -> tuple[Any, Any, Any]:
         answer = self._rule.update(part.center, part.slots, change, meta)
         with tf.control_dependencies([answer]):
             new_version = part.version.assign_add(1, read_value=True)
             return tf.constant(int(Status.OK)), new_version, tf.identity(answer)
-
-
-class _Part:
-    """One partition of the center, and what belongs to it."""
-
-    def __init__(self, size: int, rule: UpdateRule, num_clients: int) -> None:
-        self.size = size
-        self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
-        self.center = tf.Variable(tf.zeros([size]), trainable=False)
-        self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
-        self.slots = rule.create_slots(self.center)
-        self.lock = tf.CriticalSection()

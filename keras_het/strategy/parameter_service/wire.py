@@ -93,16 +93,16 @@ class TopKWire:
     @property
     def name(self) -> str:
         """Name of the format."""
-        return f"top-{self._ratio:g}"
+        return f"top-{self._ratio!r}"
 
     def count(self, size: int) -> int:
         """Values that are sent of `size`."""
         return max(1, min(size, round(self._ratio * size)))
 
     def signature(self, size: int) -> list[tf.TensorSpec]:
-        """Values and their places."""
-        count = self.count(size)
-        return [tf.TensorSpec([count], tf.float32), tf.TensorSpec([count], tf.int32)]
+        """Values and their places; clients may send different numbers of them."""
+        del size
+        return [tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int32)]
 
     def encode(self, values: Any) -> tuple[list[Any], Any]:
         """Selects the largest values."""
@@ -122,3 +122,18 @@ class TopKWire:
     def answer_type(self) -> tf.DType:
         """The answer comes in full."""
         return tf.float32
+
+
+def wire_named(name: str) -> Wire:
+    """The format with a name, as `Wire.name` has it.
+
+    Args:
+        name: such as "float32" or "top-0.01".
+
+    Raises:
+        ValueError: if there is none.
+    """
+    kind, _, ratio = name.partition("-")
+    if kind == "top" and ratio:
+        return TopKWire(float(ratio))
+    return FloatWire(name)

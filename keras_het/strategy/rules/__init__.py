@@ -14,7 +14,7 @@ from keras_het.strategy.rules.round_robin_easgd import RoundRobinEASGD
 from keras_het.strategy.rules.streaming_diloco import StreamingDiLoCo
 from keras_het.strategy.rules.sync_easgd import SyncEASGD
 from keras_het.strategy.rules.synchronous_rule import SynchronousRule
-from keras_het.strategy.rules.update_rule import PushMeta, UpdateRule
+from keras_het.strategy.rules.update_rule import PushMeta, Signal, UpdateRule
 
 __all__ = [
     "ASHL",
@@ -29,6 +29,7 @@ __all__ = [
     "HogwildEASGD",
     "PushMeta",
     "RoundRobinEASGD",
+    "Signal",
     "StreamingDiLoCo",
     "SyncEASGD",
     "SynchronousRule",

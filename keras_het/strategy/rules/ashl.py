@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from keras_het.planning.local_steps import LocalStepsPlan
-from keras_het.strategy.rules.update_rule import PushMeta
+from keras_het.strategy.rules.update_rule import PushMeta, Signal
 from keras_het.strategy.rules.worker_sides import SendsChange
+
+_FAR = 1 << 40  # pushes; whoever has left is never the slowest
 
 
 class ASHL(SendsChange):
@@ -25,7 +27,7 @@ class ASHL(SendsChange):
     pushed more than `largest_lead` times more often than the slowest must try again later.
 
     The stage of the center is the slot `second_stage`; whoever knows the loss of the training
-    changes it (`enter_second_stage`). A worker that is gone then holds up the others. A worker that
+    changes it (`Signal.LOSS_REACHED`). A worker that hangs then holds up the others. A worker that
     was told to wait sends the same again, with the number of its first try: some parts may have
     taken it already.
 
@@ -120,6 +122,25 @@ class ASHL(SendsChange):
             "pushes": tf.Variable(pushes, trainable=False),
         }
 
+    def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
+        """Begins the second stage when the loss is reached; nobody waits for who has left."""
+        reached = tf.cast(tf.equal(signal, int(Signal.LOSS_REACHED)), tf.float32)
+        stage = slots["second_stage"].assign(
+            tf.maximum(slots["second_stage"], reached), read_value=True
+        )
+        leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.int64)
+        far_ahead = leaves * _FAR * tf.one_hot(client, len(self.data_shares), dtype=tf.int64)
+        with tf.control_dependencies([slots["pushes"].assign_add(far_ahead)]):
+            return tf.cast(stage, tf.int32)
+
+    def compression_ratio(self, worker: int) -> float | None:
+        """R of the worker; None if all send everything."""
+        return None if min(self.compression_ratios) == 1 else self.compression_ratios[worker]
+
+    def is_stage_over(self, loss: float) -> bool:
+        """Whether the loss of the second stage is reached."""
+        return bool(self.is_second_stage(loss))
+
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
         """Whether the worker would not get too far ahead of the slowest."""
         lead = slots["pushes"][self._worker(meta)] - tf.reduce_min(slots["pushes"])
@@ -153,14 +174,14 @@ class ASHL(SendsChange):
         """
         return loss <= self.loss_threshold
 
-    def local_steps(self, worker: int, second_stage: bool) -> int:
+    def local_steps(self, worker: int, stage: int) -> int:
         """Local steps from one exchange to the next.
 
         Args:
             worker: number of the worker.
-            second_stage: whether the training is in the second stage.
+            stage: 1 in the second stage, 0 before.
         """
-        return (self.second_steps if second_stage else self.steps)[worker]
+        return (self.second_steps if stage else self.steps)[worker]
 
     def get_config(self) -> dict[str, Any]:
         """The settings."""

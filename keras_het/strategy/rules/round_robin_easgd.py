@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from keras_het.strategy.rules.elastic_averaging import ElasticAveraging
-from keras_het.strategy.rules.update_rule import PushMeta
+from keras_het.strategy.rules.update_rule import PushMeta, Signal
 
 
 class RoundRobinEASGD(ElasticAveraging):
@@ -15,7 +15,7 @@ class RoundRobinEASGD(ElasticAveraging):
 
     The equations are those of Async EASGD; the center takes pushes in the order 0, 1, ..., n - 1,
     0, ... and tells everybody else to try again. The result does not depend on how fast messages
-    travel, but a worker that is gone holds up all others: use it as a baseline.
+    travel, but a worker that hangs holds up all others: use it as a baseline.
 
     A worker that was told to wait sends the same again, with the number of its first try: some
     parts may have taken it already, and must not in their next turn.
@@ -43,16 +43,32 @@ class RoundRobinEASGD(ElasticAveraging):
         super().__init__(alpha, learning_rate, num_workers)
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """The number of the worker whose turn it is."""
+        """The number of the worker whose turn it is, and who has left."""
         del size
-        return {"turn": ()}
+        return {"turn": (), "left": (self.num_workers,)}
 
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
         """Whether it is the worker's turn."""
         return tf.equal(tf.cast(meta.client, tf.float32), slots["turn"])
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
-        """Moves the center and gives the turn to the next worker."""
-        following = (tf.cast(meta.client, tf.float32) + 1) % self.num_workers
+        """Moves the center and gives the turn to the next worker that is still there."""
+        following = self._next(slots["left"].read_value(), meta.client)
         with tf.control_dependencies([slots["turn"].assign(following)]):
             return super().update(center, slots, change, meta)
+
+    def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
+        """A worker that leaves is passed over from now on."""
+        leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.float32)
+        left = tf.maximum(slots["left"], leaves * tf.one_hot(client, self.num_workers))
+        is_its_turn = tf.equal(slots["turn"], tf.cast(client, tf.float32))
+        passes = is_its_turn & tf.equal(signal, int(Signal.LEAVE))
+        turn = tf.where(passes, self._next(left, client), slots["turn"])
+        with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
+            return tf.constant(0)
+
+    def _next(self, left: Any, client: Any) -> Any:
+        """The first worker after `client` that has not left, itself included at the end."""
+        order = (client + 1 + tf.range(self.num_workers)) % self.num_workers
+        first = tf.argmin(tf.gather(left, order))
+        return tf.cast(order[first], tf.float32)

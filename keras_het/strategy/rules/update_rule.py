@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import abc
+import enum
 from typing import Any, ClassVar, NamedTuple
 
 import tensorflow as tf
+
+
+class Signal(enum.IntEnum):
+    """What a worker tells a rule beside its pushes.
+
+    NOTHING: only asks. LEAVE: it will not push any more. LOSS_REACHED: training has reached the
+    loss that the rule waits for.
+    """
+
+    NOTHING = 0
+    LEAVE = 1
+    LOSS_REACHED = 2
 
 
 class PushMeta(NamedTuple):
@@ -134,6 +147,48 @@ class UpdateRule(abc.ABC):
             sent_weights: `after_sending` of this exchange.
             answer: what `update` returned.
         """
+
+    def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
+        """Takes note of what a worker says; called in the graph, under the part's lock.
+
+        Args:
+            slots: the variables of `create_slots`.
+            client: number of the worker, int32 scalar.
+            signal: a `Signal`, int32 scalar.
+
+        Returns:
+            The stage that training is in, int32 scalar; 0 for rules without stages.
+        """
+        del slots, client, signal
+        return tf.constant(0)
+
+    def local_steps(self, worker: int, stage: int) -> int | None:
+        """Local steps of a worker from one exchange to the next, None where the user says.
+
+        Args:
+            worker: its number.
+            stage: what `signal` gave.
+        """
+        del worker, stage
+        return None
+
+    def compression_ratio(self, worker: int) -> float | None:
+        """Part of the values that a worker sends, None where the user says.
+
+        Args:
+            worker: its number.
+        """
+        del worker
+        return None
+
+    def is_stage_over(self, loss: float) -> bool:
+        """Whether a training with this loss has reached what the rule waits for.
+
+        Args:
+            loss: of the last exchange's steps.
+        """
+        del loss
+        return False
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Checks that the worker's own optimizer is one that the rule was published for.

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from typing import Any
 
 import tensorflow as tf
 
-from keras_het import private_api
 from keras_het.strategy.parameter_service.admission import (
     Status,
     credential,
     model_fingerprint,
     read_secret,
 )
+from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
 from keras_het.strategy.summation.slots import NUM_SLOTS, SlotTable
-
-_LONGEST_END_SECONDS = 5.0
 
 
 def summation_credential(num_workers: int, num_spare: int) -> bytes:
@@ -68,43 +64,19 @@ class SummationService:
                 tf.TensorSpec([None], tf.float32),
             ],
         )
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._server = private_api.RpcServer(address)
-            self._end = tf.queue.FIFOQueue(1, tf.bool, shapes=[])
-        self._methods = {
-            "sum_hello": self._hello_function(),
-            "sum_join": self._join_function(),
-            "sum_exchange": self._exchange_function(),
-        }
-        self._thread = threading.Thread(target=self._serve, name="keras_het-summation", daemon=True)
+        self._server = FunctionServer(address)
+        self._server.register("sum_hello", self._hello_function())
+        self._server.register("sum_join", self._join_function())
+        self._server.register("sum_exchange", self._exchange_function())
 
     def start(self) -> None:
         """Starts to answer."""
-        self._thread.start()
+        self._server.start()
 
     def close(self) -> None:
         """Makes the requests that wait for a worker fail, so that the process can end."""
         self._table.close()
-        self._end.close(cancel_pending_enqueues=True)
-        self._thread.join(_LONGEST_END_SECONDS)
-
-    def _serve(self) -> None:
-        """Answers until the end.
-
-        TensorFlow runs the server's functions with what belongs to the call that registered them,
-        and frees that when its cache of kernels is cleared (`keras.backend.clear_session`), unless
-        the call still runs. So it runs as long as the server.
-        """
-
-        @tf.function
-        def serve() -> Any:
-            for name, function in self._methods.items():
-                self._server.register(name, function)
-            self._server.start()
-            return self._end.dequeue()
-
-        with contextlib.suppress(tf.errors.OutOfRangeError, tf.errors.CancelledError):
-            serve()
+        self._server.close()
 
     def exchange_locally(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> Any:
         """A contribution of this process, without a message.

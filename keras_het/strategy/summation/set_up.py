@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import secrets
-import socket
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from keras_het.strategy.cluster_address import free_port
 from keras_het.strategy.cluster_config import ClusterConfig
 from keras_het.strategy.summation.group import SummationGroup
 from keras_het.strategy.summation.options import Summation
@@ -41,7 +41,7 @@ def start_summation(options: Summation, extended: Any, membership: Membership) -
     spare = () if membership.config is None else membership.config.summation_machines
     worker, num_workers = extended.layout.worker_index, extended.layout.num_workers
     proof = summation_credential(num_workers, len(spare))
-    port = _free_port(hosts[worker])
+    port = free_port(hosts[worker])
     service = SummationService(f"{hosts[worker]}:{port}", num_workers, proof)
     service.start()
     told = np.array([port, secrets.randbelow(2**62) + 1], np.int64)
@@ -79,16 +79,3 @@ def _worker_hosts(resolver: Any) -> list[str]:
         if job in spec.jobs
         for index in spec.task_indices(job)
     ]
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host.strip("[]"), 0))
-        except OSError as error:
-            raise OSError(
-                f"The summation service cannot listen on {host!r}, this worker's host in "
-                f"TF_CONFIG: {error}. Give the address by which the others reach this machine."
-            ) from error
-        return int(probe.getsockname()[1])

@@ -171,9 +171,7 @@ class Simulation:
         heapq.heappush(self.events, (time, next(self.ties), action, arguments))
 
     def _period(self, i):
-        if hasattr(self.rule, "local_steps"):
-            return self.rule.local_steps(i, self.workers[i].second_stage)
-        return self.periods[i]
+        return self.rule.local_steps(i, self.workers[i].second_stage) or self.periods[i]
 
     def _step(self, time, i):
         worker, batch = self.workers[i], self.batches.next()

@@ -1,0 +1,76 @@
+"""The command `keras-het serve`: holds a part of the parameter service of a hybrid training."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+
+def add_serve(commands: Any) -> None:
+    """Adds the command to a parser.
+
+    Args:
+        commands: what `ArgumentParser.add_subparsers` returned.
+    """
+    serve = commands.add_parser(
+        "serve",
+        help="hold a part of the parameter service (job ps in TF_CONFIG)",
+        description="Holds a part of the center weights of a hybrid training, on a machine that "
+        "needs neither script nor data. The leader of the sync group says what to hold. Reads "
+        "TF_CONFIG and the secret KERAS_HET_SERVICE_SECRET or KERAS_HET_SERVICE_SECRET_FILE. Ends "
+        "with Ctrl-C or SIGTERM.",
+        allow_abbrev=False,
+    )
+    serve.add_argument("--once", action="store_true", help="end after one training")
+    serve.set_defaults(execute=serve_parameters)
+
+
+def serve_parameters(options: argparse.Namespace) -> int:
+    """Serves until it is told to end; the exit code.
+
+    Args:
+        options: of the command line.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the center is in host memory
+    logging.basicConfig(level=logging.WARNING)
+    # imported late: TensorFlow takes seconds, and reads the environment
+    from keras_het.strategy.cluster_config import read_cluster_config
+    from keras_het.strategy.parameter_service.admission import read_secret
+
+    config = read_cluster_config()
+    if config is None or not config.is_serving_only:
+        raise ValueError(_wrong_task(config))
+    address = config.service_addresses()[config.task_index]
+    secret = read_secret()
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    from keras_het.strategy.hybrid.serving import ServingProcess
+
+    process = ServingProcess(address, secret, stopped.is_set, _say)
+    while process.serve_one() and not options.once:
+        pass
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"keras-het serve: {text}\n")
+    sys.stdout.flush()
+
+
+def _wrong_task(config: Any) -> str:
+    if config is None:
+        received = "no TF_CONFIG"
+    elif config.is_parameter_service:
+        received = f"{config.task_name} of async workers alone, which runs their script"
+    else:
+        received = config.task_name
+    return (
+        f"This process is no task that only serves parameters. Received: {received}. List this "
+        'machine as job "ps" in "cluster" of TF_CONFIG, beside "worker" and "async", and give it '
+        '"task": {"type": "ps", "index": 0}.'
+    )

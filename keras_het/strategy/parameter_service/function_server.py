@@ -1,0 +1,92 @@
+"""Answers calls of `tf.function`s over TensorFlow's RPC until it is closed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+
+_LONGEST_START_SECONDS = 60.0
+_LONGEST_END_SECONDS = 5.0
+_POLL_SECONDS = 0.005
+
+
+class FunctionServer:
+    """One RPC server with the functions that were registered before its start.
+
+    TensorFlow runs a server's functions with what belongs to the call that registered them, and
+    frees that when its cache of kernels is cleared (`keras.backend.clear_session`), unless the call
+    still runs. So that call runs as long as the server, in a thread.
+
+    Args:
+        address: "host:port" to listen on.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._methods: dict[str, Any] = {}
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._server: Any = private_api.RpcServer(address)
+            self._end = tf.queue.FIFOQueue(1, tf.bool, shapes=[])
+            self._is_started = tf.Variable(False, trainable=False)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="keras_het-server", daemon=True)
+
+    def register(self, name: str, function: Any) -> None:
+        """Adds a function; only before `start`.
+
+        Args:
+            name: that clients call it by.
+            function: `tf.function` with an input signature.
+        """
+        self._methods[name] = function
+
+    def start(self) -> None:
+        """Starts to answer; returns when it does.
+
+        Raises:
+            RuntimeError: if it does not, as when the address cannot be listened on.
+        """
+        self._thread.start()
+        deadline = time.monotonic() + _LONGEST_START_SECONDS
+        while not bool(self._is_started) and time.monotonic() < deadline:
+            if not self._thread.is_alive():
+                break
+            time.sleep(_POLL_SECONDS)
+        if not bool(self._is_started):
+            raise RuntimeError(
+                f"The server at {self.address} did not start. Received: {self._error!r}. Check "
+                "that the address is one of this machine and its port free."
+            )
+
+    def close(self) -> None:
+        """Stops to answer and leaves the port; calls that are being answered end first."""
+        # TensorFlow ends the server with the last reference to it. The serving call must go on
+        # until then: calls that are being answered use what belongs to it.
+        self._server = None
+        gc.collect()
+        self._end.close(cancel_pending_enqueues=True)
+        if self._thread.ident is not None:
+            self._thread.join(_LONGEST_END_SECONDS)
+        self._methods.clear()
+
+    def _serve(self) -> None:
+        @tf.function
+        def serve() -> Any:
+            for name, function in self._methods.items():
+                self._server.register(name, function)
+            self._server.start()
+            self._is_started.assign(True)
+            return self._end.dequeue()
+
+        try:
+            serve()
+        except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+            pass  # closed
+        except Exception as error:
+            self._error = error

@@ -1,0 +1,49 @@
+"""One partition of the center, and what belongs to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+class Part:
+    """Variables of a partition, in this process.
+
+    Args:
+        size: float32 elements.
+        rule: the update rule, which may keep a state of its own for each partition.
+        num_clients: workers that may push.
+    """
+
+    def __init__(self, size: int, rule: Any, num_clients: int) -> None:
+        self.size = size
+        self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
+        self.center = tf.Variable(tf.zeros([size]), trainable=False)
+        self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        self.slots = rule.create_slots(self.center)
+        self.lock = tf.CriticalSection()
+
+    def serialized_state(self) -> Any:
+        """Version and the rule's variables, by name, as a vector of strings; in the graph."""
+        return tf.stack([tf.io.serialize_tensor(v.read_value()) for v in self._state()])
+
+    def restore(self, center: Any, state: Any) -> None:
+        """Sets the center, and what `serialized_state` gave; in the graph.
+
+        Args:
+            center: float32 vector.
+            state: vector of strings, empty to set the center alone.
+        """
+        self.center.assign(center)
+        if tf.greater(tf.size(state), 0):
+            for index, variable in enumerate(self._state()):
+                value = tf.io.parse_tensor(state[index], variable.dtype)
+                variable.assign(tf.ensure_shape(value, variable.shape))
+
+    def state_names(self) -> list[str]:
+        """What the strings of `serialized_state` are."""
+        return ["version", *sorted(self.slots)]
+
+    def _state(self) -> list[Any]:
+        return [self.version, *(self.slots[name] for name in sorted(self.slots))]
