@@ -28,13 +28,19 @@ help: ## List the targets.
 demo: .venv/installed ## Train on three emulated workers of different speed (under 3 minutes).
 	.venv/bin/python recipes/quickstart.py
 
+# Tests of one process run side by side; those that start processes or measure run alone.
+SIDE_BY_SIDE := tests/exactness tests/outside tests/planning tests/strategy tests/test_private_api.py
+ALONE := tests/benchmarks tests/callbacks tests/launch tests/loader tests/multi_process tests/recipes \
+  tests/test_packaging.py
+
 test: lint ## Lint, types and all tests.
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE)
+	.venv/bin/python -m pytest $(ALONE)
 	@if $(MAKE) -s check-oldest >/dev/null 2>&1; then $(MAKE) --no-print-directory test-validation; \
 	else echo "No Python 3.11 or 3.12 was found: the tests of data validation were not run."; fi
 
 test-oldest: .venv-oldest/installed ## The multi-process suite on the oldest TensorFlow.
-	.venv-oldest/bin/python -m pytest -m multi_process
+	.venv-oldest/bin/python -m pytest tests/multi_process -m "not variant"
 
 # TensorFlow Data Validation needs Python 3.11 and TensorFlow 2.16.
 test-validation: .venv-oldest/installed ## Data validation, in the environment of test-oldest.

@@ -189,20 +189,25 @@ def run(case: Case, mode: str, seed: int, epochs: int, hosts: Any) -> dict[str, 
         return dict(json.loads(result.read_text()))
 
 
+def _local_cluster(command: list[str], emulation: Any, num_async: int) -> Any:
+    from keras_het.launch.local_cluster import LocalCluster
+
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+    return LocalCluster(
+        command, num_async_workers=num_async, emulation=emulation, env=environment, keep_lines=100
+    )
+
+
 @contextlib.contextmanager
 def _start_here(command: list[str], emulation: Any, num_async: int, hosts: Any) -> Iterator[Any]:
     from keras_het.launch.failure_report import describe_failures
-    from keras_het.launch.local_cluster import LocalCluster
 
     def wait() -> None:
         cluster.wait(timeout=TIMEOUT_SECONDS)
         if cluster.failures:
             raise RuntimeError(describe_failures(cluster.failures, cluster.num_workers))
 
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    cluster = LocalCluster(
-        command, num_async_workers=num_async, emulation=emulation, env=environment, keep_lines=100
-    )
+    cluster = _local_cluster(command, emulation, num_async)
     with cluster:
         yield wait
 
@@ -212,7 +217,6 @@ def _start_and_stop(
     command: list[str], emulation: Any, num_async: int, hosts: Any, result: Path
 ) -> Iterator[Any]:
     """Stops the async worker after two of its steps, and waits for the chief alone."""
-    from keras_het.launch.local_cluster import LocalCluster
 
     def wait_for(path: Path, least: int) -> None:
         deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -226,10 +230,7 @@ def _start_and_stop(
         cluster.kill(len(emulation.speeds) - 1, signal.SIGSTOP)
         wait_for(result, 0)
 
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    cluster = LocalCluster(
-        command, num_async_workers=num_async, emulation=emulation, env=environment, keep_lines=100
-    )
+    cluster = _local_cluster(command, emulation, num_async)
     with cluster:
         yield wait
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from typing import Any
 
 import keras
 
 from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.planning import RolePlan
 from keras_het.strategy.hybrid import (
     AsyncWorker,
     HybridOptions,
@@ -16,6 +18,7 @@ from keras_het.strategy.hybrid import (
     ServiceTask,
     SyncGroup,
 )
+from keras_het.strategy.hybrid.role_choice import CHOSEN_ROLES, RoleChoice, start_again
 from keras_het.strategy.parameter_service import Wire
 from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.rules import UpdateRule, get
@@ -63,6 +66,12 @@ class HybridAggregation(keras.callbacks.Callback):
         end_seconds: how long the sync group waits at its end for async workers that are here.
         wire: format of the weights on the wire, such as
             `keras_het.strategy.parameter_service.FloatWire("float16")`.
+        roles: "tf_config": as TF_CONFIG says. "auto", where it lists all as workers: the first
+            steps are measured with everybody in the sync group; then `planning.advise_roles`
+            chooses among that, some asynchronous and some left out, and tells what it predicts for
+            each. If roles change, every process starts its script again with them in TF_CONFIG,
+            or ends; what the measured steps trained is forgotten.
+        measured_steps: steps to measure, after some to warm up.
         partition_bytes: largest message of weights; smaller ones spread a small model over several
             services.
 
@@ -88,11 +97,16 @@ class HybridAggregation(keras.callbacks.Callback):
         wire: Wire | None = None,
         service: str = "auto",
         partition_bytes: int = LARGEST_MESSAGE_BYTES,
+        roles: str = "tf_config",
+        measured_steps: int = 16,
     ) -> None:
         super().__init__()
         _check_arguments(period, async_batch_size, staleness_bound)
         _check_choice("on_service_loss", on_service_loss, ("raise", "continue"))
         _check_choice("service", service, ("auto", "spread"))
+        _check_choice("roles", roles, ("tf_config", "auto"))
+        self._chooses_roles, self._measured_steps = roles == "auto", measured_steps
+        self._choice: RoleChoice | None = None
         self._rule = rule
         self._options = HybridOptions(
             rule=_asynchronous(rule, num_workers=2),
@@ -121,6 +135,8 @@ class HybridAggregation(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds this task's role; the service starts with the first epoch."""
         strategy = heterogeneous_strategy(self.model, self)
+        if self._chooses_roles and self._measures_first(strategy):
+            return
         if not strategy.num_async_workers:
             _logger.info("No job async in TF_CONFIG: HybridAggregation has nothing to do.")
             return
@@ -146,6 +162,7 @@ class HybridAggregation(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Opens the service, or connects to it; gives the worker its own weights back."""
+        self._last_batch = -1
         if self._participant is None:
             return
         if self._starts:
@@ -153,10 +170,12 @@ class HybridAggregation(keras.callbacks.Callback):
             self._forget_gradients()
         self._participant.hide_center()
         self._participant.start_epoch(epoch)
-        self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Exchanges if it is time."""
+        if self._choice is not None:
+            self._last_batch, steps = batch, batch - self._last_batch
+            self._choose_roles(self._choice.steps_done(steps))
         if self._participant is None:
             return
         steps, self._last_batch = batch - self._last_batch, batch
@@ -194,6 +213,28 @@ class HybridAggregation(keras.callbacks.Callback):
             self.model.optimizer, self._user_optimizer = self._user_optimizer, None
             self.model.make_train_function(force=True)
         self._participant = None
+
+    def _measures_first(self, strategy: Any) -> bool:
+        """Whether the roles are still to be chosen; tells those that were."""
+        chosen = os.environ.get(CHOSEN_ROLES)
+        if chosen and strategy.is_chief:
+            _logger.warning("Roles were chosen from measurements: %s", chosen)
+        may_choose = not chosen and strategy.num_workers > 1 and not strategy.num_async_workers
+        if may_choose:
+            self._last_batch = -1
+            self._choice = RoleChoice(self.model, strategy, self._measured_steps)
+        return may_choose
+
+    def _choose_roles(self, plan: RolePlan | None) -> None:
+        """Goes on if all workers stay in the sync group; else all start again in their roles."""
+        if plan is None:
+            return
+        self._choice = None
+        strategy = heterogeneous_strategy(self.model, self)
+        if strategy.is_chief:
+            _logger.warning("Measured for roles: %s", plan)
+        if any(role != "sync" for role in plan.roles):
+            start_again(strategy, plan)
 
     def _forget_gradients(self) -> None:
         """Starts to accumulate anew: a backup may have brought back half a gradient."""

@@ -130,8 +130,19 @@ class ComputeTimes:
         """The steps since the last call, oldest first; at most the latest `CAPACITY`."""
         # operations instead of the variables' methods, which take longer than they
         count = int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
-        first = max(self._read, count - CAPACITY)
-        self._read = count
+        first, self._read = max(self._read, count - CAPACITY), count
+        return self._steps(first, count)
+
+    def latest(self, number: int) -> list[StepTimes]:
+        """The latest steps, oldest first; `read_new` still gives them.
+
+        Args:
+            number: how many at most.
+        """
+        count = int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
+        return self._steps(max(0, count - min(number, CAPACITY)), count)
+
+    def _steps(self, first: int, count: int) -> list[StepTimes]:
         if first == count:
             return []
         places = np.arange(first, count, dtype=np.int64) % CAPACITY

@@ -1,0 +1,121 @@
+"""Chooses the workers' roles from what the first steps and messages measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_het.planning import ClusterSpeeds, RolePlan, advise_roles
+from keras_het.strategy.cluster_config import TF_CONFIG, ClusterConfig
+from keras_het.strategy.hybrid.link_rates import measure_link_rates
+
+_logger = logging.getLogger("keras_het")
+CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
+"""Environment variable: the plan that this process was started again with."""
+_ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
+_WARM_UP_STEPS = 4
+
+
+class RoleChoice:
+    """Measures while the whole cluster trains synchronously, then decides for all.
+
+    The leader's plan is everybody's: machines could round differently.
+
+    Args:
+        model: the model that is trained.
+        strategy: its `HeterogeneousStrategy`.
+        measured_steps: steps to measure.
+    """
+
+    def __init__(self, model: Any, strategy: Any, measured_steps: int) -> None:
+        self._model, self._strategy = model, strategy
+        self._measured_steps = measured_steps
+        self._steps = 0
+        self._rates = measure_link_rates(strategy)
+        strategy.measure_compute_times(model)
+
+    def steps_done(self, steps: int) -> RolePlan | None:
+        """Counts steps; the plan, once it is made.
+
+        Args:
+            steps: since the last call.
+        """
+        self._steps += steps
+        if self._steps < self._measured_steps + _WARM_UP_STEPS:
+            return None
+        plan = advise_roles(self._speeds())
+        own = np.array([_ROLE_NUMBERS[role] for role in plan.roles], np.int64)
+        agreed = self._strategy.extended.gather_over_workers(own[None])[0]
+        names = {number: role for role, number in _ROLE_NUMBERS.items()}
+        roles = tuple(names[int(number)] for number in agreed)
+        chosen = dataclasses.replace(plan.chosen, roles=roles)  # type: ignore[arg-type]
+        return dataclasses.replace(plan, chosen=chosen)
+
+    def _speeds(self) -> ClusterSpeeds:
+        steps = self._strategy.compute_times.latest(self._measured_steps)
+        seconds = np.median([step.seconds for step in steps], axis=0)
+        shares = np.median([step.shares for step in steps], axis=0)
+        rates = np.maximum(shares, 1) / np.maximum(seconds, 1e-9)
+        counts = self._strategy.layout.replicas_per_worker
+        workers = np.split(rates, np.cumsum(counts)[:-1])
+        weights = self._model.trainable_variables
+        return ClusterSpeeds(
+            samples_per_second=tuple(float(own.sum()) for own in workers),
+            link_bytes_per_second=self._rates,
+            model_bytes=4 * sum(int(np.prod(variable.shape)) for variable in weights),
+            global_batch=int(shares.sum()),
+        )
+
+
+def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str] | None:
+    """TF_CONFIG of this process in the cluster with these roles.
+
+    Args:
+        config: the cluster in which all workers are in the sync group.
+        roles: role of every worker, the chief first.
+
+    Returns:
+        The variable; None if this process is left out.
+    """
+    addresses = config.sync_group_addresses
+    jobs: dict[str, list[str]] = {"worker": [], "async": []}
+    task: dict[str, Any] | None = None
+    for index, (address, role) in enumerate(zip(addresses, roles, strict=True)):
+        job = {"sync": "worker", "async": "async"}.get(role)
+        if job is None:
+            continue
+        if index == config.worker_index:
+            task = {"type": job, "index": len(jobs[job])}
+        jobs[job].append(address)
+    if task is None:
+        return None
+    cluster = {job: listed for job, listed in jobs.items() if listed}
+    return {TF_CONFIG: json.dumps({"cluster": cluster, "task": task})}
+
+
+def start_again(strategy: Any, plan: RolePlan) -> None:
+    """Starts this process's script again in its new role, or ends it if it is left out.
+
+    What the measured steps trained is forgotten.
+
+    Args:
+        strategy: the strategy of the present cluster.
+        plan: which roles all workers have.
+    """
+    environment = environment_of(strategy.cluster_config, plan.roles)
+    strategy.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if environment is None:
+        _logger.warning("This worker is left out: the others are faster without it. %s", plan)
+        os._exit(0)
+    os.environ.update(environment)
+    os.environ[CHOSEN_ROLES] = str(plan)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
