@@ -1,6 +1,6 @@
 """Push and pull of all weights: the parameter service against two peers.
 
-    python benchmarks/parameter_service.py [--json FILE] [--quick]
+    python benchmarks/parameter_service.py [--json FILE] [--quick] [--size MB]
 
 Clients are processes of their own that exchange as fast as they can: each sends a change of every
 weight and gets the center back. Peers in the same run, in turn with ours: (a) `remote_variables`,
@@ -40,13 +40,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="little data: form, not numbers")
+    parser.add_argument("--size", type=int, help="only this one of 4, 40 and 400 MB")
     options = parser.parse_args()
     sizes, clients = ((4,), (2,)) if options.quick else ((4, 40, 400), (1, 2, 4))
-    rows = [
-        row for size in sizes for count in clients for row in measure(size, count, options.quick)
-    ]
+    rows: list[dict[str, Any]] = []
+    for size in [options.size] if options.size else sizes:
+        for count in clients:
+            rows += measure(size, count, options.quick)
+            # written each time: large sizes take minutes
+            write_report("parameter_service", rows, options.json, environment())
     print_table(rows)
-    write_report("parameter_service", rows, options.json, environment())
 
 
 def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]:
