@@ -32,6 +32,8 @@ class ServiceHost:
         )
         self._weights, self._state = self._parts.weights, self._parts.state
         self._weights.set_partitions(vectors.weights.read())
+        if not leader.rule.may_wait:
+            self._weights.prepare_local_exchange()
         if self._state is not None:
             self._state.set_partitions(vectors.state.read())
         if leader.strategy.restored_service_state is not None:

@@ -64,6 +64,7 @@ class ParameterService:
         self.indices = tuple(range(len(partitions.sizes)) if indices is None else indices)
         with tf.init_scope(), tf.device("CPU:0"):
             self._parts = [Part(partitions.sizes[i], rule, num_clients) for i in self.indices]
+        self._exchange = tf.function(self._exchange_parts, autograph=False)
         self._server = FunctionServer(address) if server is None else server
         for index, part in zip(self.indices, self._parts, strict=True):
             self._server.register(f"{prefix}push_{index}", self._push_function(part))
@@ -155,9 +156,19 @@ class ParameterService:
                 f"rule {self._rule.name}, in which workers wait for each other. Use a "
                 "ParameterClient here too, or a rule that never waits."
             )
-        who, weight = tf.constant(client), tf.constant(samples, tf.float32)
+        weight = tf.constant(samples, tf.float32)
+        return list(self._exchange(tf.constant(client), weight, list(changes)))
+
+    def prepare_local_exchange(self) -> None:
+        """Traces `exchange_locally`, so that the first one does not hold up a training step."""
+        vectors = [tf.TensorSpec([part.size], tf.float32) for part in self._parts]
+        self._exchange.get_concrete_function(
+            tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float32), vectors
+        )
+
+    def _exchange_parts(self, client: Any, samples: Any, changes: list[Any]) -> list[Any]:
         return [
-            self._update(part, who, weight, part.version.read_value(), change)[2]
+            self._update(part, client, samples, part.version.read_value(), change)[2]
             for part, change in zip(self._parts, changes, strict=True)
         ]
 
