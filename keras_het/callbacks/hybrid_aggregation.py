@@ -21,6 +21,7 @@ from keras_het.strategy.hybrid import (
 from keras_het.strategy.hybrid.role_choice import CHOSEN_ROLES, RoleChoice, start_again
 from keras_het.strategy.parameter_service import Wire
 from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
+from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.strategy.rules import UpdateRule, get
 
 _logger = logging.getLogger("keras_het")
@@ -144,7 +145,8 @@ class HybridAggregation(keras.callbacks.Callback):
         rule = _asynchronous(self._rule, num_workers)
         _check_waiting(rule, strategy.cluster_config)
         rule.check_optimizer(self.model.optimizer)
-        self._options = dataclasses.replace(self._options, rule=rule)
+        epochs = min(self.params.get("epochs") or LARGEST_EPOCH, LARGEST_EPOCH)
+        self._options = dataclasses.replace(self._options, rule=rule, num_epochs=epochs)
         kinds: tuple[tuple[bool, type[Participant]], ...] = (
             (strategy.is_async_worker, AsyncWorker),
             (strategy.is_parameter_service, ServiceTask),

@@ -121,3 +121,21 @@ def test_group_claims_know_what_is_theirs():
     assert claims.is_known(4) and not claims.is_known(5) and not claims.is_over(5)
     claims.add(9, 1, 3)
     assert claims.is_known(50) and claims.is_over(10) and not claims.is_over(9)
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["cut", "mapped"])
+def test_orders_go_on_after_a_pass_without_own_batches(mapped):
+    source = shuffled(mapped)
+    orders = [[batch.numpy() for batch in source] for _ in range(3)]
+    passes = iter([group_claims((0, 0, 1), pass_number=n) for n in range(2)])
+    last = group_claims((0, NUM_BATCHES, NUM_BATCHES + 1), pass_number=2)
+    dataset = GlobalOrderDataset(
+        shuffled(mapped),
+        ReplicaLayout((2,), 0),
+        lambda: (1, 1),
+        lambda local, sizes: (local, sizes),
+        claims=lambda dataset: next(passes, last),
+    )
+    assert steps_of(dataset) == [] and steps_of(dataset) == []
+    for (rows, _), expected in zip(steps_of(dataset), orders[2], strict=True):
+        np.testing.assert_array_equal(rows, expected)

@@ -146,3 +146,12 @@ def test_credentials_are_compared_as_wholes(cpu_devices):
     assert bool(gate.admits(tf.constant(GOOD)))
     for wrong in (b"", GOOD[:-1], GOOD + b"\0", GOOD.upper()):
         assert not bool(gate.admits(tf.constant(wrong)))
+
+
+def test_no_batch_of_an_epoch_after_the_last(service):
+    address, _, ledger = service
+    ledger.start_epoch(1, BATCHES, fingerprint=17, num_epochs=2)
+    remote = connect(address)
+    assert remote.claim(1)[2] == 1
+    assert remote.claim(2) == (Status.OK, 0, 0)
+    assert ledger.claim(0, 2, 5) == (0, 0)

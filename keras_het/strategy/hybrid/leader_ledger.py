@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient
-from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
+from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH, Presence, Stage
 
 _NO_CHANGE = -1
 
@@ -26,13 +26,19 @@ class LeaderLedger:
     def __init__(self, client: LedgerClient) -> None:
         self._client = client
         self._last: np.ndarray | None = None
-        self._facts = [int(Stage.STARTING), 0, 0, 0, 0, 0]
+        self._facts = [int(Stage.STARTING), 0, 0, 0, 0, 0, 0]
 
     def start_epoch(
-        self, epoch: int, num_batches: int, fingerprint: int, first_pass: int = 0, run: int = 0
+        self,
+        epoch: int,
+        num_batches: int,
+        fingerprint: int,
+        first_pass: int = 0,
+        run: int = 0,
+        num_epochs: int = LARGEST_EPOCH,
     ) -> None:
         """Begins an epoch, as `SampleLedger.start_epoch`."""
-        self._facts[1:] = [epoch, num_batches, fingerprint, first_pass, run]
+        self._facts[1:] = [epoch, num_batches, fingerprint, first_pass, run, num_epochs]
         self._lead()
 
     def set_stage(self, stage: Stage) -> None:

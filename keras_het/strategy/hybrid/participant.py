@@ -10,6 +10,7 @@ from keras_het.strategy.hybrid.model_vectors import ModelVectors
 from keras_het.strategy.parameter_service import FloatWire, TopKWire, Wire, credential
 from keras_het.strategy.parameter_service.admission import read_secret
 from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
+from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.strategy.rules import ElasticAveraging, UpdateRule
 
 WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
@@ -33,6 +34,7 @@ class HybridOptions:
         wire: how values travel; None for float32.
         spreads_service: whether every member of the sync group holds a part of the center.
         partition_bytes: largest message of weights.
+        num_epochs: epochs of the training.
     """
 
     rule: UpdateRule
@@ -46,6 +48,7 @@ class HybridOptions:
     wire: Wire | None = None
     spreads_service: bool = False
     partition_bytes: int = LARGEST_MESSAGE_BYTES
+    num_epochs: int = LARGEST_EPOCH
 
     @property
     def waits_for_answer(self) -> bool:
@@ -111,9 +114,15 @@ class Participant(abc.ABC):
         _check_data(data, self.num_batches)
 
     @property
-    def facts(self) -> tuple[int, int, int, int]:
-        """Batches of an epoch, hash of their order, first pass and number of the training."""
-        return self.num_batches, self.fingerprint, self.first_pass, self.run
+    def facts(self) -> tuple[int, int, int, int, int]:
+        """Batches of an epoch, hash of their order, first pass, number and epochs of training."""
+        return (
+            self.num_batches,
+            self.fingerprint,
+            self.first_pass,
+            self.run,
+            self.options.num_epochs,
+        )
 
     def pass_of(self, epoch: int) -> int:
         """Number of an epoch's pass over the data: Keras makes two iterators for each epoch."""

@@ -57,6 +57,7 @@ class SampleLedger:
             self._fingerprint = _variable(tf.zeros([], tf.int64))
             self._first_pass = _variable(tf.zeros([], tf.int64))
             self._run = _variable(tf.zeros([], tf.int64))
+            self._num_epochs = _variable(tf.constant(LARGEST_EPOCH, tf.int64))
             self._claimed = _variable(tf.zeros([num_clients], tf.int64))
             self._used = _variable(tf.zeros([num_clients], tf.int64))
             self._last_seen = _variable(tf.zeros([num_clients], tf.float64))
@@ -68,7 +69,13 @@ class SampleLedger:
         server.register(f"{PREFIX}lead", self._lead_function())
 
     def start_epoch(
-        self, epoch: int, num_batches: int, fingerprint: int, first_pass: int = 0, run: int = 0
+        self,
+        epoch: int,
+        num_batches: int,
+        fingerprint: int,
+        first_pass: int = 0,
+        run: int = 0,
+        num_epochs: int = LARGEST_EPOCH,
     ) -> None:
         """The sync group begins an epoch.
 
@@ -78,7 +85,9 @@ class SampleLedger:
             fingerprint: of the order of the samples, 0 if not known.
             first_pass: number of epoch 0's pass over the data.
             run: number of the training among those of the leader's process.
+            num_epochs: epochs of the training; no batch of a later one is handed out.
         """
+        self._num_epochs.assign(num_epochs)
         self._run.assign(run)
         self._first_pass.assign(first_pass)
         self._total.assign(num_batches)
@@ -145,7 +154,8 @@ class SampleLedger:
         def claim(client: Any, epoch: Any, count: Any) -> Any:
             def take() -> Any:
                 first = self._next[epoch]
-                granted = tf.clip_by_value(self._total - first, 0, count)
+                left = tf.where(epoch < self._num_epochs, self._total - first, 0)
+                granted = tf.clip_by_value(left, 0, count)
                 taken = self._next.scatter_nd_update([[epoch]], [first + granted])
                 counted = self._claimed.scatter_nd_add([[client]], [granted])
                 with tf.control_dependencies([taken, counted]):
@@ -231,7 +241,7 @@ class SampleLedger:
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([6], tf.int64),
+                tf.TensorSpec([7], tf.int64),
             ]
         )
         def lead(credential: Any, client: Any, used: Any, facts: Any) -> Any:
@@ -240,7 +250,14 @@ class SampleLedger:
             def note() -> Any:
                 stage, *numbers = tf.unstack(facts)
                 self._stage.assign(tf.cast(stage, tf.int32))
-                places = (self._epoch, self._total, self._fingerprint, self._first_pass, self._run)
+                places = (
+                    self._epoch,
+                    self._total,
+                    self._fingerprint,
+                    self._first_pass,
+                    self._run,
+                    self._num_epochs,
+                )
                 for place, number in zip(places, numbers, strict=True):
                     place.assign(number)
                 return tf.constant(int(Status.OK))
