@@ -134,7 +134,7 @@ def main() -> None:
         data,
         epochs=epochs,
         verbose=0,
-        validation_data=data,
+        validation_data=tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),
         callbacks=[hybrid, notes, service, *backups],
     )
     result = {

@@ -262,6 +262,17 @@ def test_a_backup_of_a_service_on_other_tasks(start_workers: Any, tmp_path: Path
 
 
 @pytest.mark.variant
+def test_an_epoch_without_own_batches(start_workers: Any, tmp_path: Path) -> None:
+    # the group claims two periods ahead: the whole first epoch
+    jobs, options = {"worker": 1, "async": 2}, {"period": SAMPLES // BATCH // 2, "epochs": 4}
+    results = run(start_workers, tmp_path, jobs, fast=0.01, **options)
+    of_async = [results[name]["seen"] for name in ("async_0", "async_1")]
+    assert all(seen[0] == [] for seen in of_async)
+    assert sum(len(epoch) for seen in of_async for epoch in seen) > 0
+    assert sample_counts(results).tolist() == [4] * SAMPLES
+
+
+@pytest.mark.variant
 @pytest.mark.parametrize("jobs", [{"worker": 2, "async": 1}, {"ps": 1, "async": 2}])
 def test_two_fits(start_workers: Any, tmp_path: Path, jobs: dict[str, int]) -> None:
     results = run(start_workers, tmp_path, jobs, fast=0.006, period=3, fits=2)
