@@ -175,7 +175,7 @@ def test_the_new_threads_are_known_and_give_way():
     assert threads.cpu_seconds() >= 0.0
     release(new)
     release(iterator)
-    assert wait_until_released(20)
+    assert wait_until_released(60)
     assert list(iterator) == [], "it was emptied"
 
 
