@@ -54,24 +54,12 @@ class ClaimedRun(Run):
         while not self._parts:
             self._announce()
             if not self._announced:
-                self._begin_at_least()
                 raise StopIteration
             self._announced.popleft()
             element = self._source.read()
             if element is not None:
                 self._parts.extend(split_element(element, self._claims.num_parts))
         return self._parts.popleft()
-
-    def _begin_at_least(self) -> None:
-        """Reads a batch of a pass of which none is one's own.
-
-        A shuffle moves on with the first element of a pass; without it the next pass would have
-        the order that this one has on other workers.
-        """
-        if self._next == 0:
-            self._source.order(False)
-            self._next = 1
-            self._source.read()
 
     def _announce(self) -> None:
         """Announces the next batch, and those after it of which the owner is known."""

@@ -55,10 +55,8 @@ class RemoteHost:
         self._restore(group)
         self._weights.adopt(self._weights.pull())
         group.strategy.service_state = self._exported
-        self._coordinator = LedgerClient(
-            addresses[0], group.credential, _GROUP, self._options.timeout_seconds
-        )
-        self.ledger = LeaderLedger(self._coordinator)
+        seconds = self._options.timeout_seconds
+        self.ledger = LeaderLedger(LedgerClient(addresses[0], group.credential, _GROUP, seconds))
         self._pending: Pending | None = None
         self._is_lost = False
         self._next_try = 0.0
@@ -79,11 +77,6 @@ class RemoteHost:
     def set_stage(self, stage: Stage) -> None:
         """Tells all async workers how far training is."""
         self._try(lambda: self.ledger.set_stage(stage), None)
-
-    @property
-    def seen(self) -> list[Any]:
-        """The answer of the last exchange, for each partition."""
-        return self._weights.seen
 
     def exchange(
         self,

@@ -35,7 +35,6 @@ class Pending:
         versions: version of each partition that the worker had seen.
         sequence: number of the push.
         sent: weights that the worker went on with, for each partition.
-        give_up_at: time of `time.monotonic` until which it waits for its turn.
     """
 
     push: PendingPush
@@ -43,7 +42,6 @@ class Pending:
     versions: Any
     sequence: int
     sent: list[Any]
-    give_up_at: float | None = None
 
 
 class CenterClient:
@@ -150,8 +148,6 @@ class CenterClient:
             if (statuses == NO_ANSWER).any():
                 raise ServiceLostError(_lost(statuses))
             if not (statuses == int(Status.WAIT)).any():
-                return answer
-            if pending.give_up_at is not None and time.monotonic() > pending.give_up_at:
                 return answer
             time.sleep(_TURN_SECONDS)
             self.send_again(pending)

@@ -40,7 +40,7 @@ class ServiceHost:
             self._weights.set_state(leader.strategy.restored_service_state)
             leader.strategy.restored_service_state = None
         leader.strategy.service_state = self._weights.state
-        self.seen = vectors.weights.read()
+        self._seen = vectors.weights.read()
         self._parts.start()
         _logger.info("The parameter service answers on %s.", address)
 
@@ -89,11 +89,11 @@ class ServiceHost:
             ]
         if not push:
             return [*weights, *new_state]
-        pairs = list(zip(weights, self.seen, strict=True))
+        pairs = list(zip(weights, self._seen, strict=True))
         messages = [self._rule.message(own, seen) for own, seen in pairs]
         goes_on = [self._rule.after_sending(own, seen) for own, seen in pairs]
-        self.seen = self._weights.exchange_locally(_GROUP, samples, messages)
-        new = [self._rule.receive(w, w, a) for w, a in zip(goes_on, self.seen, strict=True)]
+        self._seen = self._weights.exchange_locally(_GROUP, samples, messages)
+        new = [self._rule.receive(w, w, a) for w, a in zip(goes_on, self._seen, strict=True)]
         return [*new, *new_state]
 
     def claim(self, epoch: int, count: int, following: int) -> tuple[int, int]:

@@ -41,9 +41,5 @@ class Part:
                 value = tf.io.parse_tensor(state[index], variable.dtype)
                 variable.assign(tf.ensure_shape(value, variable.shape))
 
-    def state_names(self) -> list[str]:
-        """What the strings of `serialized_state` are."""
-        return ["version", *sorted(self.slots)]
-
     def _state(self) -> list[Any]:
         return [self.version, *(self.slots[name] for name in sorted(self.slots))]
