@@ -64,7 +64,9 @@ class ParameterService:
         self.indices = tuple(range(len(partitions.sizes)) if indices is None else indices)
         with tf.init_scope(), tf.device("CPU:0"):
             self._parts = [Part(partitions.sizes[i], rule, num_clients) for i in self.indices]
-        self._exchange = tf.function(self._exchange_parts, autograph=False)
+        # One function for each partition: with several critical sections in one, TensorFlow waits
+        # forever.
+        self._exchanges = [self._exchange_function(part) for part in self._parts]
         self._server = FunctionServer(address) if server is None else server
         for index, part in zip(self.indices, self._parts, strict=True):
             self._server.register(f"{prefix}push_{index}", self._push_function(part))
@@ -156,21 +158,29 @@ class ParameterService:
                 f"rule {self._rule.name}, in which workers wait for each other. Use a "
                 "ParameterClient here too, or a rule that never waits."
             )
-        weight = tf.constant(samples, tf.float32)
-        return list(self._exchange(tf.constant(client), weight, list(changes)))
+        who, weight = tf.constant(client, tf.int32), tf.constant(samples, tf.float32)
+        return [
+            exchange(who, weight, change)
+            for exchange, change in zip(self._exchanges, changes, strict=True)
+        ]
 
     def prepare_local_exchange(self) -> None:
         """Traces `exchange_locally`, so that the first one does not hold up a training step."""
-        vectors = [tf.TensorSpec([part.size], tf.float32) for part in self._parts]
-        self._exchange.get_concrete_function(
-            tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float32), vectors
-        )
+        for exchange in self._exchanges:
+            exchange.get_concrete_function()
 
-    def _exchange_parts(self, client: Any, samples: Any, changes: list[Any]) -> list[Any]:
-        return [
-            self._update(part, client, samples, part.version.read_value(), change)[2]
-            for part, change in zip(self._parts, changes, strict=True)
+    def _exchange_function(self, part: Part) -> Any:
+        signature = [
+            tf.TensorSpec([], tf.int32),
+            tf.TensorSpec([], tf.float32),
+            tf.TensorSpec([part.size], tf.float32),
         ]
+
+        @tf.function(input_signature=signature, autograph=False)
+        def exchange(client: Any, samples: Any, change: Any) -> Any:
+            return self._update(part, client, samples, part.version.read_value(), change)[2]
+
+        return exchange
 
     def _hello_function(self) -> Any:
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
