@@ -183,7 +183,7 @@ def test_a_wrong_credential_is_refused(service, proof):
     with pytest.raises(PermissionError, match="secret, model"):
         connect(service, proof=proof)
     client = connect(service)
-    client._credential = tf.constant(proof)  # says hello well and then tries
+    client._services[0].credential = tf.constant(proof)  # says hello well and then tries
     for answer in (
         client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros()),
         client.pull(zeros()),
@@ -243,6 +243,19 @@ def test_half_precision(cpu_devices, wire, step):
     np.testing.assert_allclose(flat(answer.partitions), 1 + flat(changes), rtol=2 * step + 1e-7)
     assert (np.abs(flat(answer.residuals)) <= step * np.abs(flat(changes)) + 1e-9).all()
     assert bool(np.abs(flat(answer.residuals)).max() > 0) == (wire != "float32")
+
+
+@pytest.mark.parametrize("size", [1, 6, 7])
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_two_half_values_travel_in_the_bits_of_one(cpu_devices, wire, size):
+    values, form = tf.random.normal([size]) * 100, FloatWire(wire)
+    (sent,), residual = form.encode(values)
+    assert sent.dtype == tf.float32 and sent.shape == form.signature(size)[0].shape
+    assert sent.shape == [(size + 1) // 2]
+    rounded = tf.cast(tf.cast(values, wire), tf.float32)
+    np.testing.assert_array_equal(form.decode([sent], size), rounded)
+    np.testing.assert_array_equal(form.decode_answer(form.encode_answer(values), size), rounded)
+    np.testing.assert_array_equal(rounded + residual, values)
 
 
 def test_error_feedback_loses_nothing(cpu_devices):

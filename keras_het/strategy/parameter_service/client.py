@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_het import private_api
 from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.function_client import (
+    FunctionClient,
+    NoAnswerError,
+    error_of,
+)
 from keras_het.strategy.parameter_service.partitions import Partitions, place_partitions
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire
 from keras_het.strategy.rules import Signal
@@ -72,41 +75,41 @@ class ParameterClient:
         self._prefix = prefix
         self._wire = wire or FloatWire()
         self.partitions = partitions
-        self._credential = tf.constant(credential)
         self._client = tf.constant(client, tf.int32)
-        self._timeout_ms = int(timeout_seconds * 1000)
         addresses = [address] if isinstance(address, str) else list(address)
         self._places = place_partitions(partitions.sizes, len(addresses))
-        self._services = [self._connect(where) for where in addresses]
+        self._services = [FunctionClient(at, credential, timeout_seconds) for at in addresses]
+        self.greet()
 
     @property
     def wire_is_exact(self) -> bool:
         """Whether nothing is left of a message that was sent."""
-        return isinstance(self._wire, FloatWire) and self._wire.answer_type() == tf.float32
+        return self._wire.is_exact
 
-    def _connect(self, address: str) -> Any:
-        # TensorFlow shares clients of one name, and frees them with the first of their owners.
-        name = f"keras_het_{uuid.uuid4().hex}"
-        rpc = private_api.RpcClient(
-            address, name, list_registered_methods=False, timeout_in_ms=self._timeout_ms
-        )
-        spec = tf.TensorSpec([], tf.int32)
-        answer = rpc.call(f"{self._prefix}hello", [self._credential], output_specs=spec)
-        if not bool(answer.is_ok()):
-            code, message = answer.get_error()
+    def greet(self) -> None:
+        """Asks whether this worker is let in.
+
+        Raises:
+            ConnectionError: if the service does not answer in time.
+            PermissionError: if it refuses the credential.
+        """
+        for service in self._services:
+            self._greet(service)
+
+    def _greet(self, service: FunctionClient) -> None:
+        try:
+            status = service.ask(f"{self._prefix}hello", [], tf.TensorSpec([], tf.int32))
+        except NoAnswerError as error:
             raise ConnectionError(
-                f"The parameter service at {address} did not answer within "
-                f"{self._timeout_ms / 1000:g} s. Received: error {int(code)}, "
-                f"{message.numpy().decode(errors='replace')!r}. Start it first, and check that the "
-                "address can be reached from here."
-            )
-        if int(answer.get_value()) != Status.OK:
+                f"The parameter service at {error} Start it first, and check that the address can "
+                "be reached from here."
+            ) from error
+        if int(status) != Status.OK:
             raise PermissionError(
-                f"The parameter service at {address} refused this worker: its shared secret, model "
-                "(names, shapes and types of the weights) or update rule differs. Use the same "
-                "script and secret on every task."
+                f"The parameter service at {service.address} refused this worker: its shared "
+                "secret, model (names, shapes and types of the weights) or update rule differs. "
+                "Use the same script and secret on every task."
             )
-        return rpc
 
     def restore(self, center: Sequence[Any], states: Sequence[Any] | None = None) -> None:
         """Sets the center, and versions and the rule's state if they are given.
@@ -132,17 +135,19 @@ class ParameterClient:
                     f"{_error_of(call)}. Start it anew, and check that the weights are finite."
                 )
 
-    def signal(self, signal: Signal) -> int | None:
-        """Tells the rule something of this worker.
+    def signal(self, signal: Signal, client: int | None = None) -> int | None:
+        """Tells the rule something of a worker.
 
         Args:
             signal: what.
+            client: number of the worker; this one by default.
 
         Returns:
             The stage that training is in, None if there is no answer in time.
         """
         specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32))
-        arguments = [self._client, tf.constant(int(signal))]
+        about = self._client if client is None else tf.constant(client)
+        arguments = [about, tf.constant(int(signal))]
         indices = range(len(self.partitions.sizes))
         if signal == Signal.NOTHING:
             indices = range(1)
@@ -175,7 +180,7 @@ class ParameterClient:
             fallback: values of each partition to go on with where no answer comes.
         """
         calls = [self._call("pull", index, []) for index in range(len(self.partitions.sizes))]
-        return _collect(calls, fallback)
+        return _collect(calls, fallback, self._wire)
 
     def push(
         self,
@@ -220,23 +225,20 @@ class ParameterClient:
             self._call("push", index, [self._client, samples, versions[index], sequence, *sent])
             for index, (sent, _) in enumerate(encoded)
         ]
-        return PendingPush(calls, list(changes), [residual for _, residual in encoded])
+        residuals = [residual for _, residual in encoded]
+        return PendingPush(calls, list(changes), residuals, self._wire)
 
     def _call(self, method: str, index: int, arguments: list[Any]) -> Any:
         specs = (
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([None], self._wire.answer_type()),
+            tf.TensorSpec([None], tf.float32),
         )
         return self._ask(method, index, arguments, specs)
 
     def _ask(self, method: str, index: int, arguments: list[Any], specs: Any) -> Any:
-        return self._services[self._places[index]].call(
-            f"{self._prefix}{method}_{index}",
-            [self._credential, *arguments],
-            output_specs=specs,
-            timeout_in_ms=self._timeout_ms,
-        )
+        service = self._services[self._places[index]]
+        return service.call(f"{self._prefix}{method}_{index}", arguments, specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,11 +249,13 @@ class PendingPush:
         calls: one for each partition.
         changes: what was to be sent.
         residuals: what the format did not carry.
+        wire: the format.
     """
 
     calls: list[Any]
     changes: list[Any]
     residuals: list[Any]
+    wire: Wire
 
     def answer(self, fallback: Sequence[Any]) -> Answer:
         """Waits for the answer, at most for the time-out of a message.
@@ -259,7 +263,7 @@ class PendingPush:
         Args:
             fallback: values of each partition to go on with where no answer comes.
         """
-        answer = _collect(self.calls, fallback)
+        answer = _collect(self.calls, fallback, self.wire)
         residuals = [
             tf.where(tf.equal(answer.statuses[index], int(Status.OK)), residual, change)
             for index, (residual, change) in enumerate(
@@ -269,23 +273,23 @@ class PendingPush:
         return dataclasses.replace(answer, residuals=residuals)
 
 
-def _collect(calls: Sequence[Any], fallback: Sequence[Any]) -> Answer:
+def _collect(calls: Sequence[Any], fallback: Sequence[Any], wire: Wire) -> Answer:
     """Waits for all answers, in the graph."""
-    results = [_result(call, values) for call, values in zip(calls, fallback, strict=True)]
+    results = [_result(call, values, wire) for call, values in zip(calls, fallback, strict=True)]
     statuses, versions, partitions = zip(*results, strict=True)
     return Answer(tf.stack(statuses), tf.stack(versions), list(partitions))
 
 
-def _result(call: Any, fallback: Any) -> tuple[Any, Any, Any]:
+def _result(call: Any, fallback: Any, wire: Wire) -> tuple[Any, Any, Any]:
     def received() -> tuple[Any, Any, Any]:
         status, version, received_values = call.get_value()
         has_values = (int(Status.OK), int(Status.STALE), int(Status.REPEATED))
         accepted = tf.reduce_any(tf.equal(status, has_values))
-        return (
-            status,
-            version,
-            tf.cond(accepted, lambda: tf.cast(received_values, tf.float32), lambda: fallback),
+        size = int(fallback.shape[0])
+        values = tf.cond(
+            accepted, lambda: wire.decode_answer(received_values, size), lambda: fallback
         )
+        return status, version, values
 
     def nothing() -> tuple[Any, Any, Any]:
         return tf.constant(NO_ANSWER), tf.constant(-1, tf.int64), fallback
@@ -300,5 +304,5 @@ def _error_of(call: Any) -> str:
     if bool(call.is_ok()):
         value = call.get_value()
         return Status(int(value)).name
-    code, message = call.get_error()
-    return f"error {int(code)}, {message.numpy().decode(errors='replace')!r}"
+    code, text = error_of(call)
+    return f"error {code}, {text!r}"

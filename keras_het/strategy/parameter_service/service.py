@@ -227,7 +227,8 @@ class ParameterService:
                 )
                 return status, new_version, self._answer(answer)
 
-            finite = tf.reduce_all(tf.math.is_finite(change)) & tf.math.is_finite(samples)
+            # one pass over the values; a sum of finite ones beyond float32 is as useless
+            finite = tf.math.is_finite(tf.reduce_sum(change)) & tf.math.is_finite(samples)
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
             known &= sequence >= 0
             return tf.cond(
@@ -308,10 +309,10 @@ class ParameterService:
         return restore
 
     def _answer(self, values: Any) -> Any:
-        return tf.cast(values, self._wire.answer_type())
+        return self._wire.encode_answer(values)
 
     def _nothing(self, status: Status) -> tuple[Any, Any, Any]:
-        return tf.constant(int(status)), tf.constant(-1, tf.int64), self._answer(tf.zeros([0]))
+        return tf.constant(int(status)), tf.constant(-1, tf.int64), tf.zeros([0])
 
     def _update(
         self,
