@@ -9,8 +9,11 @@ class Claims(Protocol):
     """Tells, batch by batch in order, which are one's own."""
 
     @property
-    def pass_number(self) -> int:
-        """Pass over the data whose order counts; the same on all workers that share it."""
+    def passes_before(self) -> tuple[bool, ...]:
+        """Passes over the data before this one, for each whether it was iterated.
+
+        They decide the order of samples, and are the same on all workers that share the pass.
+        """
 
     @property
     def num_parts(self) -> int:

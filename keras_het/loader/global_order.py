@@ -180,11 +180,17 @@ class GlobalOrderDataset(DistributedSteps):
         self._claims = self._get_claims(self) if self._get_claims is not None else None
         if self._claims is None:
             return number
-        number = self._claims.pass_number
-        if number < len(self._passes.gone_by):  # this pass again, where it was left
-            self._seek(self._passes.before(number))
-            self._passes.set_to(self._passes.before(number))
-        return number
+        before = self._claims.passes_before
+        try:
+            # A copy of its own: another input of the same data set, as for validation, moves the
+            # shuffles of the original on.
+            self._seek(before)
+        except ValueError:
+            if len(before) < len(self._passes.gone_by):
+                raise
+        else:
+            self._passes.set_to(before)
+        return len(before)
 
     def _new_run(self, number: int, first_step: int) -> Run:
         if self._claims is not None:

@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras_het.loader import GlobalOrderDataset
 from keras_het.planning import ReplicaLayout
 from keras_het.strategy.hybrid.claims import AsyncClaims, GroupClaims
+from keras_het.strategy.hybrid.host import Grant
 
 ROWS, BATCH = 50, 8
 NUM_BATCHES = 7
@@ -36,9 +37,9 @@ def steps_of(dataset):
 
 
 def group_claims(*ranges, pass_number=0):
-    claims = GroupClaims(pass_number)
+    claims = GroupClaims((True,) * pass_number)
     for first, count, asked in ranges:
-        claims.add(first, count, asked)
+        claims.add(Grant(first, count, count < asked))
     return claims
 
 
@@ -57,7 +58,7 @@ def test_a_group_gets_its_batches_and_no_others(mapped):
 def test_an_async_worker_claims_one_by_one_and_cuts_them_into_parts(mapped):
     expected = [batch.numpy() for batch in shuffled(mapped)]
     numbers = iter([1, 2, 6])
-    claims = AsyncClaims(0, 3, lambda: next(numbers, None))
+    claims = AsyncClaims((), 3, lambda: next(numbers, None))
     steps = steps_of(distributed(shuffled(mapped), claims, replicas=1, shares=(1,)))
     rows = np.concatenate([rows for rows, _ in steps])
     np.testing.assert_array_equal(rows, np.concatenate([expected[i] for i in (1, 2, 6)]))
@@ -73,7 +74,7 @@ def test_nothing_is_claimed_before_it_is_needed():
         claimed.append(len(claimed))
         return claimed[-1]
 
-    claims = AsyncClaims(0, 1, claim)
+    claims = AsyncClaims((), 1, claim)
     iterator = iter(distributed(shuffled(True), claims, replicas=1, shares=(1,)))
     for step in range(3):
         next(iterator)
@@ -84,7 +85,7 @@ def test_nothing_is_claimed_before_it_is_needed():
 def test_together_they_use_every_row_once():
     group = group_claims((0, 3, 3), (4, 2, 2), (7, 0, 1))
     numbers = iter([3, 6])
-    other = AsyncClaims(0, 2, lambda: next(numbers, None))
+    other = AsyncClaims((), 2, lambda: next(numbers, None))
     rows = [
         row
         for claims, replicas, shares in ((group, 2, (1, 1)), (other, 1, (1,)))
@@ -114,12 +115,12 @@ def test_passes_have_the_order_of_their_number():
 
 
 def test_group_claims_know_what_is_theirs():
-    claims = GroupClaims(0)
+    claims = GroupClaims(())
     assert not claims.is_known(0) and not claims.is_over(0)
-    claims.add(2, 3, 3)
+    claims.add(Grant(2, 3, False))
     assert [claims.owns(batch) for batch in range(6)] == [False] * 2 + [True] * 3 + [False]
     assert claims.is_known(4) and not claims.is_known(5) and not claims.is_over(5)
-    claims.add(9, 1, 3)
+    claims.add(Grant(9, 1, True))
     assert claims.is_known(50) and claims.is_over(10) and not claims.is_over(9)
 
 
@@ -139,3 +140,38 @@ def test_orders_go_on_after_a_pass_without_own_batches(mapped):
     assert steps_of(dataset) == [] and steps_of(dataset) == []
     for (rows, _), expected in zip(steps_of(dataset), orders[2], strict=True):
         np.testing.assert_array_equal(rows, expected)
+
+
+def rows_of_epochs(source, gets_batches, validates):
+    """Rows of each epoch as `fit` makes its passes; `gets_batches` says for which there are any."""
+    nothing, everything = (0, 0, 1), (0, NUM_BATCHES, NUM_BATCHES + 1)
+    dataset = distributed(source, None)
+    validation = distributed(source, None) if validates else []
+    rows_of = {}
+    for epoch, gets in gets_batches.items():
+        claims = GroupClaims((True, False) * epoch)
+        first, count, asked = everything if gets else nothing
+        claims.add(Grant(first, count, count < asked))
+        dataset._get_claims = lambda dataset, claims=claims: claims
+        rows_of[epoch] = [rows.tolist() for rows, _ in steps_of(dataset)]
+        iter(dataset)  # Keras makes one at the end of an epoch that it does not use
+        list(validation)
+        iter(validation)
+    return rows_of
+
+
+@pytest.mark.parametrize("validates", [False, True], ids=["alone", "also_validation_data"])
+@pytest.mark.parametrize("nested", [False, True], ids=["one_shuffle", "two_shuffles"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["cut", "mapped"])
+def test_orders_are_the_same_whatever_a_participant_did_before(mapped, nested, validates):
+    def source():
+        data = tf.data.Dataset.range(ROWS).shuffle(ROWS, seed=5)
+        data = data.shuffle(4, seed=6) if nested else data
+        data = data.map(lambda v: v * 1) if mapped else data
+        return data.batch(BATCH)
+
+    group = rows_of_epochs(source(), dict.fromkeys(range(5), True), validates)
+    # got nothing of epoch 0 and nothing of epoch 2, and was late for epoch 3
+    late = rows_of_epochs(source(), {0: False, 1: True, 2: False, 4: True}, validates)
+    assert late[1] == group[1] and late[4] == group[4]
+    assert len({str(epoch) for epoch in group.values()}) == 5 and late[0] == late[2] == []

@@ -17,6 +17,8 @@ import tensorflow as tf
 import keras_het
 from keras_het.strategy.hybrid import role_choice
 
+EPOCHS = 20  # as long as a process takes to start again in another role
+
 
 def main() -> None:
     rates = json.loads(sys.argv[2])
@@ -33,7 +35,7 @@ def main() -> None:
     hybrid = keras_het.callbacks.HybridAggregation(
         "async_easgd", roles="auto", measured_steps=6, period=2, timeout_seconds=60
     )
-    history = model.fit(data, epochs=2, verbose=0, callbacks=[hybrid])
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[hybrid])
     config = strategy.cluster_config
     result = {
         "pid": os.getpid(),

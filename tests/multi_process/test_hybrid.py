@@ -3,76 +3,29 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from forked_workers import cluster_environments
+from hybrid_clusters import (
+    BATCH,
+    EPOCHS,
+    SAMPLES,
+    VARIANCE,
+    assert_equal_weights,
+    environments,
+    run,
+    sample_counts,
+)
 
 import keras_het
-from keras_het.launch.emulation import Emulation
-from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.rules import AsyncSGD
-
-SAMPLES, BATCH, EPOCHS = 360, 12, 3
-MANY = 8  # epochs, where the test acts while they train: longer than a worker takes to start
-VARIANCE = 55  # of the labels: the loss of a model that has learnt nothing
-SECRET = {"KERAS_HET_SERVICE_SECRET": "a secret that only tests know"}
 
 
 def with_variants(names: Any, kept: str) -> list[Any]:
     """Parameters, of which all but one are not repeated on the oldest TensorFlow."""
     return [pytest.param(n, marks=() if n == kept else pytest.mark.variant) for n in names]
-
-
-def environments(
-    jobs: dict[str, int], slow: float = 0.002, fast: float = 0.001
-) -> list[dict[str, str]]:
-    """One environment a task; async workers take `slow` seconds a sample."""
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
-    common = {**SECRET, "KERAS_HET_SERVICE_ADDRESS": ports.addresses[0]}
-    found = cluster_environments(jobs, common)
-    emulated = {
-        seconds: Emulation((1.0,), seconds_per_sample=seconds).environment_of(0)
-        for seconds in (slow, fast)
-    }
-    for environment in found:
-        task = json.loads(environment["TF_CONFIG"])["task"]["type"]
-        environment.update(emulated[slow if task == "async" else fast])
-    return found
-
-
-def run(
-    start: Any, folder: Path, jobs: dict[str, int], fast: float = 0.001, **options: Any
-) -> dict[str, Any]:
-    options = {"epochs": EPOCHS, "timeout_seconds": 60, **options}
-    workers = start(
-        "program_hybrid.py",
-        arguments=[folder, json.dumps(options)],
-        environments=environments(jobs, fast=fast),
-    )
-    for worker in workers.wait():
-        assert worker.exit_code == 0, worker.output
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-
-
-def sample_counts(results: dict[str, Any]) -> np.ndarray:
-    """How often each sample was used, over all tasks that have a share of their own."""
-    seen = [i for result in results.values() for epoch in result["seen"] for i in epoch]
-    return np.bincount(seen, minlength=SAMPLES)
-
-
-def assert_equal_weights(results: dict[str, Any], exact: bool = True) -> None:
-    first, *others = [result["weights"] for result in results.values()]
-    for other in others:
-        for one, two in zip(first, other, strict=True):
-            np.testing.assert_array_equal(np.array(one), np.array(two))
 
 
 @pytest.mark.parametrize("jobs", [{"worker": 1, "async": 1}, {"worker": 2, "async": 2}])
@@ -129,12 +82,13 @@ def test_a_backup_has_center_versions_and_the_services_optimizer(
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
-    first = run(start_workers, folders[0], jobs, **{**common, "epochs": 1})
+    # slow enough that the async worker comes before the only epoch is over
+    first = run(start_workers, folders[0], jobs, fast=0.03, **{**common, "epochs": 1})
     with np.load(Path(backup) / "service.npz") as state:
         saved = {name: state[name] for name in state}
     assert saved["versions"].tolist() == first["worker_0"]["versions"]
     assert any(np.abs(array).max() > 0 for name, array in saved.items() if name != "versions")
-    second = run(start_workers, folders[1], jobs, **{**common, "epochs": 3})
+    second = run(start_workers, folders[1], jobs, fast=0.03, **{**common, "epochs": 3})
     # the first epoch is not trained again, and versions go on
     assert len(second["worker_0"]["seen"]) == 2
     assert sample_counts(second).tolist() == [2] * SAMPLES
@@ -278,139 +232,3 @@ def test_two_fits(start_workers: Any, tmp_path: Path, jobs: dict[str, int]) -> N
     results = run(start_workers, tmp_path, jobs, fast=0.006, period=3, fits=2)
     assert sample_counts(results).tolist() == [2 * EPOCHS] * SAMPLES
     assert_equal_weights(results)
-
-
-@pytest.mark.variant
-def test_a_slow_worker_is_not_gone(start_workers: Any, tmp_path: Path) -> None:
-    # its exchange takes longer than the silence after which a worker counts as gone
-    jobs, seconds = {"worker": 1, "async": 1}, 2.0
-    tasks = environments(jobs, slow=0.02, fast=0.015)
-    options = {"epochs": EPOCHS, "timeout_seconds": seconds, "period": 20}
-    arguments = [tmp_path, json.dumps(options)]
-    workers = start_workers("program_hybrid.py", arguments=arguments, environments=tasks)
-    for worker in workers.wait():
-        assert worker.exit_code == 0, worker.output
-    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    leader = results["worker_0"]
-    assert leader["used"][1] > 0
-    assert sum(leader["used"]) == EPOCHS * SAMPLES
-    assert_equal_weights(results)
-
-
-class Cluster:
-    """A hybrid cluster whose tasks the test treats badly."""
-
-    def __init__(self, start: Any, folder: Path, jobs: dict[str, int], **options: Any) -> None:
-        self.folder = folder
-        self._start = start
-        self._arguments = [folder, json.dumps({"epochs": MANY, "period": 2, **options})]
-        # slow enough that the test can act while they train
-        environments_of_tasks = environments(jobs, slow=0.008, fast=0.008)
-        names = [f"{job}_{index}" for job, count in jobs.items() for index in range(count)]
-        self._environments = dict(zip(names, environments_of_tasks, strict=True))
-
-    def start(self, *names: str) -> Any:
-        return self._start(
-            "program_hybrid.py",
-            arguments=self._arguments,
-            environments=[self._environments[name] for name in names],
-        )
-
-    def wait_for_step(self, name: str, step: int) -> None:
-        path = self.folder / f"{name}.step"
-        wait_until(
-            lambda: path.exists() and int(path.read_text() or 0) >= step, f"{name} at {step}"
-        )
-
-    def result(self, name: str) -> dict[str, Any]:
-        return dict(json.loads((self.folder / f"{name}.json").read_text()))
-
-
-def wait_until(is_true: Any, what: str, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    never = threading.Event()
-    while not is_true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        never.wait(0.02)
-
-
-def test_a_killed_async_worker_holds_nobody_up(start_workers: Any, tmp_path: Path) -> None:
-    cluster = Cluster(start_workers, tmp_path, {"worker": 2, "async": 1}, timeout_seconds=2)
-    group = cluster.start("worker_0", "worker_1")
-    victim = cluster.start("async_0")
-    cluster.wait_for_step("async_0", 3)
-    victim.send_signal(0)
-    for worker in group.wait():
-        assert worker.exit_code == 0, worker.output
-    results = {name: cluster.result(name) for name in ("worker_0", "worker_1")}
-    assert_equal_weights(results)
-    leader = results["worker_0"]
-    claimed, used = leader["claimed"], leader["used"]
-    # it held one batch, and had not told of the steps since its last exchange
-    assert 0 < claimed[1] * BATCH - used[1] <= BATCH + 2 * BATCH
-    assert claimed[0] * BATCH == used[0] and sum(claimed) == MANY * SAMPLES // BATCH
-    assert sample_counts(results).max() <= MANY
-
-
-@pytest.mark.variant
-def test_a_stopped_async_worker_goes_on_later(start_workers: Any, tmp_path: Path) -> None:
-    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
-    group, worker = cluster.start("worker_0"), cluster.start("async_0")
-    cluster.wait_for_step("async_0", 2)
-    worker.send_signal(0, signal.SIGSTOP)
-    before = int((tmp_path / "worker_0.step").read_text())
-    cluster.wait_for_step("worker_0", before + 15)
-    worker.send_signal(0, signal.SIGCONT)
-    for each in [*group.wait(), *worker.wait()]:
-        assert each.exit_code == 0, each.output
-    results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
-    assert_equal_weights(results)
-    assert sample_counts(results).tolist() == [MANY] * SAMPLES
-
-
-def test_a_late_worker_joins(start_workers: Any, tmp_path: Path) -> None:
-    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
-    group = cluster.start("worker_0")
-    cluster.wait_for_step("worker_0", 12)
-    late = cluster.start("async_0")
-    for each in [*group.wait(), *late.wait()]:
-        assert each.exit_code == 0, each.output
-    results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
-    assert_equal_weights(results)
-    assert sample_counts(results).tolist() == [MANY] * SAMPLES
-
-
-@pytest.mark.parametrize("on_loss", ["raise", "continue"])
-def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str) -> None:
-    cluster = Cluster(
-        start_workers,
-        tmp_path,
-        {"worker": 1, "async": 1},
-        timeout_seconds=2,
-        on_service_loss=on_loss,
-    )
-    leader, worker = cluster.start("worker_0"), cluster.start("async_0")
-    cluster.wait_for_step("async_0", 3)
-    leader.send_signal(0)
-    (result,) = worker.wait()
-    if on_loss == "raise":
-        assert result.exit_code != 0
-        assert "ServiceLostError" in result.output
-        assert "did not answer" in result.output
-    else:
-        assert result.exit_code == 0, result.output
-        assert "Training goes on alone" in result.output
-        # all batches are its own from then on
-        assert cluster.result("async_0")["steps"] > SAMPLES // BATCH
-
-
-def test_another_secret_is_refused(start_workers: Any, tmp_path: Path) -> None:
-    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
-    cluster._environments["async_0"]["KERAS_HET_SERVICE_SECRET"] = "one that was guessed"
-    group, worker = cluster.start("worker_0"), cluster.start("async_0")
-    (refused,) = worker.wait()
-    assert refused.exit_code != 0
-    assert "PermissionError" in refused.output and "secret" in refused.output
-    (leader,) = group.wait()
-    assert leader.exit_code == 0, leader.output
-    assert cluster.result("worker_0")["used"] == [MANY * SAMPLES, 0]

@@ -12,7 +12,12 @@ from keras_het.strategy.parameter_service import Status
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
-from keras_het.strategy.parameter_service.sample_ledger import Presence, SampleLedger, Stage
+from keras_het.strategy.parameter_service.sample_ledger import (
+    Presence,
+    SampleLedger,
+    Stage,
+    TrainingFacts,
+)
 
 GOOD = b"credential of the good"
 CLIENTS, BATCHES = 4, 100
@@ -24,7 +29,7 @@ def start():
     ports.close()
     server = FunctionServer(ports.addresses[0])
     ledger = SampleLedger(server, Gate(GOOD), CLIENTS)
-    ledger.start_epoch(0, BATCHES, fingerprint=17)
+    ledger.start_epoch(0, TrainingFacts(BATCHES, 17))
     ledger.set_stage(Stage.RUNNING)
     server.start()
     return ports.addresses[0], server, ledger
@@ -71,7 +76,7 @@ def test_the_end_of_an_epoch_and_the_next_one(service):
     assert remote.claim(0) == (Status.OK, BATCHES, 0)
     assert remote.claim(1) == (Status.OK, 0, 1)
     assert remote.claim(2) == (Status.WAIT, 0, 0)
-    ledger.start_epoch(1, BATCHES, 17)
+    ledger.start_epoch(1, TrainingFacts(BATCHES, 17))
     assert remote.claim(2) == (Status.OK, 0, 1)
     assert ledger.claim(0, 1, 2) == (1, 2)
 
@@ -88,7 +93,7 @@ def test_reports(service):
     address, _, ledger = service
     one, two = connect(address, 1), connect(address, 2)
     facts = one.report(Presence.TRAINING, used=5)
-    assert (facts.stage, facts.epoch, facts.num_batches, facts.fingerprint) == (
+    assert (facts.stage, facts.epoch, facts.training.num_batches, facts.training.fingerprint) == (
         Stage.RUNNING,
         0,
         BATCHES,
@@ -150,7 +155,7 @@ def test_credentials_are_compared_as_wholes(cpu_devices):
 
 def test_no_batch_of_an_epoch_after_the_last(service):
     address, _, ledger = service
-    ledger.start_epoch(1, BATCHES, fingerprint=17, num_epochs=2)
+    ledger.start_epoch(1, TrainingFacts(BATCHES, 17, num_epochs=2))
     remote = connect(address)
     assert remote.claim(1)[2] == 1
     assert remote.claim(2) == (Status.OK, 0, 0)

@@ -61,7 +61,7 @@ class AsyncWorker(Participant):
         else:
             epoch = max(epoch, self._epoch + 1, self._epoch_of_the_group())
         self._epoch, self._latest_batch = epoch, -1
-        self._claims = AsyncClaims(self.pass_of(epoch), self._num_parts(), self._next_batch)
+        self._claims = AsyncClaims(self.passes_before(epoch), self._num_parts(), self._next_batch)
 
     def _epoch_of_the_group(self) -> int:
         try:
@@ -160,7 +160,7 @@ class AsyncWorker(Participant):
         facts = self._report(Presence.TRAINING)
         self._check_same_data(facts)
         # Another number of passes lies behind the leader after a fit or a backup.
-        self.first_pass = facts.first_pass
+        self.first_pass = facts.training.first_pass
         interval = self.options.timeout_seconds / _BEATS_IN_TIMEOUT
         self._heartbeat = Heartbeat(connected.heartbeat, interval)
         self._start_from_center()
@@ -177,10 +177,11 @@ class AsyncWorker(Participant):
 
     def _check_same_data(self, facts: LedgerFacts) -> None:
         received = (self.num_batches, self.fingerprint)
-        expected = (facts.num_batches, facts.fingerprint)
+        training = facts.training
+        expected = (training.num_batches, training.fingerprint)
         # The hash is of the latest pass; after a fit in which this worker passed over the data less
         # often than the group, passes differ, and with them the orders of a shuffle.
-        may_compare = facts.first_pass == self.first_pass and 0 not in (received[1], expected[1])
+        may_compare = training.first_pass == self.first_pass and 0 not in (received[1], expected[1])
         if received[0] != expected[0] or (may_compare and received[1] != expected[1]):
             raise ValueError(
                 "This async worker's data is not the sync group's, so that they cannot share an "

@@ -5,34 +5,34 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
+from keras_het.strategy.hybrid.host import Grant
+
 
 class GroupClaims:
     """Batches of the sync group, known to all members some steps ahead.
 
     Args:
-        pass_number: pass over the data.
+        passes_before: passes over the data before this one, for each whether it was iterated.
     """
 
     num_parts = 1
 
-    def __init__(self, pass_number: int) -> None:
-        self.pass_number = pass_number
+    def __init__(self, passes_before: tuple[bool, ...]) -> None:
+        self.passes_before = passes_before
         self._firsts: list[int] = []
         self._stops: list[int] = []
         self._is_complete = False
 
-    def add(self, first: int, count: int, asked: int) -> None:
+    def add(self, grant: Grant) -> None:
         """Notes batches that were handed out to the group.
 
         Args:
-            first: the first of them.
-            count: how many; fewer than `asked` at the end of the epoch.
-            asked: how many were asked for.
+            grant: the batches, after those that it has.
         """
-        if count:
-            self._firsts.append(first)
-            self._stops.append(first + count)
-        self._is_complete |= count < asked
+        if grant.count:
+            self._firsts.append(grant.first)
+            self._stops.append(grant.first + grant.count)
+        self._is_complete |= grant.is_last
 
     def is_known(self, batch: int) -> bool:
         """Whether it is known already whose batch this is."""
@@ -57,13 +57,15 @@ class AsyncClaims:
     """Batches of an async worker, claimed one by one as it gets to them.
 
     Args:
-        pass_number: pass over the data.
+        passes_before: passes over the data before this one, for each whether it was iterated.
         num_parts: steps that a batch is cut into.
         claim: gives the next batch of the epoch, None at its end.
     """
 
-    def __init__(self, pass_number: int, num_parts: int, claim: Callable[[], int | None]) -> None:
-        self.pass_number = pass_number
+    def __init__(
+        self, passes_before: tuple[bool, ...], num_parts: int, claim: Callable[[], int | None]
+    ) -> None:
+        self.passes_before = passes_before
         self.num_parts = num_parts
         self._claim = claim
         self._latest = -1

@@ -29,6 +29,7 @@ class HostedParts:
         rules: of weights and moving statistics; None to make them from the description.
 
     Attributes:
+        spec: the training.
         weights: the service of the weights.
         state: that of the moving statistics, None without any.
         ledger: of the samples, in the first process.
@@ -41,7 +42,7 @@ class HostedParts:
         own: tuple[Any, Any] = spec.make_rules() if rules is None else rules
         self.rule, self.state_rule = own
         self.server = FunctionServer(address)
-        self._spec, self._place = spec, place
+        self.spec, self._place = spec, place
         self._proof = credential(secret, spec.fingerprint)
         self._gate = Gate(self._proof)
         wire, bound = spec.make_wire(), spec.staleness_bound
@@ -82,14 +83,14 @@ class HostedParts:
         return bool(self._is_closed)
 
     def _service(self, shapes: Any, rule: Any, prefix: str, **options: Any) -> ParameterService:
-        partitions = Partitions(shapes, self._spec.partition_size)
-        places = place_partitions(partitions.sizes, self._spec.num_services)
+        partitions = Partitions(shapes, self.spec.partition_size)
+        places = place_partitions(partitions.sizes, self.spec.num_services)
         return ParameterService(
             self.address,
             partitions,
             rule,
             self._proof,
-            self._spec.num_clients,
+            self.spec.num_clients,
             prefix=prefix,
             server=self.server,
             indices=[index for index, place in enumerate(places) if place == self._place],

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from keras_het.strategy.parameter_service import Status, credential
 from keras_het.strategy.parameter_service.admission import read_secret
+from keras_het.strategy.parameter_service.function_client import FunctionClient
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
-from keras_het.strategy.parameter_service.ledger_client import LedgerClient
 
 _ABOUT = "keras_het link rates 1"
 _MESSAGE_BYTES = 1 << 20
@@ -62,12 +62,17 @@ def _start_server(address: str, proof: bytes) -> FunctionServer:
 
 def _measure(address: str, proof: bytes) -> float:
     """Median time of a message, seconds; the first one, which connects, does not count."""
-    client = LedgerClient(address, proof, None, _TIMEOUT_SECONDS, prefix="")
+    client = FunctionClient(address, proof, _TIMEOUT_SECONDS)
     values = tf.zeros([_MESSAGE_BYTES // 4])
     specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None], tf.float32))
     times = []
     for _ in range(1 + _MESSAGES):
         began = time.perf_counter()
-        client.ask("absorb", [values], specs)
+        status, _ = client.ask("absorb", [values], specs)
+        if int(status) != Status.OK:
+            raise PermissionError(
+                f"The leader at {address} refused this worker: its shared secret differs. Use the "
+                "same secret on every task."
+            )
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_het import private_api
 from keras_het.strategy.hybrid.service_spec import ServiceSpec
 from keras_het.strategy.parameter_service import Status, credential
+from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
 
@@ -63,8 +62,14 @@ class Offers:
         """
         text = self._text.numpy().decode()
         self._text.assign("")
-        place, described = json.loads(text)
-        return ServiceSpec.from_json(described), int(place)
+        try:
+            place, described = json.loads(text)
+            return ServiceSpec.from_json(described), int(place)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"The offer of a training cannot be read. Received: {text[:200]!r} ({error}). Use "
+                "the same version of keras_het on every task."
+            ) from error
 
     def wait_at(self, address: str, is_stopped: Callable[[], bool]) -> bool:
         """Listens until there is an offer; whether there is one.
@@ -100,26 +105,16 @@ def make_offer(
         ConnectionError: if nobody answers.
         PermissionError: if the secret is not its.
     """
-    name = f"keras_het_{uuid.uuid4().hex}"
-    milliseconds = int(timeout_seconds * 1000)
-    rpc = private_api.RpcClient(
-        address, name, list_registered_methods=False, timeout_in_ms=milliseconds
-    )
-    text = json.dumps([place, spec.to_json()])
-    answer = rpc.call(
-        OFFER,
-        [tf.constant(credential(secret, _ABOUT)), tf.constant(text)],
-        output_specs=tf.TensorSpec([], tf.int32),
-        timeout_in_ms=milliseconds,
-    )
-    if not bool(answer.is_ok()):
-        code, message = answer.get_error()
+    client = FunctionClient(address, credential(secret, _ABOUT), timeout_seconds)
+    text = tf.constant(json.dumps([place, spec.to_json()]))
+    try:
+        status = client.ask(OFFER, [text], tf.TensorSpec([], tf.int32))
+    except NoAnswerError as error:
         raise ConnectionError(
-            f"No parameter service answered at {address} within {timeout_seconds:g} s. Received: "
-            f"error {int(code)}, {message.numpy().decode(errors='replace')!r}. Start `keras-het "
-            "serve` on that machine, with the same TF_CONFIG and secret."
-        )
-    if int(answer.get_value()) != Status.OK:
+            f"There is no parameter service: {error} Start `keras-het serve` on that machine, with "
+            "the same TF_CONFIG and secret."
+        ) from error
+    if int(status) != Status.OK:
         raise PermissionError(
             f"The parameter service at {address} refused this training: its shared secret differs. "
             "Use the same secret on every task."

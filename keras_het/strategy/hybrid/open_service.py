@@ -3,64 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from keras_het.strategy.cluster_address import free_port
+from keras_het.strategy.hybrid.host import Host
 from keras_het.strategy.hybrid.hosted_parts import HostedParts
-from keras_het.strategy.hybrid.offers import make_offer
 from keras_het.strategy.hybrid.remote_host import RemoteHost
-from keras_het.strategy.hybrid.service_connection import connect
 from keras_het.strategy.hybrid.service_host import ServiceHost
 from keras_het.strategy.hybrid.service_spec import spec_of
-from keras_het.strategy.parameter_service.sample_ledger import Stage
-
-
-class Host(Protocol):
-    """The service as the leader uses it: `ServiceHost` in its memory, or `RemoteHost`."""
-
-    @property
-    def ledger(self) -> Any:
-        """The sample ledger."""
-
-    def start_epoch(self, epoch: int) -> None:
-        """Begins an epoch."""
-
-    def set_stage(self, stage: Stage) -> None:
-        """Tells how far training is."""
-
-    def exchange(
-        self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool = False
-    ) -> list[Any]:
-        """Exchanges the group's weights and moving statistics with the center."""
-
-    def claim(self, epoch: int, count: int, following: int) -> tuple[int, int]:
-        """Takes batches of an epoch."""
-
-    def add_used(self, samples: int) -> None:
-        """Counts samples that were used."""
-
-    def center(self) -> list[Any]:
-        """The center."""
-
-    def state_center(self) -> list[Any]:
-        """The center of the moving statistics."""
-
-    def versions(self) -> Any:
-        """Updates of each partition so far."""
-
-    def training_clients(self) -> list[int]:
-        """Async workers that train."""
-
-    def waiting_clients(self) -> list[int]:
-        """Async workers that wait for the final weights."""
-
-    def conclude(self) -> None:
-        """Keeps what is known of the service readable after its end."""
-
-    def close(self) -> None:
-        """Ends the service."""
 
 
 @dataclasses.dataclass
@@ -100,11 +52,11 @@ def join_service(participant: Any) -> Membership:
         return _spread(participant, tasks)
     if not config.has_sync_group and len(tasks) > 1:
         parts = _start_parts(participant, tasks[0], 0, len(tasks))
-        return Membership(_connect(participant, tasks, tasks[1:]), parts)
+        return Membership(RemoteHost(participant, tasks, tasks[1:]), parts)
     if not strategy.is_chief:
         return Membership()
     if config.has_sync_group and tasks:
-        return Membership(_connect(participant, tasks, tasks))
+        return Membership(RemoteHost(participant, tasks, tasks))
     address = config.service_address()
     return Membership(ServiceHost(participant, address, participant.secret))
 
@@ -125,7 +77,7 @@ def _spread(participant: Any, tasks: list[str]) -> Membership:
     everyone = [*tasks, *members]
     place = len(tasks) + strategy.worker_index
     parts = _start_parts(participant, everyone[place], place, len(everyone))
-    host = _connect(participant, everyone, tasks) if strategy.is_chief else None
+    host = RemoteHost(participant, everyone, tasks) if strategy.is_chief else None
     return Membership(host, parts)
 
 
@@ -134,18 +86,3 @@ def _start_parts(participant: Any, address: str, place: int, count: int) -> Host
     parts = HostedParts(address, place, spec_of(participant, count), participant.secret, rules)
     parts.start()
     return parts
-
-
-def _connect(participant: Any, addresses: list[str], offered: list[str]) -> RemoteHost:
-    """Tells the tasks of the job `ps` what to serve, and connects to all parts."""
-    options, secret = participant.options, participant.secret
-    spec = spec_of(participant, len(addresses))
-    for address in offered:
-        place = addresses.index(address)
-        connect(
-            lambda where=address, at=place: make_offer(
-                where, secret, spec, at, options.timeout_seconds
-            ),
-            options.connect_seconds,
-        )
-    return RemoteHost(participant, addresses, offered)

@@ -10,7 +10,7 @@ from keras_het.strategy.hybrid.model_vectors import ModelVectors
 from keras_het.strategy.parameter_service import FloatWire, TopKWire, Wire, credential
 from keras_het.strategy.parameter_service.admission import read_secret
 from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
-from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH
+from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
 from keras_het.strategy.rules import ElasticAveraging, UpdateRule
 
 WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
@@ -114,9 +114,9 @@ class Participant(abc.ABC):
         _check_data(data, self.num_batches)
 
     @property
-    def facts(self) -> tuple[int, int, int, int, int]:
-        """Batches of an epoch, hash of their order, first pass, number and epochs of training."""
-        return (
+    def facts(self) -> TrainingFacts:
+        """What this participant trains."""
+        return TrainingFacts(
             self.num_batches,
             self.fingerprint,
             self.first_pass,
@@ -124,9 +124,13 @@ class Participant(abc.ABC):
             self.options.num_epochs,
         )
 
-    def pass_of(self, epoch: int) -> int:
-        """Number of an epoch's pass over the data: Keras makes two iterators for each epoch."""
-        return self.first_pass + 2 * epoch
+    def passes_before(self, epoch: int) -> tuple[bool, ...]:
+        """Passes over the data before an epoch, for each whether it was iterated.
+
+        Keras makes two iterators for each epoch and uses the first. What workers did in earlier
+        passes does not count: one may have got no batch of them.
+        """
+        return (True,) * self.first_pass + (True, False) * epoch
 
     @abc.abstractmethod
     def start_epoch(self, epoch: int) -> None:

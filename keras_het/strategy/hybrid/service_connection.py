@@ -17,6 +17,7 @@ from keras_het.strategy.hybrid.participant import (
 )
 from keras_het.strategy.parameter_service import NO_ANSWER, ParameterClient, Status
 from keras_het.strategy.parameter_service.client import PendingPush
+from keras_het.strategy.parameter_service.function_client import FunctionClient
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
 from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
 from keras_het.strategy.rules import Signal
@@ -255,11 +256,11 @@ def open_connection(participant: Any, client: int) -> Connection:
 def _find_addresses(participant: Any, ledger: LedgerClient, first: str) -> list[str]:
     """Asks the first process of the service where the others are."""
     seconds = participant.options.timeout_seconds
-    directory = LedgerClient(first, participant.credential, None, seconds, prefix="")
+    directory = FunctionClient(first, participant.credential, seconds)
     specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string))
     try:
         facts = ledger.report(Presence.GONE)
-        is_over = facts.stage == Stage.CLOSED and facts.run < participant.run
+        is_over = facts.stage == Stage.CLOSED and facts.training.run < participant.run
         answer = directory.ask(DIRECTORY, [tf.constant("")], specs)
     except ServiceLostError as error:
         raise ConnectionError(str(error)) from error

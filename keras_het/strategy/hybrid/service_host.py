@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from keras_het.strategy.hybrid.host import Grant, Host
 from keras_het.strategy.hybrid.hosted_parts import HostedParts
 from keras_het.strategy.hybrid.service_spec import spec_of
-from keras_het.strategy.parameter_service.sample_ledger import Presence, SampleLedger, Stage
+from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
 from keras_het.strategy.rules import Signal
 
 _logger = logging.getLogger("keras_het")
 _GROUP = 0
 
 
-class ServiceHost:
+class ServiceHost(Host):
     """Center, moving statistics and sample ledger, used in memory and answering on one server.
 
     Args:
@@ -31,6 +32,7 @@ class ServiceHost:
             address, 0, spec_of(leader, 1), secret, (leader.rule, leader.state_rule)
         )
         self._weights, self._state = self._parts.weights, self._parts.state
+        self.ledger = self._parts.ledger
         self._weights.set_partitions(vectors.weights.read())
         if not leader.rule.may_wait:
             self._weights.prepare_local_exchange()
@@ -44,14 +46,9 @@ class ServiceHost:
         self._parts.start()
         _logger.info("The parameter service answers on %s.", address)
 
-    @property
-    def ledger(self) -> SampleLedger:
-        """The sample ledger."""
-        return self._parts.ledger  # type: ignore[return-value]
-
     def start_epoch(self, epoch: int) -> None:
-        """Begins an epoch, and with the first one lets async workers in."""
-        self.ledger.start_epoch(epoch, *self._leader.facts)
+        """Begins an epoch."""
+        self.ledger.start_epoch(epoch, self._leader.facts)
         self.ledger.set_stage(Stage.RUNNING)
         self._parts.tell_addresses([self._parts.address])
 
@@ -60,25 +57,9 @@ class ServiceHost:
         self.ledger.set_stage(stage)
 
     def exchange(
-        self,
-        weights: list[Any],
-        state: list[Any],
-        samples: int,
-        push: bool,
-        wait: bool = False,
+        self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool = False
     ) -> list[Any]:
-        """Exchanges in memory.
-
-        Args:
-            weights: the group's weights, a vector for each partition.
-            state: its moving statistics, likewise.
-            samples: samples behind the change.
-            push: whether to push weights; else the center's take no notice.
-            wait: nothing needs to be waited for here.
-
-        Returns:
-            The group's weights and moving statistics after the exchange.
-        """
+        """Exchanges in memory, where nothing needs to be waited for."""
         del wait
         new_state = []
         if self._state is not None:
@@ -96,10 +77,10 @@ class ServiceHost:
         new = [self._rule.receive(w, w, a) for w, a in zip(goes_on, self._seen, strict=True)]
         return [*new, *new_state]
 
-    def claim(self, epoch: int, count: int, following: int) -> tuple[int, int]:
-        """Takes batches of an epoch for the group; the first one, and how many."""
-        del following
-        return self.ledger.claim(_GROUP, epoch, count)
+    def claim(self, epoch: int, count: int) -> Grant:
+        """Takes batches of an epoch for the group."""
+        first, granted = self.ledger.claim(_GROUP, epoch, count)
+        return Grant(first, granted, granted < count)
 
     def add_used(self, samples: int) -> None:
         """Counts samples that the group has used."""

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from keras_het.strategy.hybrid.claims import GroupClaims
-from keras_het.strategy.hybrid.open_service import Host, Membership, join_service
+from keras_het.strategy.hybrid.host import Grant, Host
+from keras_het.strategy.hybrid.open_service import Membership, join_service
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant
 from keras_het.strategy.parameter_service.sample_ledger import Stage
 
@@ -54,7 +55,7 @@ class ServiceTask(Participant):
             time.sleep(_POLL_SECONDS)
         self.model.stop_training = True
 
-    def _pass_over_the_gone(self, host: Any) -> None:
+    def _pass_over_the_gone(self, host: Host) -> None:
         """Lets nobody wait for the turn of a worker that took batches and is silent now."""
         came = {int(client) for client in host.ledger.claimed.nonzero()[0]}
         here = {*host.training_clients(), *host.waiting_clients()}
@@ -65,8 +66,8 @@ class ServiceTask(Participant):
 
     def claims(self) -> GroupClaims:
         """No batch is this task's."""
-        claims = GroupClaims(self.pass_of(self._epoch))
-        claims.add(0, 0, 1)
+        claims = GroupClaims(self.passes_before(self._epoch))
+        claims.add(Grant(0, 0, True))
         return claims
 
     def steps_done(self, steps: int, samples: int) -> None:

@@ -40,10 +40,12 @@ class ServingProcess:
         A leader that starts anew offers again, which ends the training that it left.
         """
         self._say(f"waiting for a training at {self.address}")
-        if not self._offers.wait_at(self.address, self._is_stopped):
-            return False
-        spec, place = self._offers.take()
-        parts = HostedParts(self.address, place, spec, self._secret)
+        parts = None
+        while parts is None:
+            if not self._offers.wait_at(self.address, self._is_stopped):
+                return False
+            parts = self._make_parts()
+        spec = parts.spec
         self._offers.register_on(parts.server)
         parts.start()
         held = len(parts.weights.indices)
@@ -56,3 +58,12 @@ class ServingProcess:
         self._say("training has ended" if parts.is_closed else "training was left")
         parts.close()
         return True
+
+    def _make_parts(self) -> HostedParts | None:
+        """What the leader wants to be held; None if that cannot be read."""
+        try:
+            spec, place = self._offers.take()
+            return HostedParts(self.address, place, spec, self._secret)
+        except ValueError as error:
+            self._say(f"an offer was not taken: {error}")
+            return None

@@ -10,7 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.strategy.hybrid.claims import GroupClaims
-from keras_het.strategy.hybrid.open_service import Host, Membership, join_service
+from keras_het.strategy.hybrid.host import Grant, Host
+from keras_het.strategy.hybrid.open_service import Membership, join_service
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant
 from keras_het.strategy.parameter_service.sample_ledger import Stage
 
@@ -55,7 +56,7 @@ class SyncGroup(Participant):
         if self._host is not None:
             self._host.start_epoch(epoch)
         self._epoch = epoch
-        self._claims = GroupClaims(self.pass_of(epoch))
+        self._claims = GroupClaims(self.passes_before(epoch))
         self._ask = 2 * self.options.period
         self._exchange(push=False)
 
@@ -111,12 +112,13 @@ class SyncGroup(Participant):
         self._unclaimed = self._ask = 0
         weights = self.vectors.weights.read()
         state = self.vectors.state.read() if self.vectors.state is not None else []
-        header = [0, 0]
+        header = [0, 0, 0]
         answer = [tf.zeros_like(part) for part in (*weights, *state)]
         if self._host is not None:
             answer = self._host.exchange(weights, state, self._samples, push, wait)
             if asked and self._claims is not None:
-                header = list(self._host.claim(self._epoch, asked, self._claims.known_until))
+                grant = self._host.claim(self._epoch, asked)
+                header = [grant.first, grant.count, int(grant.is_last)]
             self._host.add_used(self._samples - self._counted)
         *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
         self._counted = self._samples
@@ -124,8 +126,8 @@ class SyncGroup(Participant):
             self._steps = self._samples = self._counted = 0
         self._take(values[: len(weights)], values[len(weights) :])
         if asked and self._claims is not None:
-            first, count = (int(number) for number in header.numpy())
-            self._claims.add(first, count, asked)
+            first, count, is_last = (int(number) for number in header.numpy())
+            self._claims.add(Grant(first, count, bool(is_last)))
 
     def _take(self, weights: list[Any], state: list[Any]) -> None:
         """Goes on from what the exchange gave."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import socket
 import threading
 import time
 from typing import Any
@@ -52,6 +54,7 @@ class FunctionServer:
         Raises:
             RuntimeError: if it does not, as when the address cannot be listened on.
         """
+        _check_nobody_listens(self.address)
         self._thread.start()
         deadline = time.monotonic() + _LONGEST_START_SECONDS
         while not bool(self._is_started) and time.monotonic() < deadline:
@@ -90,3 +93,18 @@ class FunctionServer:
             pass  # closed
         except Exception as error:
             self._error = error
+
+
+def _check_nobody_listens(address: str) -> None:
+    """TensorFlow's servers share a port with each other, so that each gets some of the calls."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RuntimeError(
+                    f"The server at {address} did not start: another process listens there. End "
+                    "the one that an earlier run has left, or give another port."
+                ) from error

@@ -35,11 +35,19 @@ class Part:
             center: float32 vector.
             state: vector of strings, empty to set the center alone.
         """
-        self.center.assign(center)
         if tf.greater(tf.size(state), 0):
-            for index, variable in enumerate(self._state()):
-                value = tf.io.parse_tensor(state[index], variable.dtype)
-                variable.assign(tf.ensure_shape(value, variable.shape))
+            variables = self._state()
+            tf.debugging.assert_equal(tf.size(state), len(variables))
+            values = [
+                tf.ensure_shape(tf.io.parse_tensor(state[index], variable.dtype), variable.shape)
+                for index, variable in enumerate(variables)
+            ]
+            with tf.control_dependencies(values):  # nothing changes if one cannot be read
+                for variable, value in zip(variables, values, strict=True):
+                    variable.assign(value)
+                self.center.assign(center)
+        else:
+            self.center.assign(center)
 
     def _state(self) -> list[Any]:
         return [self.version, *(self.slots[name] for name in sorted(self.slots))]

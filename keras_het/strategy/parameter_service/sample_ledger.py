@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -30,6 +30,24 @@ class Presence(enum.IntEnum):
     GONE = 0
     WAITING = 1
     TRAINING = 2
+
+
+class TrainingFacts(NamedTuple):
+    """What the sync group trains, and async workers must know.
+
+    Attributes:
+        num_batches: global batches of an epoch.
+        fingerprint: of the order of the samples, 0 if not known.
+        first_pass: number of epoch 0's pass over the data.
+        run: number of the training among those of the leader's process.
+        num_epochs: epochs of the training; no batch of a later one is handed out.
+    """
+
+    num_batches: int
+    fingerprint: int = 0
+    first_pass: int = 0
+    run: int = 0
+    num_epochs: int = LARGEST_EPOCH
 
 
 class SampleLedger:
@@ -68,30 +86,15 @@ class SampleLedger:
         server.register(f"{PREFIX}report", self._report_function())
         server.register(f"{PREFIX}lead", self._lead_function())
 
-    def start_epoch(
-        self,
-        epoch: int,
-        num_batches: int,
-        fingerprint: int,
-        first_pass: int = 0,
-        run: int = 0,
-        num_epochs: int = LARGEST_EPOCH,
-    ) -> None:
+    def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
         """The sync group begins an epoch.
 
         Args:
             epoch: number of the epoch, from 0.
-            num_batches: global batches of an epoch.
-            fingerprint: of the order of the samples, 0 if not known.
-            first_pass: number of epoch 0's pass over the data.
-            run: number of the training among those of the leader's process.
-            num_epochs: epochs of the training; no batch of a later one is handed out.
+            training: what is trained.
         """
-        self._num_epochs.assign(num_epochs)
-        self._run.assign(run)
-        self._first_pass.assign(first_pass)
-        self._total.assign(num_batches)
-        self._fingerprint.assign(fingerprint)
+        for place, number in zip(self._facts(), training, strict=True):
+            place.assign(number)
         self._epoch.assign(epoch)
 
     def set_stage(self, stage: Stage) -> None:
@@ -210,6 +213,7 @@ class SampleLedger:
         )
         def report(credential: Any, client: Any, used: Any, presence: Any) -> Any:
             known = (client >= 0) & (client < self._num_clients) & (used >= 0)
+            known &= (presence >= 0) & (presence <= max(Presence))
 
             def note() -> Any:
                 place = [[client]]
@@ -229,9 +233,9 @@ class SampleLedger:
             )
             with tf.control_dependencies([code]):
                 admitted = tf.equal(code, int(Status.OK))
-                numbers = (self._epoch, self._total, self._fingerprint, self._first_pass, self._run)
+                numbers = [self._epoch.read_value(), *(f.read_value() for f in self._facts())]
                 facts = tf.stack([tf.cast(self._stage, tf.int64), *numbers])
-                return code, tf.where(admitted, facts, tf.fill([6], tf.constant(-1, tf.int64)))
+                return code, tf.where(admitted, facts, tf.fill([7], tf.constant(-1, tf.int64)))
 
         return report
 
@@ -241,35 +245,33 @@ class SampleLedger:
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([7], tf.int64),
+                tf.TensorSpec([8], tf.int64),
             ]
         )
         def lead(credential: Any, client: Any, used: Any, facts: Any) -> Any:
             """Sets the facts, unless the stage is negative, and tells what clients are doing."""
+            stage, taken_until, epoch, *numbers = tf.unstack(facts)
+
+            def pass_on() -> Any:
+                following = tf.maximum(self._next[epoch], taken_until)
+                return self._next.scatter_nd_update([[epoch]], [following])[epoch]
 
             def note() -> Any:
-                stage, *numbers = tf.unstack(facts)
-                self._stage.assign(tf.cast(stage, tf.int32))
-                places = (
-                    self._epoch,
-                    self._total,
-                    self._fingerprint,
-                    self._first_pass,
-                    self._run,
-                    self._num_epochs,
-                )
-                for place, number in zip(places, numbers, strict=True):
+                self._lock.execute(pass_on)  # before others may claim
+                places = (self._epoch, *self._facts())
+                for place, number in zip(places, (epoch, *numbers), strict=True):
                     place.assign(number)
+                self._stage.assign(tf.cast(stage, tf.int32))
                 return tf.constant(int(Status.OK))
 
             def take() -> Any:
                 counted = self._used.scatter_nd_add([[0]], [used])
-                changes = facts[0] >= 0
-                noted = tf.cond(changes, note, lambda: tf.constant(int(Status.OK)))
+                noted = tf.cond(stage >= 0, note, lambda: tf.constant(int(Status.OK)))
                 with tf.control_dependencies([counted, noted]):
                     return tf.constant(int(Status.OK)), self._overview()
 
-            known = tf.equal(client, 0) & (used >= 0) & (facts[0] <= int(Stage.CLOSED))
+            known = tf.equal(client, 0) & (used >= 0) & (stage <= int(Stage.CLOSED))
+            known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
             return tf.cond(
                 self._gate.admits(credential) & known,
                 take,
@@ -277,6 +279,10 @@ class SampleLedger:
             )
 
         return lead
+
+    def _facts(self) -> tuple[Any, ...]:
+        """Variables of `TrainingFacts`, in its order."""
+        return (self._total, self._fingerprint, self._first_pass, self._run, self._num_epochs)
 
     def _overview(self) -> Any:
         """Presence, seconds of silence, batches and samples of each client; batches left."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import tensorflow as tf
 
-from keras_het import private_api
 from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
 
 _DEADLINE_EXCEEDED = 4
 _EXCHANGE_SPECS = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None], tf.float32))
@@ -43,18 +42,10 @@ class SummationClient:
     ) -> None:
         self.name = name
         self.address = address
-        self._credential = tf.constant(credential)
         self._worker = worker
         self._run = run
         self._is_lost = is_lost
-        self._timeout_seconds = timeout_seconds
-        # TensorFlow shares clients of one name, and frees them with the first of their owners.
-        self._rpc = private_api.RpcClient(
-            address,
-            f"keras_het_{uuid.uuid4().hex}",
-            list_registered_methods=False,
-            timeout_in_ms=int(timeout_seconds * 1000),
-        )
+        self._client = FunctionClient(address, credential, timeout_seconds)
         # One trace for all partitions.
         self.exchange = tf.function(
             self._exchange,
@@ -75,17 +66,16 @@ class SummationClient:
             ConnectionError: if it does not answer in time.
             PermissionError: if it refuses.
         """
-        call = self._call("sum_join", [self._credential, tf.constant(self._run, tf.int64)],
-                          tf.TensorSpec([], tf.int32), timeout_seconds)  # fmt: skip
-        if not bool(call.is_ok()):
-            code, message = call.get_error()
+        run, spec = tf.constant(self._run, tf.int64), tf.TensorSpec([], tf.int32)
+        try:
+            status = self._client.ask("sum_join", [run], spec, timeout_seconds)
+        except NoAnswerError as error:
             raise ConnectionError(
-                f"{self.name} ({self.address}) did not answer within {timeout_seconds:g} s. "
-                f"Received: error {int(code)}, {message.numpy().decode(errors='replace')!r}. Start "
-                "all workers, and `python -m keras_het.strategy.summation` on every machine of "
-                "TF_CONFIG's job 'summation', and check that the address can be reached from here."
-            )
-        if int(call.get_value()) != Status.OK:
+                f"{self.name}: {error} Start all workers, and `python -m "
+                "keras_het.strategy.summation` on every machine of TF_CONFIG's job 'summation', "
+                "and check that the address can be reached from here."
+            ) from error
+        if int(status) != Status.OK:
             raise PermissionError(
                 f"{self.name} ({self.address}) refused this worker: its shared secret or its "
                 "TF_CONFIG (number of workers and summation machines) differs. Use the same for "
@@ -99,17 +89,12 @@ class SummationClient:
             timeout_seconds: how long to wait for it.
         """
         spec = tf.TensorSpec([], tf.int32)
-        call = self._call("sum_hello", [self._credential], spec, timeout_seconds)
+        call = self._client.call("sum_hello", [], spec, timeout_seconds)
         return bool(call.is_ok())
-
-    def _call(self, method: str, arguments: list[Any], specs: Any, timeout_seconds: float) -> Any:
-        milliseconds = max(1, int(timeout_seconds * 1000))
-        return self._rpc.call(method, arguments, output_specs=specs, timeout_in_ms=milliseconds)
 
     def _exchange(self, slot: Any, step: Any, values: Any) -> Any:
         """Status and sum; raises in the graph what the connection raised."""
         arguments = [
-            self._credential,
             tf.constant(self._run, tf.int64),
             slot,
             tf.constant(self._worker),
@@ -118,7 +103,7 @@ class SummationClient:
         ]
 
         def attempt() -> tuple[Any, Any, Any]:
-            call = self._call("sum_exchange", arguments, _EXCHANGE_SPECS, self._timeout_seconds)
+            call = self._client.call("sum_exchange", arguments, _EXCHANGE_SPECS)
             code = tf.ensure_shape(call.get_error()[0], [])
             may_try_again = tf.equal(code, _DEADLINE_EXCEEDED) & ~self._is_lost.read_value()
             status, total = tf.cond(

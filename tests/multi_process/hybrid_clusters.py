@@ -1,0 +1,115 @@
+"""Clusters of a sync group and async workers for tests, and what their tasks wrote."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from forked_workers import cluster_environments
+
+from keras_het.launch.emulation import Emulation
+from keras_het.launch.free_ports import ReservedPorts
+
+SAMPLES, BATCH, EPOCHS = 360, 12, 3
+MANY = 8  # epochs, where the test acts while they train: longer than a worker takes to start
+VARIANCE = 55  # of the labels: the loss of a model that has learnt nothing
+SECRET = {"KERAS_HET_SERVICE_SECRET": "a secret that only tests know"}
+
+
+def environments(
+    jobs: dict[str, int], slow: float = 0.002, fast: float = 0.001
+) -> list[dict[str, str]]:
+    """One environment a task; async workers take `slow` seconds a sample."""
+    ports = ReservedPorts(1)
+    ports.release()
+    ports.close()
+    common = {**SECRET, "KERAS_HET_SERVICE_ADDRESS": ports.addresses[0]}
+    found = cluster_environments(jobs, common)
+    emulated = {
+        seconds: Emulation((1.0,), seconds_per_sample=seconds).environment_of(0)
+        for seconds in (slow, fast)
+    }
+    for environment in found:
+        task = json.loads(environment["TF_CONFIG"])["task"]["type"]
+        environment.update(emulated[slow if task == "async" else fast])
+    return found
+
+
+def run(
+    start: Any, folder: Path, jobs: dict[str, int], fast: float = 0.001, **options: Any
+) -> dict[str, Any]:
+    """Trains with all tasks at once; what each of them wrote, by its name."""
+    options = {"epochs": EPOCHS, "timeout_seconds": 60, **options}
+    workers = start(
+        "program_hybrid.py",
+        arguments=[folder, json.dumps(options)],
+        environments=environments(jobs, fast=fast),
+    )
+    for worker in workers.wait():
+        assert worker.exit_code == 0, worker.output
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def sample_counts(results: dict[str, Any]) -> np.ndarray:
+    """How often each sample was used, over all tasks that have a share of their own."""
+    seen = [i for result in results.values() for epoch in result["seen"] for i in epoch]
+    return np.bincount(seen, minlength=SAMPLES)
+
+
+def assert_equal_weights(results: dict[str, Any]) -> None:
+    """All tasks ended with the same bits."""
+    first, *others = [result["weights"] for result in results.values()]
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            np.testing.assert_array_equal(np.array(one), np.array(two))
+
+
+class Cluster:
+    """A hybrid cluster whose tasks the test treats badly."""
+
+    def __init__(self, start: Any, folder: Path, jobs: dict[str, int], **options: Any) -> None:
+        self.folder = folder
+        self._start = start
+        self._arguments = [folder, json.dumps({"epochs": MANY, "period": 2, **options})]
+        # slow enough that the test can act while they train
+        environments_of_tasks = environments(jobs, slow=0.008, fast=0.008)
+        if "ps" in jobs:
+            for environment in environments_of_tasks:
+                del environment["KERAS_HET_SERVICE_ADDRESS"]
+        names = [f"{job}_{index}" for job, count in jobs.items() for index in range(count)]
+        self.environments = dict(zip(names, environments_of_tasks, strict=True))
+
+    def start(self, *names: str) -> Any:
+        """Starts tasks; those of the job ps run `keras-het serve`."""
+        serves = names[0].startswith("ps")
+        return self._start(
+            "program_serve.py" if serves else "program_hybrid.py",
+            arguments=["--once"] if serves else self._arguments,
+            environments=[self.environments[name] for name in names],
+        )
+
+    def step(self, name: str) -> int:
+        """Steps that a task has trained."""
+        path = self.folder / f"{name}.step"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        """Waits until a task has trained so many steps."""
+        wait_until(lambda: self.step(name) >= step, f"{name} at {step}")
+
+    def result(self, name: str) -> dict[str, Any]:
+        """What a task wrote at its end."""
+        return dict(json.loads((self.folder / f"{name}.json").read_text()))
+
+
+def wait_until(is_true: Any, what: str, seconds: float = 120.0) -> None:
+    """Waits for a condition, at most so long."""
+    deadline = time.monotonic() + seconds
+    never = threading.Event()
+    while not is_true():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        never.wait(0.02)

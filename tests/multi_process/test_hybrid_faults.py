@@ -1,0 +1,164 @@
+"""Workers and services that are killed, stopped, late or wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hybrid_clusters import (
+    BATCH,
+    EPOCHS,
+    MANY,
+    SAMPLES,
+    VARIANCE,
+    Cluster,
+    assert_equal_weights,
+    environments,
+    sample_counts,
+)
+
+
+@pytest.mark.variant
+def test_a_slow_worker_is_not_gone(start_workers: Any, tmp_path: Path) -> None:
+    # its exchange takes longer than the silence after which a worker counts as gone
+    jobs, seconds = {"worker": 1, "async": 1}, 2.0
+    tasks = environments(jobs, slow=0.02, fast=0.015)
+    options = {"epochs": EPOCHS, "timeout_seconds": seconds, "period": 20}
+    arguments = [tmp_path, json.dumps(options)]
+    workers = start_workers("program_hybrid.py", arguments=arguments, environments=tasks)
+    for worker in workers.wait():
+        assert worker.exit_code == 0, worker.output
+    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    leader = results["worker_0"]
+    assert leader["used"][1] > 0
+    assert sum(leader["used"]) == EPOCHS * SAMPLES
+    assert_equal_weights(results)
+
+
+def test_a_killed_async_worker_holds_nobody_up(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(start_workers, tmp_path, {"worker": 2, "async": 1}, timeout_seconds=2)
+    group = cluster.start("worker_0", "worker_1")
+    victim = cluster.start("async_0")
+    cluster.wait_for_step("async_0", 3)
+    victim.send_signal(0)
+    for worker in group.wait():
+        assert worker.exit_code == 0, worker.output
+    results = {name: cluster.result(name) for name in ("worker_0", "worker_1")}
+    assert_equal_weights(results)
+    leader = results["worker_0"]
+    claimed, used = leader["claimed"], leader["used"]
+    # it held one batch, and had not told of the steps since its last exchange
+    assert 0 < claimed[1] * BATCH - used[1] <= BATCH + 2 * BATCH
+    assert claimed[0] * BATCH == used[0] and sum(claimed) == MANY * SAMPLES // BATCH
+    assert sample_counts(results).max() <= MANY
+
+
+@pytest.mark.variant
+def test_a_stopped_async_worker_goes_on_later(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
+    group, worker = cluster.start("worker_0"), cluster.start("async_0")
+    cluster.wait_for_step("async_0", 2)
+    worker.send_signal(0, signal.SIGSTOP)
+    before = cluster.step("worker_0")
+    cluster.wait_for_step("worker_0", before + 15)
+    worker.send_signal(0, signal.SIGCONT)
+    for each in [*group.wait(), *worker.wait()]:
+        assert each.exit_code == 0, each.output
+    results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
+    assert_equal_weights(results)
+    assert sample_counts(results).tolist() == [MANY] * SAMPLES
+
+
+def test_a_late_worker_joins(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
+    group = cluster.start("worker_0")
+    cluster.wait_for_step("worker_0", 12)
+    late = cluster.start("async_0")
+    for each in [*group.wait(), *late.wait()]:
+        assert each.exit_code == 0, each.output
+    results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
+    assert_equal_weights(results)
+    assert sample_counts(results).tolist() == [MANY] * SAMPLES
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str) -> None:
+    cluster = Cluster(
+        start_workers,
+        tmp_path,
+        {"worker": 1, "async": 1},
+        timeout_seconds=2,
+        on_service_loss=on_loss,
+        epochs=4,
+    )
+    leader, worker = cluster.start("worker_0"), cluster.start("async_0")
+    cluster.wait_for_step("async_0", 3)
+    leader.send_signal(0)
+    (result,) = worker.wait()
+    if on_loss == "raise":
+        assert result.exit_code != 0
+        assert "ServiceLostError" in result.output
+        assert "did not answer" in result.output
+    else:
+        assert result.exit_code == 0, result.output
+        assert "Training goes on alone" in result.output
+        # all batches are its own from then on
+        assert cluster.result("async_0")["steps"] > SAMPLES // BATCH
+
+
+def test_another_secret_is_refused(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1}, epochs=2)
+    cluster.environments["async_0"]["KERAS_HET_SERVICE_SECRET"] = "one that was guessed"
+    group, worker = cluster.start("worker_0"), cluster.start("async_0")
+    (refused,) = worker.wait()
+    assert refused.exit_code != 0
+    assert "PermissionError" in refused.output and "secret" in refused.output
+    (leader,) = group.wait()
+    assert leader.exit_code == 0, leader.output
+    assert cluster.result("worker_0")["used"] == [2 * SAMPLES, 0]
+
+
+def test_a_lost_service_on_another_task_is_an_error(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(
+        start_workers, tmp_path, {"worker": 1, "async": 1, "ps": 1}, timeout_seconds=2
+    )
+    service = cluster.start("ps_0")
+    workers = cluster.start("worker_0", "async_0")
+    cluster.wait_for_step("async_0", 3)
+    service.send_signal(0)
+    for worker in workers.wait():
+        assert worker.exit_code != 0
+        assert "ServiceLostError" in worker.output and "did not answer" in worker.output
+
+
+@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.variant)])
+def test_training_attaches_again_to_a_service_that_returns(
+    start_workers: Any, tmp_path: Path, how: str
+) -> None:
+    options = {"timeout_seconds": 2, "on_service_loss": "continue", "partition_bytes": 64}
+    jobs = {"worker": 1, "async": 1, "ps": 2}
+    cluster = Cluster(start_workers, tmp_path, jobs, **options)
+    first, second = cluster.start("ps_0"), cluster.start("ps_1")
+    group, worker = cluster.start("worker_0"), cluster.start("async_0")
+    cluster.wait_for_step("async_0", 3)
+    first.send_signal(0, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    # the step after the next exchange comes only when the service was given up
+    cluster.wait_for_step("worker_0", cluster.step("worker_0") + 6)
+    if how == "stopped":
+        first.send_signal(0, signal.SIGCONT)
+    else:
+        first = cluster.start("ps_0")
+    for each in [*group.wait(), *worker.wait(), *first.wait(), *second.wait()]:
+        assert each.exit_code == 0, each.output
+    (output,) = (each.output for each in group.wait())
+    assert "goes on alone" in output and "answers again" in output, output
+    results = {name: cluster.result(name) for name in ("worker_0", "async_0")}
+    assert_equal_weights(results)
+    counts = sample_counts(results)
+    assert counts.min() >= MANY
+    # both train on what they are at, and the group on what follows, while the service is away
+    assert counts.mean() < 1.5 * MANY
+    assert results["worker_0"]["history"]["val_loss"][-1] < 0.2 * VARIANCE

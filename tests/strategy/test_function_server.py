@@ -1,0 +1,105 @@
+"""Functions answer over RPC until their server is closed; the client tells what went wrong."""
+
+import socket
+
+import keras
+import pytest
+import tensorflow as tf
+
+from keras_het.launch.free_ports import ReservedPorts
+from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
+from keras_het.strategy.parameter_service.function_server import FunctionServer
+
+NUMBER = tf.TensorSpec([], tf.int32)
+
+
+def free_address():
+    ports = ReservedPorts(1)
+    ports.release()
+    ports.close()
+    return ports.addresses[0]
+
+
+def serve(address, amount):
+    server = FunctionServer(address)
+    variable = tf.Variable(amount, trainable=False)
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.string), NUMBER])
+    def add(credential, value):
+        return variable + value
+
+    server.register("add", add)
+    server.start()
+    return server
+
+
+def ask(client, value=1, function="add"):
+    return int(client.ask(function, [tf.constant(value)], NUMBER))
+
+
+@pytest.fixture
+def address(cpu_devices):
+    return free_address()
+
+
+def test_answers_until_it_is_closed_and_leaves_its_port(address):
+    server = serve(address, 10)
+    assert ask(FunctionClient(address, b"", 10)) == 11
+    server.close()
+    with pytest.raises(NoAnswerError, match=r"did not answer within 0\.5 s"):
+        ask(FunctionClient(address, b"", 0.5))
+    host, port = address.split(":")
+    with socket.socket() as taken:  # raises if the port is still held
+        taken.bind((host, int(port)))
+
+
+def test_another_server_at_the_same_address_answers_old_clients(address):
+    server = serve(address, 10)
+    client = FunctionClient(address, b"", 10)
+    assert ask(client) == 11
+    server.close()
+    second = serve(address, 20)
+    assert ask(client) == 21
+    second.close()
+
+
+def test_goes_on_after_keras_has_cleared_its_session(address):
+    server = serve(address, 10)
+    client = FunctionClient(address, b"", 10)
+    assert ask(client) == 11
+    keras.backend.clear_session()
+    assert ask(client, 5) == 15
+    server.close()
+
+
+def test_an_unknown_function_is_told_from_a_lost_server(address):
+    server = serve(address, 10)
+    client = FunctionClient(address, b"", 10)
+    with pytest.raises(NoAnswerError, match="not registered") as caught:
+        ask(client, function="subtract")
+    assert caught.value.is_unknown_function
+    server.close()
+    with pytest.raises(NoAnswerError) as caught:
+        ask(FunctionClient(address, b"", 0.5))
+    assert not caught.value.is_unknown_function
+
+
+def test_an_address_in_use_is_an_error(address):
+    server = serve(address, 10)
+    with pytest.raises(RuntimeError, match="did not start"):
+        serve(address, 20)
+    assert ask(FunctionClient(address, b"", 10)) == 11
+    server.close()
+
+
+def test_many_calls_are_under_way_at_once_in_a_graph(address):
+    server = serve(address, 10)
+    client = FunctionClient(address, b"", 10)
+
+    @tf.function
+    def ask_all():
+        calls = [client.call("add", [tf.constant(value)], NUMBER) for value in range(5)]
+        return [call.get_value() for call in calls]
+
+    assert [int(value) for value in ask_all()] == [10, 11, 12, 13, 14]
+    server.close()

@@ -1,0 +1,193 @@
+"""Bad requests to every other function of the service change nothing; good ones still do."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_het.launch.free_ports import ReservedPorts
+from keras_het.strategy.hybrid.offers import Offers, make_offer
+from keras_het.strategy.hybrid.service_spec import ServiceSpec
+from keras_het.strategy.hybrid.serving import ServingProcess
+from keras_het.strategy.parameter_service import ParameterService, Partitions, Status, credential
+from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
+from keras_het.strategy.parameter_service.function_server import FunctionServer
+from keras_het.strategy.parameter_service.gate import Gate
+from keras_het.strategy.parameter_service.sample_ledger import (
+    LARGEST_EPOCH,
+    Presence,
+    SampleLedger,
+    Stage,
+    TrainingFacts,
+)
+from keras_het.strategy.rules import AsyncSGD, Signal
+
+PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: 9 + 5
+SECRET = b"0123456789abcdef"
+GOOD = credential(SECRET, "model")
+NUM_CLIENTS, NUM_BAD = 3, 600
+STATUS = tf.TensorSpec([], tf.int32)
+
+
+def free_address():
+    ports = ReservedPorts(1)
+    ports.release()
+    ports.close()
+    return ports.addresses[0]
+
+
+class Requests:
+    """Random requests with one thing wrong: the credential, or a value that is out of range."""
+
+    def __init__(self, seed):
+        self.random = np.random.default_rng(seed)
+
+    def make(self):
+        """Credential, function and arguments."""
+        function, arguments, wrong = self.one_of(self.kinds())
+        if self.random.integers(3) == 0:
+            return self.wrong_credential(), function, arguments
+        place, value = self.one_of(wrong)
+        if isinstance(place, int):
+            arguments[place] = value
+        return GOOD, function, arguments
+
+    def kinds(self):
+        """Functions, good arguments, and what is wrong in the place of one of them."""
+        bad_client = self.one_of([-1, NUM_CLIENTS, 2**31 - 1])
+        bad_size = self.random.normal(size=4).astype("float32")
+        center = self.random.normal(size=9).astype("float32")
+        broken = center.copy()
+        broken[self.random.integers(9)] = self.one_of([np.nan, np.inf, -np.inf])
+        states = np.array([b"x" * self.random.integers(1, 40)] * self.random.integers(1, 4))
+        facts = np.array([int(Stage.CLOSED), 7, 1, 2, 3, 4, 5, 6], np.int64)
+        bad_epoch = facts.copy()
+        bad_epoch[2] = self.one_of([-1, LARGEST_EPOCH, 2**62])
+        bad_stage = facts.copy()
+        bad_stage[0] = int(Stage.CLOSED) + 1
+        number = np.int64
+        return [
+            ("restore_0", [center, np.array([], "S1")], [(0, broken), (0, bad_size), (1, states)]),
+            ("signal_0", [np.int32(1), np.int32(0)],
+             [(0, np.int32(bad_client)), (1, np.int32(max(Signal) + 1)), (1, np.int32(-1))]),
+            ("ledger_claim", [np.int32(1), number(0), number(1)],
+             [(0, np.int32(bad_client)), (1, number(-1)), (1, number(LARGEST_EPOCH)),
+              (2, number(0)), (2, number(-(2**62)))]),
+            ("ledger_report", [np.int32(1), number(3), np.int32(1)],
+             [(0, np.int32(bad_client)), (1, number(-1)), (2, np.int32(max(Presence) + 1))]),
+            ("ledger_lead", [np.int32(0), number(3), facts],
+             [(0, np.int32(1)), (0, np.int32(bad_client)), (1, number(-1)), (2, bad_epoch),
+              (2, bad_stage), (2, facts[:5])]),
+        ]  # fmt: skip
+
+    def one_of(self, choices):
+        return choices[self.random.integers(len(choices))]
+
+    def wrong_credential(self):
+        return self.one_of([b"", GOOD[:-1], GOOD + b"\0", bytes(self.random.bytes(32))])
+
+
+@pytest.fixture
+def service(cpu_devices):
+    server = FunctionServer(free_address())
+    rule = AsyncSGD(0.1, momentum=0.5)
+    parameters = ParameterService(
+        server.address, PARTITIONS, rule, GOOD, NUM_CLIENTS, server=server
+    )
+    ledger = SampleLedger(server, Gate(GOOD), NUM_CLIENTS)
+    ledger.start_epoch(0, TrainingFacts(50, 17))
+    ledger.set_stage(Stage.RUNNING)
+    server.start()
+    return parameters, ledger, server
+
+
+def snapshot(parameters, ledger):
+    variables = [v for v in vars(ledger).values() if isinstance(v, tf.Variable)]
+    state = parameters.state()
+    return [*parameters.center(), *state.values(), *[v.numpy() for v in variables]]
+
+
+def test_bad_requests_change_nothing(service):
+    parameters, ledger, server = service
+    before, requests = snapshot(parameters, ledger), Requests(seed=3)
+    clients, accepted = {}, []
+    for _ in range(NUM_BAD):
+        proof, function, arguments = requests.make()
+        if proof not in clients:
+            clients[proof] = FunctionClient(server.address, proof, 20)
+        specs = {"ledger_claim": (STATUS, None, None)}.get(function, (STATUS, None))
+        specs = STATUS if function == "restore_0" else specs
+        specs = tf.nest.map_structure(lambda spec: spec or tf.TensorSpec(None, tf.int64), specs)
+        if function == "signal_0":
+            specs = (STATUS, STATUS)
+        elif function == "ledger_lead":
+            specs = (STATUS, tf.TensorSpec(None, tf.float64))
+        answer = clients[proof].call(function, [tf.constant(a) for a in arguments], specs)
+        if bool(answer.is_ok()):
+            status = tf.nest.flatten(answer.get_value())[0]
+            if int(status) in (Status.OK, Status.WAIT):
+                accepted.append((proof == GOOD, function, arguments))
+    assert accepted == []
+    for now, then in zip(snapshot(parameters, ledger), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    server.close()
+
+
+def test_the_same_requests_without_a_fault_are_accepted(service):
+    """The fuzzer's requests fail for the fault that they have, and for nothing else."""
+    parameters, ledger, server = service
+    client = FunctionClient(server.address, GOOD, 20)
+    pairs = (STATUS, tf.TensorSpec(None, tf.int64))
+    specs = {
+        "restore_0": STATUS,
+        "signal_0": (STATUS, STATUS),
+        "ledger_claim": (STATUS, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)),
+        "ledger_report": pairs,
+        "ledger_lead": (STATUS, tf.TensorSpec(None, tf.float64)),
+    }
+    for function, arguments, _ in Requests(seed=4).kinds():
+        answer = client.ask(function, [tf.constant(a) for a in arguments], specs[function])
+        assert int(tf.nest.flatten(answer)[0]) == Status.OK
+    assert ledger.claimed.tolist() == [0, 1, 0] and ledger.used.tolist() == [3, 3, 0]
+    assert ledger.stage == Stage.CLOSED
+    assert np.abs(parameters.center()[0]).max() > 0
+    server.close()
+
+
+def spec():
+    return ServiceSpec(
+        shapes=((2,),),
+        state_shapes=(),
+        rule={"class_name": "Delta", "config": {}},
+        state_rule={"class_name": "Delta", "config": {}},
+        wire="float32",
+        num_clients=2,
+        staleness_bound=None,
+        fingerprint="model",
+        num_services=1,
+        partition_size=7,
+    )
+
+
+def test_a_process_that_serves_survives_offers_that_it_cannot_read(cpu_devices):
+    address, said = free_address(), []
+    offers = Offers(SECRET)
+    server = FunctionServer(address)
+    offers.register_on(server)
+    server.start()
+    with pytest.raises(PermissionError, match="secret differs"):
+        make_offer(address, b"another secret!!", spec(), 0, 10)
+    assert not offers.is_pending
+    make_offer(address, SECRET, spec(), 0, 10)
+    assert offers.is_pending and offers.take()[1] == 0 and not offers.is_pending
+    server.close()
+    process = ServingProcess(address, SECRET, lambda: "cannot be read" in said[-1], said.append)
+    for text in ("[0, 17", "17", '[0, "{}"]'):
+        process._offers._text.assign(text)
+        assert process.serve_one() is False
+        assert "cannot be read" in said.pop()
+
+
+def test_an_offer_to_nobody_says_what_to_start(cpu_devices):
+    with pytest.raises(ConnectionError, match="keras-het serve") as caught:
+        make_offer(free_address(), SECRET, spec(), 0, 0.5)
+    assert isinstance(caught.value.__cause__, NoAnswerError)
