@@ -28,19 +28,26 @@ help: ## List the targets.
 demo: .venv/installed ## Train on three emulated workers of different speed (under 3 minutes).
 	.venv/bin/python recipes/quickstart.py
 
-# Tests of one process run side by side; those that start processes or measure run alone.
-SIDE_BY_SIDE := tests/exactness tests/outside tests/planning tests/strategy tests/test_private_api.py
-ALONE := tests/benchmarks tests/callbacks tests/launch tests/loader tests/multi_process tests/recipes \
-  tests/test_packaging.py
+# Two processes share the tests file by file; those that measure, and those that need the whole
+# machine, run alone.
+SIDE_BY_SIDE := tests/exactness tests/outside tests/planning tests/strategy tests/callbacks \
+  tests/launch tests/loader tests/multi_process tests/test_packaging.py tests/test_private_api.py
+ALONE := tests/benchmarks tests/recipes
+SHARED := -n 2 --dist loadfile
 
 test: lint ## Lint, types and all tests.
-	.venv/bin/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE)
+	.venv/bin/python -m pytest $(SHARED) $(SIDE_BY_SIDE)
 	.venv/bin/python -m pytest $(ALONE)
 	@if $(MAKE) -s check-oldest >/dev/null 2>&1; then $(MAKE) --no-print-directory test-validation; \
 	else echo "No Python 3.11 or 3.12 was found: the tests of data validation were not run."; fi
 
-test-oldest: .venv-oldest/installed ## The multi-process suite on the oldest TensorFlow.
-	.venv-oldest/bin/python -m pytest tests/multi_process -m "not variant"
+# One test of each way to train; a variant is another path through the same calls of TensorFlow.
+OLDEST := all_reduce_against_tensorflow callbacks_across_workers exact_across_workers hybrid \
+  hybrid_faults local_training lost_worker mistakes resume_across_workers roles \
+  summation_across_workers
+test-oldest: .venv-oldest/installed ## Tests with several processes, on the oldest TensorFlow.
+	.venv-oldest/bin/python -m pytest $(SHARED) -m "not variant" \
+	  $(OLDEST:%=tests/multi_process/test_%.py)
 
 # TensorFlow Data Validation needs Python 3.11 and TensorFlow 2.16.
 test-validation: .venv-oldest/installed ## Data validation, in the environment of test-oldest.
