@@ -11,7 +11,7 @@ from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTE
 SMALLEST_PARTITION_BYTES = 65_536
 """A message costs as much time as many bytes, so that smaller ones do not pay."""
 
-_PARTITIONS_PER_MACHINE = 16
+_PARTITIONS_PER_MACHINE = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Summation:
         link_rates: full-duplex rate of each worker's link, worker by worker, in any unit; by
             default all links are equal.
         spare_link_rates: the same of each spare machine (job `summation`), in the same unit.
-        partition_bytes: largest bytes of a message; by default every machine gets about 16
+        partition_bytes: largest bytes of a message; by default every machine gets about 32
             messages a step, so that sending and receiving overlap.
         partitions_in_flight: messages on their way to one machine at the same time. More hide more
             of the latency; fewer let the front layers come back earlier.
@@ -35,7 +35,7 @@ class Summation:
     link_rates: Sequence[float] | None = None
     spare_link_rates: Sequence[float] | None = None
     partition_bytes: int | None = None
-    partitions_in_flight: int = 4
+    partitions_in_flight: int = 3
     timeout_seconds: float = 10.0
 
     def __post_init__(self) -> None:
