@@ -35,8 +35,9 @@ class LoaderTuner(keras.callbacks.Callback):
     With a data set of `keras_het.loader.pipeline` everything that its builder reads is tuned, with
     an ordinary `tf.data.Dataset` its thread pool, the priority of its threads and the `prefetch` at
     its end. A change hands the running pipeline over with its buffers: no element is lost, repeated
-    or reordered. Pipelines that cannot be handed over, and those of a distribution strategy, are
-    only observed; the log says why.
+    or reordered. Under `HeterogeneousStrategy` each worker changes its own data path, in the order
+    that all have. Pipelines that cannot be handed over, and those of TensorFlow's own strategies,
+    are only observed; the log says why.
 
     Loaders are added only while the device waits and the host has what it takes; each move is
     confirmed by measurement and taken back if it does not pay; see docs/loader.md.
@@ -266,10 +267,7 @@ class LoaderTuner(keras.callbacks.Callback):
         session = self._session
         if session is None:
             return None
-        is_plain = session.live is None or session.live.pipeline is None
-        knobs = session.pipeline.knobs if session.pipeline is not None else None
-        if is_plain and not session.has_changed:
-            knobs = None  # the thread pool is the user's still
+        knobs, is_plain = session.knobs, session.is_plain
         return LoaderSettings(knobs, is_plain, self._nice, session.observes_only, self.meter)
 
     def to_dict(self) -> dict[str, Any]:

@@ -93,6 +93,11 @@ class DistributedSteps(adapter.DistributedDataset):
         return int(self._steps)
 
     @property
+    def running(self) -> Run | None:
+        """The pass that was started last, None before it or once nobody iterates it any more."""
+        return self._last
+
+    @property
     def position(self) -> tuple[tuple[bool, ...], int]:
         """Where the data set is: what `start_at` needs to go on from here.
 
@@ -107,7 +112,7 @@ class DistributedSteps(adapter.DistributedDataset):
 
     def __iter__(self) -> StepIterator:
         number = self._passes.reserve()
-        return StepIterator(functools.partial(self._open, number), self._drop, self._wrap)
+        return StepIterator(functools.partial(self._open, number), self._drop, self._wrap, self)
 
     def start_at(self, passes: int | Sequence[bool], step: int) -> None:
         """Makes the next passes continue where an earlier process stopped.

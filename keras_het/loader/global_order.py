@@ -18,6 +18,7 @@ from keras_het.loader.claimed_run import BatchSource, ClaimedRun
 from keras_het.loader.claims import Claims
 from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.loader.local_pipeline import build_local_pipeline, global_batches, whole_batches
+from keras_het.loader.order_tuning import OrderTuning
 from keras_het.loader.pipeline_form import PipelineForm, with_batch_size
 from keras_het.loader.pipeline_run import PipelineRun, Weights
 from keras_het.loader.replay import advance, fresh_copy
@@ -95,6 +96,7 @@ class GlobalOrderDataset(DistributedSteps):
         self._only_slices = self._form.only_slices and not self._row_functions
         self._idle: list[tuple[Any, WorkOrders]] = []
         self.pipelines_built = 0
+        self.tuning = OrderTuning(self, dataset)
         upstream = list(adapter.upstream_of(self._form.stream))
         self._has_fingerprint = not any(
             adapter.operations_in_functions(node) & adapter.RANDOM_VALUE_OPERATIONS
@@ -144,6 +146,48 @@ class GlobalOrderDataset(DistributedSteps):
         self._idle.clear()
         self._steps = np.int64(global_batches(self._form).cardinality())
 
+    @property
+    def only_slices(self) -> bool:
+        """Whether a step only cuts whole batches, which the user's pipeline makes as it is."""
+        return self._only_slices
+
+    @property
+    def form(self) -> PipelineForm:
+        """What every worker runs, and what only the user of a row runs."""
+        return self._form
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """Which replicas there are, and which are local."""
+        return self._layout
+
+    @property
+    def lookahead(self) -> int:
+        """Steps the pipeline works ahead."""
+        return self._lookahead
+
+    @property
+    def own_weight(self) -> float:
+        """Samples of this worker in a step, relative to the mean over all workers."""
+        weights = list(getattr(self._last, "latest_weights", ()))
+        local = self._layout.local_replicas
+        own = sum(weights[local.start : local.stop])
+        return float(own / sum(weights) * self._layout.num_workers) if any(weights) else 1.0
+
+    def passes_before(self, run: Run) -> tuple[bool, ...]:
+        """The passes before a running one, each with whether it was iterated."""
+        return self._passes.before(run.number)
+
+    def adopt(self, form: PipelineForm) -> None:
+        """Makes later passes those of another form, which has come as far as the present one.
+
+        Args:
+            form: the same samples; its shuffles have started as many passes as those of `form`.
+        """
+        self._form = form
+        self._idle.clear()
+        remember(*self._source, form)
+
     def map(self, function: Callable[..., Any], **_: Any) -> GlobalOrderDataset:
         """The same input with one more row-wise function of a batch, run on local rows only.
 
@@ -173,7 +217,7 @@ class GlobalOrderDataset(DistributedSteps):
     def _batch_spec(self) -> Any:
         if self._only_slices:
             return self._form.stream.element_spec
-        self._idle.append(self._build(0))
+        self._idle.append(self.build(0))
         return self._idle[0][0].element_spec[0][0]
 
     def _pass_to_start(self, number: int) -> int:
@@ -205,9 +249,12 @@ class GlobalOrderDataset(DistributedSteps):
         if self._only_slices:
             self.pipelines_built += 1
             pipeline = whole_batches(self._form, self._lookahead, first_step)
-            return SlicedRun(pipeline, self._layout, self._weights, self._lookahead, **arguments)
+            layout, lookahead = self._layout, self._lookahead
+            run = SlicedRun(pipeline, layout, self._weights, lookahead, **arguments)
+            self.tuning.start_moved(run)
+            return run
         fits = bool(self._idle) and first_step == 0
-        pipeline, orders = self._idle.pop() if fits else self._build(first_step)
+        pipeline, orders = self._idle.pop() if fits else self.build(first_step)
         idle = None if first_step else weakref.ref(self)
         return PipelineRun(
             pipeline,
@@ -238,11 +285,20 @@ class GlobalOrderDataset(DistributedSteps):
             source = PipelineSource(pipeline, orders, weights, batch_rows, self._form)
         return ClaimedRun(source, claims, self._lookahead, number)
 
-    def _build(self, skip: int) -> tuple[Any, WorkOrders]:
+    def build(self, skip: int, form: PipelineForm | None = None) -> tuple[Any, WorkOrders]:
+        """Builds what this worker runs.
+
+        Args:
+            skip: global batches to leave out at the start.
+            form: the samples, by default those of `form`.
+
+        Returns:
+            The pipeline, and the orders that it takes.
+        """
         self.pipelines_built += 1
         orders = WorkOrders(self._layout.num_replicas, self._lookahead)
         pipeline = build_local_pipeline(
-            self._form,
+            form or self._form,
             self._layout,
             orders,
             self._lookahead,

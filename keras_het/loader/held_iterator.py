@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.loader_threads import LoaderThreads
 
 
 class HeldIterator:
@@ -18,16 +19,25 @@ class HeldIterator:
     Args:
         pipeline: the data set to iterate.
         keep_alive: what else holds functions that `pipeline` calls.
+        iterator: an iterator of `pipeline` that goes on, by default a new one.
 
     Attributes:
         read: gives the next element, or raises StopIteration.
+        threads: threads of the pipeline's own pool, None if it has none.
     """
 
-    def __init__(self, pipeline: Any, keep_alive: Any = None) -> None:
-        iterator = iter(pipeline)
+    def __init__(self, pipeline: Any, keep_alive: Any = None, iterator: Any = None) -> None:
+        if iterator is None:
+            iterator = _started(pipeline)
+        self.threads: LoaderThreads | None = getattr(iterator, "keras_het_threads", None)
         _hold_functions_of(iterator, (pipeline, keep_alive))
         self.read = adapter.element_reader(iterator)
         self._iterator = iterator
+
+    @property
+    def iterator(self) -> Any:
+        """The `tf.data.Iterator`."""
+        return self._iterator
 
     def release(self, after: Callable[[], None]) -> None:
         """Destroys the iterator in another thread, then calls `after` there.
@@ -38,6 +48,16 @@ class HeldIterator:
         """
         held = [self.__dict__.pop("_iterator", None), self.__dict__.pop("read", None)]
         threading.Thread(target=_release, args=(held, after), daemon=True).start()
+
+
+def _started(pipeline: Any) -> Any:
+    if not pipeline.options().threading.private_threadpool_size:
+        return iter(pipeline)
+    threads = LoaderThreads()
+    with threads.started_here():
+        iterator = iter(pipeline)
+    iterator.keras_het_threads = threads
+    return iterator
 
 
 def _release(held: list[Any], after: Callable[[], None]) -> None:

@@ -23,19 +23,20 @@ def global_batches(form: PipelineForm) -> Dataset:
     return form.stream.batch(form.batch_size, drop_remainder=form.drop_remainder)
 
 
-def whole_batches(form: PipelineForm, lookahead: int, skip: int = 0) -> Dataset:
+def whole_batches(form: PipelineForm, lookahead: int, skip: int = 0, prefetch: int = 1) -> Dataset:
     """The global batches of a form in slice mode, to be cut by their consumer.
 
     Args:
         form: the recognised pipeline of the user.
         lookahead: batches to prepare ahead.
         skip: global batches to leave out at the start.
+        prefetch: batches to prepare ahead if that is more than `lookahead`.
 
     Returns:
         A data set with the elements of the user's.
     """
     batches = form.stream.skip(skip) if skip else form.stream
-    return batches.prefetch(max(lookahead, 1)).with_options(_in_order(form.options))
+    return batches.prefetch(max(lookahead, prefetch, 1)).with_options(_in_order(form.options))
 
 
 def build_local_pipeline(
@@ -160,7 +161,7 @@ def _mapped_rows(own: Any, form: PipelineForm, count: Any) -> Any:
 def _mapped_batch(own: Any, form: PipelineForm) -> Any:
     samples = tf.data.Dataset.from_tensor_slices(own)
     for node in form.element_maps:
-        samples = adapter.AppliedMap(node, samples)
+        samples = adapter.AppliedMap(node, samples, form.autotuned_calls)
     return samples.batch(form.batch_size).get_single_element()
 
 

@@ -32,6 +32,8 @@ class PipelineForm:
         gathers_indices: whether an element of `stream` is a pair (indices, arrays) of which only
             the indices are cut, as in Keras's input from arrays.
         options: the user's options.
+        autotuned_calls: parallel calls of `element_maps` that are left to AUTOTUNE, the number of
+            cores if it is None.
     """
 
     mode: str
@@ -45,6 +47,7 @@ class PipelineForm:
     options: tf.data.Options
     arrays: tuple[tf.Tensor, ...] = ()
     sample_spec: Any = None
+    autotuned_calls: int | None = None
 
     @property
     def only_slices(self) -> bool:

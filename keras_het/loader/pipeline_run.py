@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_het.loader.held_iterator import HeldIterator
+from keras_het.loader.loader_threads import LoaderThreads
 from keras_het.loader.run import Element, Run
+from keras_het.loader.successor import Successor
 from keras_het.loader.work_orders import WorkOrders
 
 Weights = Callable[[], Sequence[float]]
@@ -29,6 +31,9 @@ class PipelineRun(Run):
         wants_fingerprint: whether to hash the first batch.
         keep_alive: what holds the functions that `pipeline` calls.
         give_back: called when the iterator is gone and the pipeline can run again.
+
+    Attributes:
+        latest_weights: share weights of the step that was ordered last.
     """
 
     def __init__(
@@ -53,13 +58,52 @@ class PipelineRun(Run):
         self._give_back = give_back
         self._wants_fingerprint = wants_fingerprint
         self._ordered = 0
+        self._successor: Successor | None = None
+        self.latest_weights: Sequence[float] = ()
         for _ in range(lookahead):
             self._order_step()
         self._iterator = HeldIterator(pipeline, keep_alive)
         _alive.add(self)
 
+    @property
+    def ordered(self) -> int:
+        """Steps of the pass of which the shares are settled, those left out included."""
+        return self.first_step + self._ordered
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a full global batch, 0 if not known yet."""
+        return self._rows
+
+    @property
+    def threads(self) -> LoaderThreads | None:
+        """Threads of the pipeline's own pool, None if it has none."""
+        return self._iterator.threads
+
+    def join(self, successor: Successor) -> None:
+        """Lets another pipeline go on from its position.
+
+        The steps before, which are ordered already, come from the running pipeline while the other
+        one begins to work: no step is made twice and each has the shares that it has without.
+
+        Args:
+            successor: the same global batches from a step on of which no order was given yet.
+
+        Raises:
+            ValueError: if the order of its first step was given already, or another one waits.
+        """
+        if successor.position < self.ordered or self._successor is not None or self.is_over:
+            raise ValueError(
+                "A pipeline can take over from the next step to be ordered on, one at a time. "
+                f"Received: one at step {successor.position}; {self.ordered} steps are ordered."
+            )
+        self._successor = successor
+
     def _produce(self) -> Element:
         self._order_step()
+        successor = self._successor
+        if successor is not None and self.first_step + self.delivered == successor.position:
+            self._continue_in(successor)
         batches, sizes, fingerprint = self._iterator.read()
         sizes = sizes.numpy()
         self._rows = self._rows or int(sizes.sum())
@@ -67,8 +111,21 @@ class PipelineRun(Run):
             self.fingerprint = int(fingerprint)
         return list(batches), sizes
 
+    def _continue_in(self, successor: Successor) -> None:
+        successor.come_into_effect()  # first: what is released now must not be kept for later
+        self._release()
+        self._iterator, self._orders = successor.iterator, successor.orders
+        self._give_back = _nothing  # a pipeline that begins within a pass is of no further use
+        self._successor = None
+
     def _free(self) -> None:
         _alive.discard(self)
+        if self._successor is not None:
+            self._successor.drop()
+            self._successor = None
+        self._release()
+
+    def _release(self) -> None:
         orders, give_back = self._orders, self._give_back
 
         def reuse() -> None:
@@ -86,8 +143,16 @@ class PipelineRun(Run):
 
     def _order_step(self) -> None:
         first = self._wants_fingerprint and self._ordered == 0
+        successor = self._successor
+        is_of_next = successor is not None and self.ordered >= successor.position
+        orders = successor.orders if successor is not None and is_of_next else self._orders
         self._ordered += 1
-        self._orders.put(self._weights(), self._rows, first)
+        self.latest_weights = self._weights()
+        orders.put(self.latest_weights, self._rows, first)
+
+
+def _nothing() -> None:
+    pass
 
 
 _alive: weakref.WeakSet[PipelineRun] = weakref.WeakSet()

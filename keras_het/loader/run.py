@@ -82,6 +82,11 @@ class Run(abc.ABC):
         """Whether more than the first element was asked for."""
         return self._first is None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the pass has ended, at the end of the data or before."""
+        return self.ended or self._closed
+
     def close(self) -> None:
         """Ends the pass; what was prepared is dropped."""
         if not self._closed:

@@ -9,7 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import rows
+from keras_het.loader.handover import hand_over
 from keras_het.loader.held_iterator import HeldIterator
+from keras_het.loader.iterator_release import release
+from keras_het.loader.loader_threads import LoaderThreads
 from keras_het.loader.pipeline_run import Weights
 from keras_het.loader.run import Element, Run
 from keras_het.planning.replica_layout import ReplicaLayout
@@ -33,6 +36,9 @@ class SlicedRun(Run):
         num_steps: steps of a whole pass, negative if not known.
         wants_fingerprint: whether to hash the first batch.
         keep_alive: what holds the functions that `pipeline` calls.
+
+    Attributes:
+        batch_bytes: size of the first global batch, 0 before it.
     """
 
     def __init__(
@@ -53,13 +59,37 @@ class SlicedRun(Run):
         self._weights = weights
         self._wants_fingerprint = wants_fingerprint
         self._read = collections.deque(tuple(weights()) for _ in range(lookahead))
+        self.batch_bytes = 0
         self._latest: tuple[Any, Sizes, Any] | None = None
         self._iterator = HeldIterator(pipeline, keep_alive)
+
+    @property
+    def threads(self) -> LoaderThreads | None:
+        """Threads of the pipeline's own pool, None if it has none."""
+        return self._iterator.threads
+
+    def move_to(self, pipeline: Any, keep_alive: Any, prepared: Any = None) -> None:
+        """Continues in another pipeline, with what is buffered.
+
+        Args:
+            pipeline: the same data set of global batches with other knobs.
+            keep_alive: what else holds functions that `pipeline` calls.
+            prepared: an unused iterator of it, if there is one.
+
+        Raises:
+            HandoverError: if it cannot be done exactly; nothing has changed then.
+        """
+        old = self._iterator.iterator
+        new = hand_over(old, pipeline, prepared)
+        self._iterator = HeldIterator(pipeline, keep_alive, new)
+        release(old)
 
     def _produce(self) -> Element:
         self._read.append(tuple(self._weights()))
         weights = self._read.popleft()
         batch = self._iterator.read()
+        if not self.batch_bytes:
+            self.batch_bytes = rows.count_bytes(batch)
         if self.delivered == 0 and self._wants_fingerprint:
             self.fingerprint = int(rows.hash_rows(batch))
         total = rows.count_rows_eagerly(batch)

@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from typing import Any
 
+from keras_het.loader.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.pass_counter import PassCounter
 from keras_het.loader.pipeline_form import PipelineForm, recognise
 
@@ -35,7 +36,8 @@ def recall(dataset: Any, global_batch_size: int | None) -> tuple[PipelineForm, P
     known = _known.setdefault(dataset, {}).get(global_batch_size)
     form = known.form if known else None
     if form is None:
-        form = recognise(dataset.batch(global_batch_size) if global_batch_size else dataset)
+        parts = dataset.current if isinstance(dataset, AdjustablePipeline) else dataset
+        form = recognise(parts.batch(global_batch_size) if global_batch_size else parts)
     if known is None:
         known = Known(None, PassCounter())
         _known[dataset][global_batch_size] = known

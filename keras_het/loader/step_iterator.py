@@ -29,16 +29,23 @@ class StepIterator:
         open_run: starts the pass, called at the first step.
         drop_run: takes back a pass that nobody iterates any more.
         wrap: makes an element from the local batches and the sizes of all replicas.
+        source: the data set of which this is a pass.
 
     Attributes:
+        source: the data set of which this is a pass.
         step: steps of this epoch that are behind, those skipped by a resume included.
         samples: rows of global batches that this iterator delivered, over all replicas.
         input_wait_seconds: time that the last step waited for its element.
     """
 
     def __init__(
-        self, open_run: Callable[[], Run], drop_run: Callable[[Run], None], wrap: Wrap
+        self,
+        open_run: Callable[[], Run],
+        drop_run: Callable[[Run], None],
+        wrap: Wrap,
+        source: Any = None,
     ) -> None:
+        self.source = source
         self._open_run = open_run
         self._drop_run = drop_run
         self._wrap = wrap

@@ -142,6 +142,17 @@ def is_shuffle(node: Dataset) -> bool:
     return isinstance(node, shuffle_op._ShuffleDataset)
 
 
+def shuffle_seeds(node: Dataset) -> tuple[int | None, int | None]:
+    """The two seeds of a `shuffle`; both 0 if it has none, and draws its own for each iterator."""
+    return constant(node._seed), constant(node._seed2)
+
+
+def is_file_cache(node: Dataset) -> bool:
+    """Whether `node` is a `cache` in files."""
+    name = getattr(node, "_filename", None) if "Cache" in type(node).__name__ else None
+    return name is not None and tensor_util.constant_value(name) not in (None, b"", "")
+
+
 def is_repeat(node: Dataset) -> bool:
     """Whether `node` is a `repeat`."""
     return isinstance(node, repeat_op._RepeatDataset)
@@ -204,14 +215,16 @@ class AppliedMap(dataset_ops.UnaryDataset):
     Args:
         node: a `map` node.
         source: data set with the element structure of the original map's input.
+        autotuned_calls: number of parallel calls where the original map leaves it to AUTOTUNE, by
+            default the number of cores.
     """
 
-    def __init__(self, node: Dataset, source: Dataset) -> None:
+    def __init__(self, node: Dataset, source: Dataset, autotuned_calls: int | None = None) -> None:
         self._input_dataset = source
         self._map_func = node._map_func
         self._name = None
         # what is_map() nodes are asked for, so that an applied map can be applied again
-        self._parallel_calls = parallel_calls(node)
+        self._parallel_calls = parallel_calls(node, autotuned_calls)
         arguments = {
             "f": self._map_func.function,
             "use_inter_op_parallelism": True,
@@ -240,11 +253,11 @@ class AppliedMap(dataset_ops.UnaryDataset):
         return self._map_func.output_structure
 
 
-def parallel_calls(node: Dataset) -> int | None:
+def parallel_calls(node: Dataset, autotuned: int | None = None) -> int | None:
     """Number of parallel calls of a `map`, None if it is sequential.
 
-    AUTOTUNE becomes the number of cores this process may use: nothing tunes a pipeline that runs
-    inside a function.
+    AUTOTUNE becomes `autotuned`, or the number of cores this process may use: nothing tunes a
+    pipeline that runs inside a function.
     """
     if isinstance(node, AppliedMap):
         return node._parallel_calls
@@ -252,6 +265,8 @@ def parallel_calls(node: Dataset) -> int | None:
         return None
     calls = constant(node._num_parallel_calls)
     if calls is None or calls == tf.data.AUTOTUNE:
+        if autotuned is not None:
+            return autotuned
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return int(calls)
 

@@ -26,6 +26,9 @@ from keras_het.loader.host_sums import HostSums
 from keras_het.loader.knobs import Knobs
 from keras_het.loader.live_iterator import LiveIterator
 from keras_het.loader.loader_threads import LoaderThreads
+from keras_het.loader.order_tuning import OrderTuning
+from keras_het.loader.preparation import Preparation
+from keras_het.loader.step_iterator import StepIterator
 from keras_het.planning.loader import (
     FixedController,
     JobModel,
@@ -79,7 +82,8 @@ class TuningSession:
     Attributes:
         moves: what was done.
         observes_only: why nothing is changed, None if it may be.
-        pipeline: the pipeline that is tuned, None before the first step.
+        pipeline: the pipeline that is tuned, None before the first step and under a strategy.
+        order: what is tuned under the strategy, None without one.
         has_changed: whether anything was put into effect.
     """
 
@@ -91,6 +95,8 @@ class TuningSession:
         self._budget = budget
         self._plain: tuple[Any, AdjustablePipeline] | None = None
         self.pipeline: AdjustablePipeline | None = None
+        self.order: OrderTuning | None = None
+        self._preparation: tuple[Preparation, Move | None] | None = None
         self.live: LiveIterator | None = None
         self.controller: LoaderController | None = None
         self.observes_only: str | None = None
@@ -125,6 +131,11 @@ class TuningSession:
         self.live = live
         if self._epochs == 2:
             self._freeze_if_cached()
+        order = _order_of(iterator)
+        if order is not None:
+            if order is not self.order:
+                self._begin_order(order)
+            return live
         adjustable = self._adjustable(live)
         if adjustable is None:
             return live
@@ -152,6 +163,11 @@ class TuningSession:
             steps: number of its steps.
         """
         self._steps += steps
+        if self.order is not None:
+            self.order.give_way(self._nice)
+        if self._preparation is not None:
+            self._poll(*self._preparation)
+            return
         if self._building is not None:
             if self._building[2].done():
                 self._put_into_effect()
@@ -177,7 +193,24 @@ class TuningSession:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
         self._building = None
+        self._cancel()
         self._built.clear()
+
+    @property
+    def knobs(self) -> Knobs | None:
+        """The settings in effect, None if they are the user's still."""
+        if self.order is not None:
+            return None if self.order.is_plain and not self.has_changed else self.order.knobs
+        is_plain = self.live is None or self.live.pipeline is None
+        unknown = self.pipeline is None or (is_plain and not self.has_changed)
+        return None if unknown or self.pipeline is None else self.pipeline.knobs
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the data set is an ordinary one, without a builder."""
+        if self.order is not None:
+            return self.order.is_plain
+        return self.live is None or self.live.pipeline is None
 
     # --- which pipeline
 
@@ -193,11 +226,25 @@ class TuningSession:
 
     def _plain_data_set(self, live: LiveIterator) -> Any:
         if not live.is_tf_data:
-            self._only_observe(
-                "the data path of a distribution strategy cannot be changed while it runs"
-            )
+            self._only_observe(_why_path_stays(live.given))
             return None
         return private_api.iterated_data_set(live.given)
+
+    def _begin_order(self, order: OrderTuning) -> None:
+        self._cancel()
+        self.order = order
+        plan, reason = order.knobs.plan, order.refusal()
+        if reason is not None:
+            self._only_observe(reason)
+        if self.observes_only is not None:
+            self.controller = FixedController(plan)
+        else:
+            most = order.largest_prefetch
+            self.controller = self._make_controller(plan, usable_cpus(), most)
+            if not order.has_own_threads:
+                self._preparation = order.prepare(order.knobs, self._background()), None
+        self._sums = StepSums(self.controller.next_window)
+        self._begin_window()
 
     def _begin(self, adjustable: AdjustablePipeline) -> None:
         self.pipeline = adjustable
@@ -241,6 +288,12 @@ class TuningSession:
             logger.info("LoaderTuner only observes: %s.", reason)
         self.controller = FixedController(self.controller.plan) if self.controller else None
         self._building = None
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._preparation is not None:
+            self._preparation[0].cancel()
+            self._preparation = None
 
     # --- windows and decisions
 
@@ -257,6 +310,8 @@ class TuningSession:
             self._sums.pause(_STEPS_TO_START)
 
     def _threads(self) -> LoaderThreads | None:
+        if self.order is not None:
+            return self.order.threads
         return threads_of(self.live.iterator) if self.live is not None else None
 
     def _decide(self) -> None:
@@ -279,7 +334,7 @@ class TuningSession:
             sums.input_wait_seconds,
             self._host.idle_cpus,
             self._host.loader_cpu_seconds,
-            self._batch_bytes or 0,
+            self.order.batch_bytes if self.order is not None else self._batch_bytes or 0,
             sums.waiting_steps,
         )
 
@@ -289,6 +344,8 @@ class TuningSession:
             # it does not wait: what it uses now is all it needs
             cpu = (window.loader_cpu_seconds or 0.0) / window.steps
             job = JobModel(max(cpu, 1e-6), max(window.device_seconds, 1e-6), cpu)
+        if self.order is not None:
+            job = dataclasses.replace(job, weight=self.order.weight)
         self.job = job
         now = time.monotonic()
         if self._budget is None or now - self._updated < _SECONDS_BETWEEN_UPDATES:
@@ -308,14 +365,41 @@ class TuningSession:
     def _build(self, plan: LoaderPlan, window: LoaderWindow) -> None:
         knobs = Knobs.of_plan(plan)
         move = Move(self._steps, plan, window)
-        if self._executor is None:
-            self._executor = concurrent.futures.ThreadPoolExecutor(1, "loader_tuner")
-        if self.pipeline is not None:
+        if self.order is not None:
+            self._preparation = self.order.prepare(knobs, self._background()), move
+        elif self.pipeline is not None:
             known = self._built.get(knobs)
             is_plain = self._plain is not None and self._plain[1] is self.pipeline
             work = (self.pipeline.build, knobs, known, is_plain)
-            future = self._executor.submit(_prepare, *work)
+            future = self._background().submit(_prepare, *work)
             self._building = (knobs, move, future)
+
+    def _background(self) -> concurrent.futures.ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = concurrent.futures.ThreadPoolExecutor(1, "loader_tuner")
+        return self._executor
+
+    def _poll(self, preparation: Preparation, move: Move | None) -> None:
+        """Goes on with a move under the strategy; without a move it is the first thread pool."""
+        start = time.perf_counter()
+        try:
+            if not preparation.poll():
+                return
+        except Exception as error:  # the user's function may raise anything
+            reason = str(error) or type(error).__name__
+            if move is not None and self.controller is not None:
+                move.refused = reason
+                self.controller.refused(move.plan)
+            self._only_observe(reason)
+        else:
+            self._preparation = None
+            self.has_changed = True
+            if move is not None:
+                move.handover_seconds = time.perf_counter() - start
+                logger.info("Loader at step %d: %s.", self._steps, move.plan)
+        if move is not None:
+            self.moves.append(move)
+        self._begin_window()
 
     def _put_into_effect(self) -> None:
         if self._building is None or self.controller is None or self._sums is None:
@@ -347,6 +431,18 @@ def _prepare(build: Any, knobs: Knobs, known: Any, is_plain: bool) -> tuple[Any,
     dataset = build_tuned(build, knobs) if known is None else known
     # the parts of an ordinary data set are those that run: an iterator would disturb its shuffles
     return dataset, None if is_plain else iter(dataset)
+
+
+def _order_of(iterator: Any) -> OrderTuning | None:
+    """What can be tuned of a strategy's data set, None for any other iterator."""
+    source = iterator.source if isinstance(iterator, StepIterator) else None
+    return getattr(source, "tuning", None)
+
+
+def _why_path_stays(iterator: Any) -> str:
+    if isinstance(iterator, StepIterator):
+        return "each worker reads its own files, of which there is no order to start again in"
+    return "the data path of a distribution strategy cannot be changed while it runs"
 
 
 def _bytes_of(leaf: Any) -> int:

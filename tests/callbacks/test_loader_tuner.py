@@ -90,6 +90,8 @@ class Patient(keras.callbacks.Callback):
         session = self.tuner._session
         if session is not None and session._building is not None:
             concurrent.futures.wait([session._building[2]], timeout=60)
+        if session is not None and session._preparation is not None:
+            session._preparation[0].wait(60)
 
 
 def train(dataset, callbacks, epochs=3, **options):
@@ -324,20 +326,104 @@ def test_the_wait_is_in_the_logs():
     assert 0.0 < history["input_wait_fraction"][0] <= 1.0
 
 
-def test_under_the_strategy_it_observes(cpu_devices):
+def train_under_strategy(devices, dataset, callbacks, shares=(3, 1), epochs=3, **options):
+    keras.utils.set_random_seed(5)
+    strategy = keras_het.HeterogeneousStrategy(list(devices[:2]), shares=list(shares))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse", **options)
+    patient = [Patient(one) for one in callbacks if isinstance(one, LoaderTuner)]
+    history = model.fit(dataset, epochs=epochs, verbose=0, callbacks=[*callbacks, *patient]).history
+    return [*model.get_weights(), np.array(history["loss"])]
+
+
+def long(knobs):
+    numbers = tf.data.Dataset.range(4 * ROWS - 1).shuffle(20, seed=7)
+    rows = numbers.map(
+        lambda row: (tf.fill([3], tf.cast(row, tf.float32) / ROWS), tf.cast(row, tf.float32)),
+        num_parallel_calls=knobs.num_parallel_calls,
+    )
+    return rows.batch(BATCH).prefetch(knobs.prefetch)
+
+
+def long_slices(knobs):
+    ends = {"padded_shapes": ([None], [])}
+    return long(knobs).unbatch().padded_batch(BATCH, **ends).prefetch(knobs.prefetch)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize(
+    ("build_data", "is_built"), [(long, True), (long, False), (long_slices, True)]
+)
+def test_moves_under_the_strategy_change_no_bit(
+    build_data, is_built, steps_per_execution, cpu_devices
+):
+    results = []
+    for tuner in (None, moving()):
+        first = Knobs(2, 2, 2)
+        tf.random.set_seed(5)
+        data = pipeline(build_data, first) if is_built else build_data(first)
+        callbacks = [tuner] if tuner else []
+        options = {"steps_per_execution": steps_per_execution}
+        results.append(train_under_strategy(cpu_devices, data, callbacks, **options))
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert tuner.observes_only is None
+    assert len(done(tuner)) >= 3
+    assert all(move.refused is None for move in tuner.moves)
+    assert tuner.best_settings().knobs is not None
+
+
+def test_shares_that_change_meanwhile_change_no_bit(cpu_devices):
+    class Shares(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.distribute_strategy.set_shares([1 + batch % 3, 1 + batch % 2])
+
+    tf.random.set_seed(5)
+    results = [
+        train_under_strategy(cpu_devices, pipeline(long, Knobs(2, 2, 2)), callbacks)
+        for callbacks in ([Shares()], [Shares(), moving()])
+    ]
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_under_the_strategy_a_generator_is_only_observed(cpu_devices):
+    def rows():
+        for row in range(8):
+            yield np.full([3], row, np.float32), np.float32(row)
+
+    signature = (tf.TensorSpec([3]), tf.TensorSpec([]))
+    data = tf.data.Dataset.from_generator(rows, output_signature=signature).batch(2)
+    tuner = moving()
+    train_under_strategy(cpu_devices, data, [tuner])
+    assert "from_generator" in tuner.observes_only
+    assert tuner.moves == []
+    assert tuner.meter.steps == 3 * 4
+
+
+def test_under_the_strategy_a_builder_that_fails_is_only_observed(cpu_devices):
+    def fails_later(knobs):
+        if knobs.threads == 5:
+            raise RuntimeError("no such file")
+        return long(knobs)
+
+    tuner = moving()
+    tf.random.set_seed(5)
+    data = pipeline(fails_later, Knobs(2, 2, 2))
+    found = train_under_strategy(cpu_devices, data, [tuner])
+    expected = train_under_strategy(cpu_devices, long(Knobs(2, 2, 2)), [])
+    assert [move.refused for move in tuner.moves] == ["no such file"]
+    np.testing.assert_array_equal(found[0], expected[0])
+
+
+def test_waits_under_the_strategy_are_measured(cpu_devices):
     strategy = keras_het.HeterogeneousStrategy(list(cpu_devices[:2]), shares=[3, 1])
     with strategy.scope():
         model = dense()
     tuner = LoaderTuner(share_host=False)
-    seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            seen.append(tuner.observes_only)
-
     data = slow(0.005)
-    model.fit(data, epochs=2, validation_data=data, verbose=0, callbacks=[tuner, Look()])
-    assert "distribution strategy" in seen[-1]
+    model.fit(data, epochs=2, validation_data=data, verbose=0, callbacks=[tuner])
     assert tuner.meter.steps == 2 * 6
     assert tuner.meter.input_wait_seconds > 0.0
     assert tuner.test_meter.steps == 2 * 6

@@ -1,0 +1,91 @@
+"""Whether a pipeline gives the same elements in the same order when it is read a second time."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.handover import why_not
+from keras_het.loader.replay import fresh_copy
+
+_PYTHON_OPERATIONS = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+_SHUFFLE_OPERATIONS = frozenset(
+    {"RandomShuffle", "ShuffleDataset", "ShuffleDatasetV2", "ShuffleDatasetV3"}
+)
+
+
+def why_not_replayed(stream: adapter.Dataset, can_be_built: bool = False) -> str | None:
+    """Why a pipeline cannot be read again beside a running iterator; None if it can.
+
+    Args:
+        stream: what every worker reads, before the maps that run for own rows only.
+        can_be_built: whether there is a function that builds it again.
+    """
+    reason = why_not(stream)
+    if reason:
+        return reason
+    for node in adapter.upstream_of(stream):
+        reason = _reason_of(node)
+        if reason:
+            return reason
+    try:
+        if not can_be_built:
+            fresh_copy(stream)
+    except ValueError as error:
+        return str(error).splitlines()[0].split(". ")[0]
+    return None
+
+
+def _reason_of(node: adapter.Dataset) -> str | None:
+    kind = type(node).__name__.removeprefix("_").removesuffix("Dataset")
+    if adapter.is_nondeterministic(node) or _interleaves_in_any_order(node):
+        return f"{kind} has deterministic=False: another order when it is read again"
+    if adapter.is_shuffle(node) and not any(adapter.shuffle_seeds(node)):
+        return "a shuffle has no seed: another order when it is read again"
+    if adapter.is_file_cache(node):
+        return "its cache in files can be written by one iterator only"
+    if kind in ("Random", "Snapshot", "Save"):
+        return f"{kind} may give other elements when it is read again"
+    operations = adapter.operations_in_functions(node)
+    if operations & _PYTHON_OPERATIONS:
+        return f"a Python function in {kind} may give other elements when it is read again"
+    if operations & (adapter.RANDOM_VALUE_OPERATIONS | _SHUFFLE_OPERATIONS):
+        return f"{kind} draws random values: other elements when it is read again"
+    return None
+
+
+def _interleaves_in_any_order(node: adapter.Dataset) -> bool:
+    """Whether `node` is a parallel interleave with deterministic=False, which only its graph tells.
+
+    Reference:
+        https://www.tensorflow.org/api_docs/python/tf/raw_ops/DatasetToGraphV2
+    """
+    if "ParallelInterleave" not in type(node).__name__:
+        return False
+    text = tf.raw_ops.DatasetToGraphV2(input_dataset=private_api.data_set_variant(node))
+    graph = tf.compat.v1.GraphDef.FromString(text.numpy())
+    return any(
+        operation.op.startswith("ParallelInterleave")
+        and operation.attr["deterministic"].s == b"false"
+        for operation in graph.node
+    )
+
+
+def has_one_order_a_pass(stream: adapter.Dataset) -> bool:
+    """Whether each pass takes exactly one order from the sequence of at most one shuffle.
+
+    Then a pass that is left half-way and goes on elsewhere leaves the orders of later passes alone.
+
+    Args:
+        stream: a pipeline.
+    """
+    nodes = list(adapter.upstream_of(stream))
+    shuffles = [node for node in nodes if adapter.is_reshuffled(node)]
+    if not shuffles:
+        return True
+    # anything but a `repeat` starts what it reads from once
+    return len(shuffles) == 1 and not any(
+        adapter.is_repeat(node) and any(map(adapter.is_reshuffled, adapter.upstream_of(node)))
+        for node in nodes
+    )

@@ -1,0 +1,103 @@
+"""Checks of `LoaderTuner` on two workers that each move their own data path at their own steps."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from recording import Recording, check, small_model
+from recording_names import OWN
+
+import keras_het
+from keras_het.loader import Knobs
+from keras_het.planning.loader import LoaderPlan, WindowSize
+
+ROWS, EPOCHS = 90, 3
+
+
+class AtOnce:
+    """A controller that wants another plan as often as it is asked."""
+
+    name = "at once"
+
+    def __init__(self, plan: LoaderPlan, cpus: float) -> None:
+        self.plan = plan
+        self._plans = itertools.cycle([LoaderPlan(3, 3), LoaderPlan(1, 1), LoaderPlan(2, 2)])
+
+    @property
+    def next_window(self) -> WindowSize:
+        return WindowSize(0, 1, 0.0)
+
+    def observe(self, window: Any) -> LoaderPlan:
+        self.plan = next(self._plans)
+        return self.plan
+
+    def refused(self, plan: LoaderPlan) -> None:
+        pass
+
+    def set_cpus(self, cpus: float) -> None:
+        pass
+
+
+class Patient(keras.callbacks.Callback):
+    """Lets no step begin while the worker's move is being prepared."""
+
+    def __init__(self, tuner: Any) -> None:
+        super().__init__()
+        self._tuner = tuner
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        session = self._tuner._session
+        if session is not None and session._preparation is not None:
+            session._preparation[0].wait(60)
+
+
+def train(run: Recording, in_slices: bool) -> None:
+    used: list[int] = []
+    lock = threading.Lock()
+
+    def note(index: Any) -> Any:
+        with lock:
+            used.append(int(index))
+        return index
+
+    def features(index: Any) -> Any:
+        # the order of the samples is that of these maps only where one sample is made at a time
+        index = tf.ensure_shape(tf.numpy_function(note, [index], tf.int64), [])
+        value = tf.cast(index, tf.float32) / ROWS
+        return tf.stack([value, value**2, value**3, tf.sin(value), tf.cos(value)]), value[None]
+
+    def build(knobs: Knobs) -> tf.data.Dataset:
+        rows = tf.data.Dataset.range(ROWS).shuffle(30, seed=5)
+        rows = rows.map(features, num_parallel_calls=knobs.num_parallel_calls)
+        if in_slices:
+            return rows.padded_batch(4, padded_shapes=([None], [None])).prefetch(knobs.prefetch)
+        return rows.batch(4).prefetch(knobs.prefetch)
+
+    run.set_shares([2, 1])
+    model = run.build(lambda: small_model("sgd"))
+    callbacks = []
+    if run.strategy is not None:
+        tuner = keras_het.callbacks.LoaderTuner(AtOnce)
+        callbacks = [tuner, Patient(tuner)]
+    data = keras_het.loader.pipeline(build, Knobs(2, 2, 2))
+    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    run.keep_model(model)
+    if run.strategy is not None:
+        run.keep(f"{OWN}moves", np.array([move.refused is None for move in tuner.moves]))
+        run.keep(f"{OWN}reason", np.array(str(tuner.observes_only)))
+        run.keep(f"{OWN}used", np.array(used))
+
+
+@check
+def own_rows(run: Recording) -> None:
+    train(run, in_slices=False)
+
+
+@check
+def whole_batches(run: Recording) -> None:
+    train(run, in_slices=True)
