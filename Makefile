@@ -43,7 +43,7 @@ test: lint ## Lint, types and all tests.
 
 # One test of each way to train; a variant is another path through the same calls of TensorFlow.
 OLDEST := all_reduce_against_tensorflow callbacks_across_workers exact_across_workers hybrid \
-  hybrid_faults local_training lost_worker mistakes resume_across_workers roles \
+  hybrid_faults local_training lost_worker mistakes resume_across_workers role_choice \
   summation_across_workers
 test-oldest: .venv-oldest/installed ## Tests with several processes, on the oldest TensorFlow.
 	.venv-oldest/bin/python -m pytest $(SHARED) -m "not variant" \

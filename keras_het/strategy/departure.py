@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 _LONGEST_WAIT_SECONDS = 10.0
 
 
-def leave_together(strategy: weakref.ref[Any]) -> None:
-    """Waits, at the end of the script, until the other workers have finished their last step.
+def leave_together(strategy: Callable[[], Any]) -> None:
+    """Waits, before this process leaves the cluster, until the other workers have finished their last step.
 
     A collective is over for one worker while another still fetches the result from it; a worker
     that left then would break the last step of the others. After an error there is nothing to wait
     for.
 
     Args:
-        strategy: the strategy whose cluster is left.
+        strategy: gives the strategy whose cluster is left, None if it is gone (a weak reference).
     """
     live = strategy()
     if live is None or live.has_lost_workers or _failed():

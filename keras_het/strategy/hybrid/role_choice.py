@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_het.planning import ClusterSpeeds, RolePlan, advise_roles
 from keras_het.strategy.cluster_config import TF_CONFIG, ClusterConfig
+from keras_het.strategy.departure import leave_together
 from keras_het.strategy.hybrid.link_rates import measure_link_rates
 
 _logger = logging.getLogger("keras_het")
@@ -110,7 +111,7 @@ def start_again(strategy: Any, plan: RolePlan) -> None:
         plan: which roles all workers have.
     """
     environment = environment_of(strategy.cluster_config, plan.roles)
-    strategy.barrier()
+    leave_together(lambda: strategy)
     sys.stdout.flush()
     sys.stderr.flush()
     if environment is None:

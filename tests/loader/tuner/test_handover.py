@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from keras_het.loader import Knobs
 from keras_het.loader.adjustable_pipeline import build_tuned, pipeline, threads_of
 from keras_het.loader.handover import HandoverError, hand_over, has_memory_cache, why_not
-from keras_het.loader.iterator_release import release, wait_until_released
+from keras_het.loader.iterator_release import release
 
 EPOCHS = 3
 KNOBS = st.builds(Knobs, st.integers(1, 8), st.integers(1, 3), st.integers(1, 6))
@@ -173,9 +173,8 @@ def test_the_new_threads_are_known_and_give_way():
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads.ids} == {own + 7}
     assert threads.cpu_seconds() >= 0.0
-    release(new)
-    release(iterator)
-    assert wait_until_released(60)
+    released = [release(new), release(iterator)]
+    assert all(event.wait(60) for event in released)
     assert list(iterator) == [], "it was emptied"
 
 
