@@ -12,7 +12,7 @@ _LONGEST_WAIT_SECONDS = 10.0
 
 
 def leave_together(strategy: Callable[[], Any]) -> None:
-    """Waits, before this process leaves the cluster, until the other workers have finished their last step.
+    """Waits, before this process leaves, until the other workers have finished their last step.
 
     A collective is over for one worker while another still fetches the result from it; a worker
     that left then would break the last step of the others. After an error there is nothing to wait
