@@ -18,7 +18,7 @@ RESULTS := build/benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help demo test test-oldest test-validation lint format benchmarks constraints clean distclean
+.PHONY: help demo test test-variants test-oldest test-validation lint format benchmarks constraints clean distclean
 .PHONY: check-python check-oldest
 .DEFAULT_GOAL := help
 
@@ -35,15 +35,17 @@ SIDE_BY_SIDE := tests/exactness tests/outside tests/planning tests/strategy test
 ALONE := tests/benchmarks tests/recipes
 SHARED := -n 2 --dist loadfile
 
-test: lint ## Lint, types and all tests.
-	.venv/bin/python -m pytest $(SHARED) $(SIDE_BY_SIDE)
+test: lint ## Lint, types and tests.
+	.venv/bin/python -m pytest $(SHARED) -m "not variant" $(SIDE_BY_SIDE)
 	.venv/bin/python -m pytest $(ALONE)
 	@if $(MAKE) -s check-oldest >/dev/null 2>&1; then $(MAKE) --no-print-directory test-validation; \
 	else echo "No Python 3.11 or 3.12 was found: the tests of data validation were not run."; fi
 
+test-variants: .venv/installed ## Further variants of the tests with several processes.
+	.venv/bin/python -m pytest $(SHARED) -m variant tests/multi_process
+
 # One test of each way to train; a variant is another path through the same calls of TensorFlow.
-OLDEST := all_reduce_against_tensorflow callbacks_across_workers exact_across_workers hybrid \
-  hybrid_faults local_training lost_worker mistakes resume_across_workers role_choice \
+OLDEST := callbacks_across_workers exact_across_workers hybrid local_training lost_worker mistakes \
   summation_across_workers
 test-oldest: .venv-oldest/installed ## Tests with several processes, on the oldest TensorFlow.
 	.venv-oldest/bin/python -m pytest $(SHARED) -m "not variant" \

@@ -72,6 +72,7 @@ def test_a_stopped_async_worker_goes_on_later(start_workers: Any, tmp_path: Path
     assert sample_counts(results).tolist() == [MANY] * SAMPLES
 
 
+@pytest.mark.variant
 def test_a_late_worker_joins(start_workers: Any, tmp_path: Path) -> None:
     cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
     group = cluster.start("worker_0")

@@ -42,6 +42,7 @@ def run(
     return found
 
 
+@pytest.mark.variant
 def test_an_even_cluster_stays_synchronous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = run(tmp_path, monkeypatch, (1.0, 1.0))
     output = results.pop("output")["lines"]
