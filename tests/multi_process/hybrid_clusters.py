@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from addresses import free_address
 from forked_workers import cluster_environments
 
 from keras_het.launch.emulation import Emulation
-from keras_het.launch.free_ports import ReservedPorts
 
 SAMPLES, BATCH, EPOCHS = 360, 12, 3
 MANY = 8  # epochs, where the test acts while they train: longer than a worker takes to start
@@ -24,10 +24,7 @@ def environments(
     jobs: dict[str, int], slow: float = 0.002, fast: float = 0.001
 ) -> list[dict[str, str]]:
     """One environment a task; async workers take `slow` seconds a sample."""
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
-    common = {**SECRET, "KERAS_HET_SERVICE_ADDRESS": ports.addresses[0]}
+    common = {**SECRET, "KERAS_HET_SERVICE_ADDRESS": free_address()}
     found = cluster_environments(jobs, common)
     emulated = {
         seconds: Emulation((1.0,), seconds_per_sample=seconds).environment_of(0)

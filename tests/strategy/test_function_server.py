@@ -5,19 +5,12 @@ import socket
 import keras
 import pytest
 import tensorflow as tf
+from addresses import free_address
 
-from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 
 NUMBER = tf.TensorSpec([], tf.int32)
-
-
-def free_address():
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
-    return ports.addresses[0]
 
 
 def serve(address, amount):

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 import tensorflow as tf
+from addresses import free_address
 
-from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.parameter_service import (
     NO_ANSWER,
     FloatWire,
@@ -24,13 +24,6 @@ from keras_het.strategy.rules import AsyncSGD, Delta, ElasticAveraging
 SHAPES = ((3, 4), (5,), ())
 PARTITIONS = Partitions(SHAPES, partition_size=7)  # 18 elements: 7 + 7 + 4
 GOOD = credential(b"0123456789abcdef", "model")
-
-
-def free_address():
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
-    return ports.addresses[0]
 
 
 def start(rule, num_clients=4, **options):

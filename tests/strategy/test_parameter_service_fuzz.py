@@ -4,9 +4,9 @@ import threading
 
 import numpy as np
 import tensorflow as tf
+from addresses import free_address
 
 from keras_het import private_api
-from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.parameter_service import (
     ParameterClient,
     ParameterService,
@@ -82,11 +82,8 @@ class Fuzzer:
 
 
 def test_bad_requests_change_nothing(cpu_devices):
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
     service = ParameterService(
-        ports.addresses[0], PARTITIONS, AsyncSGD(0.1, momentum=0.5), GOOD, NUM_CLIENTS
+        free_address(), PARTITIONS, AsyncSGD(0.1, momentum=0.5), GOOD, NUM_CLIENTS
     )
     service.start()
     fuzzer = Fuzzer(service.address, seed=11)

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import tensorflow as tf
+from addresses import free_address
 
-from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.parameter_service import Status
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
@@ -24,15 +24,12 @@ CLIENTS, BATCHES = 4, 100
 
 
 def start():
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
-    server = FunctionServer(ports.addresses[0])
+    server = FunctionServer(free_address())
     ledger = SampleLedger(server, Gate(GOOD), CLIENTS)
     ledger.start_epoch(0, TrainingFacts(BATCHES, 17))
     ledger.set_stage(Stage.RUNNING)
     server.start()
-    return ports.addresses[0], server, ledger
+    return server.address, server, ledger
 
 
 @pytest.fixture
@@ -139,11 +136,8 @@ def test_negative_samples_are_refused(service):
 
 
 def test_a_service_that_is_not_there(cpu_devices):
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
     with pytest.raises(ServiceLostError, match="did not answer within 1 s"):
-        connect(ports.addresses[0], timeout=1).report(Presence.TRAINING)
+        connect(free_address(), timeout=1).report(Presence.TRAINING)
 
 
 def test_credentials_are_compared_as_wholes(cpu_devices):

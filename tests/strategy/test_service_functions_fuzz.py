@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from addresses import free_address
 
-from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.hybrid.offers import Offers, make_offer
 from keras_het.strategy.hybrid.service_spec import ServiceSpec
 from keras_het.strategy.hybrid.serving import ServingProcess
@@ -26,13 +26,6 @@ SECRET = b"0123456789abcdef"
 GOOD = credential(SECRET, "model")
 NUM_CLIENTS, NUM_BAD = 3, 600
 STATUS = tf.TensorSpec([], tf.int32)
-
-
-def free_address():
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
-    return ports.addresses[0]
 
 
 class Requests:

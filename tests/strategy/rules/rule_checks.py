@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 import tensorflow as tf
+from addresses import free_address
 
-from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.parameter_service import (
     ParameterClient,
     ParameterService,
@@ -88,10 +88,7 @@ PROOF = credential(b"0123456789abcdef", "model")
 
 def start_service(rule, num_clients, start=None):
     """A service on a free port, with the parts of `Center`."""
-    ports = ReservedPorts(1)
-    ports.release()
-    ports.close()
-    service = ParameterService(ports.addresses[0], PARTITIONS, rule, PROOF, num_clients)
+    service = ParameterService(free_address(), PARTITIONS, rule, PROOF, num_clients)
     if start is not None:
         service.set_center([tf.constant(start)])
     service.start()
