@@ -9,9 +9,10 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.handover import hand_over, has_memory_cache
-from keras_het.loader.held_iterator import _hold_functions_of
+from keras_het.loader.iterator_functions import hold_functions_of
 from keras_het.loader.knobs import Build, Knobs
-from keras_het.loader.loader_threads import LoaderThreads
+from keras_het.loader.loader_threads import start
+from keras_het.loader.replayable import draws_an_order
 
 
 def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
@@ -70,8 +71,10 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
         self.build = build
         self.knobs = self._first_knobs = knobs
         self._original = self._current = dataset
-        self._is_direct = has_memory_cache(dataset) or any(
-            adapter.is_repeat(node) for node in adapter.upstream_of(dataset)
+        self._is_direct = (
+            has_memory_cache(dataset)
+            or any(adapter.is_repeat(node) for node in adapter.upstream_of(dataset))
+            or not draws_an_order(dataset)
         )
         super().__init__(dataset, private_api.data_set_variant(dataset))
 
@@ -84,11 +87,11 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
         """Makes iterators from now on those of another build.
 
         The sequence of orders of a shuffle is that of the original data set: every iterator begins
-        there and is handed over before its first element. Pipelines with a cache in memory, which
-        belongs to one build, and those with a `repeat`, which takes several orders from the
-        sequence in one epoch, are iterated directly instead. Later epochs, and later rounds of a
-        `repeat`, have each element once, in an order that may be another one than without a
-        handover if a pipeline has such a part or several shuffles.
+        there and is handed over before its first element. Pipelines without one, those with a cache
+        in memory, which belongs to one build, and those with a `repeat`, which takes several orders
+        from the sequence in one epoch, are iterated directly instead. Later epochs, and later
+        rounds of a `repeat`, have each element once, in an order that may be another one than
+        without a handover if a pipeline has such a part or several shuffles.
 
         Args:
             knobs: its settings.
@@ -104,35 +107,14 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
             iterator = start(self._current)
         else:
             iterator = hand_over(iter(self._original), self._current)
+        hold_functions_of(iterator, self._current)
         iterator.keras_het_pipeline = self
         return iterator
-
-
-def start(dataset: Any) -> Any:
-    """A new iterator that remembers which threads are its own.
-
-    Args:
-        dataset: a `tf.data.Dataset` with a thread pool of its own.
-
-    Returns:
-        The iterator; `threads_of` gives its threads.
-    """
-    threads = LoaderThreads()
-    with threads.started_here():
-        iterator = iter(dataset)
-    _hold_functions_of(iterator, dataset)
-    iterator.keras_het_threads = threads
-    return iterator
 
 
 def pipeline_of(iterator: Any) -> AdjustablePipeline | None:
     """The adjustable pipeline that an iterator was made of, None for any other."""
     return getattr(iterator, "keras_het_pipeline", None)
-
-
-def threads_of(iterator: Any) -> LoaderThreads | None:
-    """The threads of an iterator that `start` made, None for any other."""
-    return getattr(iterator, "keras_het_threads", None)
 
 
 def plain_pipeline(dataset: Any) -> AdjustablePipeline:

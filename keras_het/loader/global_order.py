@@ -65,6 +65,14 @@ class GlobalOrderDataset(DistributedSteps):
         claims: called with this data set when a pass starts; gives the `Claims` of a pass of which
             others take some of the batches, or None.
 
+    Attributes:
+        form: what every worker runs, and what only the user of a row runs.
+        layout: which replicas there are, and which are local.
+        lookahead: steps the pipeline works ahead.
+        only_slices: whether a step only cuts whole batches, which the user's pipeline makes.
+        tuning: what can be turned in it while it runs.
+        pipelines_built: number of pipelines that were made for its passes.
+
     Raises:
         TypeError: if `dataset` is not a `tf.data.Dataset`.
         ValueError: if elements are not batches, or `lookahead` or `global_batch_size` is too small.
@@ -85,26 +93,26 @@ class GlobalOrderDataset(DistributedSteps):
         _check_arguments(dataset, global_batch_size, lookahead)
         if global_batch_size is None:
             rows.check_batched(dataset.element_spec)
-        self._form, passes = recall(dataset, global_batch_size)
+        self.form, passes = recall(dataset, global_batch_size)
         self._source = (dataset, global_batch_size)
-        self._layout = layout
+        self.layout = layout
         self._weights = weights
-        self._lookahead = lookahead
+        self.lookahead = lookahead
         self._get_claims = claims
         self._claims: Claims | None = None
         self._row_functions = (batch_map,) if callable(batch_map) else tuple(batch_map)
-        self._only_slices = self._form.only_slices and not self._row_functions
+        self.only_slices = self.form.only_slices and not self._row_functions
         self._idle: list[tuple[Any, WorkOrders]] = []
         self.pipelines_built = 0
         self.tuning = OrderTuning(self, dataset)
-        upstream = list(adapter.upstream_of(self._form.stream))
+        upstream = list(adapter.upstream_of(self.form.stream))
         self._has_fingerprint = not any(
             adapter.operations_in_functions(node) & adapter.RANDOM_VALUE_OPERATIONS
             for node in upstream
         )
         super().__init__(
             rows.relax_rows(self._batch_spec()),
-            int(global_batches(self._form).cardinality()),
+            int(global_batches(self.form).cardinality()),
             wrap,
             # a generator may have been told meanwhile that its epoch is over
             can_rewind=not any(adapter.draws_from_generator(node) for node in upstream),
@@ -116,17 +124,17 @@ class GlobalOrderDataset(DistributedSteps):
     @property
     def mode(self) -> str:
         """Either "element" (maps run only for own samples) or "slice" (whole batches are made)."""
-        return self._form.mode
+        return self.form.mode
 
     @property
     def reason(self) -> str:
         """Why the data set is in this mode."""
-        return self._form.reason
+        return self.form.reason
 
     @property
     def global_batch_size(self) -> int | None:
         """Samples of a full global batch, None if not known."""
-        return self._form.batch_size
+        return self.form.batch_size
 
     def set_global_batch_size(self, samples: int) -> None:
         """Changes the size of global batches from the next pass on; orders of samples stay.
@@ -142,37 +150,17 @@ class GlobalOrderDataset(DistributedSteps):
         """
         if samples < 1:
             raise ValueError(f"A global batch needs at least 1 sample. Received: {samples}.")
-        self._form = with_batch_size(self._form, samples)
+        self.form = with_batch_size(self.form, samples)
         self._idle.clear()
-        self._steps = np.int64(global_batches(self._form).cardinality())
-
-    @property
-    def only_slices(self) -> bool:
-        """Whether a step only cuts whole batches, which the user's pipeline makes as it is."""
-        return self._only_slices
-
-    @property
-    def form(self) -> PipelineForm:
-        """What every worker runs, and what only the user of a row runs."""
-        return self._form
-
-    @property
-    def layout(self) -> ReplicaLayout:
-        """Which replicas there are, and which are local."""
-        return self._layout
-
-    @property
-    def lookahead(self) -> int:
-        """Steps the pipeline works ahead."""
-        return self._lookahead
+        self._steps = np.int64(global_batches(self.form).cardinality())
 
     @property
     def own_weight(self) -> float:
         """Samples of this worker in a step, relative to the mean over all workers."""
         weights = list(getattr(self._last, "latest_weights", ()))
-        local = self._layout.local_replicas
+        local = self.layout.local_replicas
         own = sum(weights[local.start : local.stop])
-        return float(own / sum(weights) * self._layout.num_workers) if any(weights) else 1.0
+        return float(own / sum(weights) * self.layout.num_workers) if any(weights) else 1.0
 
     def passes_before(self, run: Run) -> tuple[bool, ...]:
         """The passes before a running one, each with whether it was iterated."""
@@ -184,7 +172,7 @@ class GlobalOrderDataset(DistributedSteps):
         Args:
             form: the same samples; its shuffles have started as many passes as those of `form`.
         """
-        self._form = form
+        self.form = form
         self._idle.clear()
         remember(*self._source, form)
 
@@ -200,12 +188,12 @@ class GlobalOrderDataset(DistributedSteps):
         dataset, global_batch_size = self._source
         return GlobalOrderDataset(
             dataset,
-            self._layout,
+            self.layout,
             self._weights,
             self._wrap,
             global_batch_size=global_batch_size,
             batch_map=(*self._row_functions, function),
-            lookahead=self._lookahead,
+            lookahead=self.lookahead,
             claims=self._get_claims,
         )
 
@@ -215,8 +203,8 @@ class GlobalOrderDataset(DistributedSteps):
         return self
 
     def _batch_spec(self) -> Any:
-        if self._only_slices:
-            return self._form.stream.element_spec
+        if self.only_slices:
+            return self.form.stream.element_spec
         self._idle.append(self.build(0))
         return self._idle[0][0].element_spec[0][0]
 
@@ -244,12 +232,12 @@ class GlobalOrderDataset(DistributedSteps):
             "first_step": first_step,
             "num_steps": int(self._steps),
             "wants_fingerprint": self._has_fingerprint,
-            "keep_alive": self._form,
+            "keep_alive": self.form,
         }
-        if self._only_slices:
+        if self.only_slices:
             self.pipelines_built += 1
-            pipeline = whole_batches(self._form, self._lookahead, first_step)
-            layout, lookahead = self._layout, self._lookahead
+            pipeline = whole_batches(self.form, self.lookahead, first_step)
+            layout, lookahead = self.layout, self.lookahead
             run = SlicedRun(pipeline, layout, self._weights, lookahead, **arguments)
             self.tuning.start_moved(run)
             return run
@@ -260,9 +248,9 @@ class GlobalOrderDataset(DistributedSteps):
             pipeline,
             orders,
             self._weights,
-            self._lookahead,
-            self._form.batch_size or 0,
-            give_back=functools.partial(_keep_idle, idle, self._form, pipeline, orders),
+            self.lookahead,
+            self.form.batch_size or 0,
+            give_back=functools.partial(_keep_idle, idle, self.form, pipeline, orders),
             **arguments,
         )
 
@@ -272,18 +260,18 @@ class GlobalOrderDataset(DistributedSteps):
         weights = repeated(self._weights, parts)
         self.pipelines_built += 1
         # with several parts all replicas are local: an async worker is alone in its group
-        layout = ReplicaLayout((self._layout.num_replicas * parts,)) if parts > 1 else self._layout
-        if self._only_slices:
-            whole = whole_batches(self._form, self._lookahead)
-            source: BatchSource = SlicedSource(whole, weights, layout.local_replicas, self._form)
+        layout = ReplicaLayout((self.layout.num_replicas * parts,)) if parts > 1 else self.layout
+        if self.only_slices:
+            whole = whole_batches(self.form, self.lookahead)
+            source: BatchSource = SlicedSource(whole, weights, layout.local_replicas, self.form)
         else:
-            orders = WorkOrders(layout.num_replicas, self._lookahead)
+            orders = WorkOrders(layout.num_replicas, self.lookahead)
             pipeline = build_local_pipeline(
-                self._form, layout, orders, self._lookahead, 0, self._row_functions
+                self.form, layout, orders, self.lookahead, 0, self._row_functions
             )
-            batch_rows = self._form.batch_size or 0
-            source = PipelineSource(pipeline, orders, weights, batch_rows, self._form)
-        return ClaimedRun(source, claims, self._lookahead, number)
+            batch_rows = self.form.batch_size or 0
+            source = PipelineSource(pipeline, orders, weights, batch_rows, self.form)
+        return ClaimedRun(source, claims, self.lookahead, number)
 
     def build(self, skip: int, form: PipelineForm | None = None) -> tuple[Any, WorkOrders]:
         """Builds what this worker runs.
@@ -296,12 +284,12 @@ class GlobalOrderDataset(DistributedSteps):
             The pipeline, and the orders that it takes.
         """
         self.pipelines_built += 1
-        orders = WorkOrders(self._layout.num_replicas, self._lookahead)
+        orders = WorkOrders(self.layout.num_replicas, self.lookahead)
         pipeline = build_local_pipeline(
-            form or self._form,
-            self._layout,
+            form or self.form,
+            self.layout,
             orders,
-            self._lookahead,
+            self.lookahead,
             skip,
             self._row_functions,
         )
@@ -309,29 +297,29 @@ class GlobalOrderDataset(DistributedSteps):
 
     def _seek(self, passes: tuple[bool, ...]) -> None:
         try:
-            stream = fresh_copy(self._form.stream)
+            stream = fresh_copy(self.form.stream)
         except ValueError:
             if self._runs_started or self._passes.gone_by:
                 raise
-            stream = self._form.stream
-        if stream is not self._form.stream:
-            self._form = self._form.reading_from(stream)
+            stream = self.form.stream
+        if stream is not self.form.stream:
+            self.form = self.form.reading_from(stream)
             self._idle.clear()
-            remember(*self._source, self._form)
-        advance(global_batches(self._form), passes)
+            remember(*self._source, self.form)
+        advance(global_batches(self.form), passes)
 
     def _let_go_by(self, passes: Iterable[bool]) -> None:
-        advance(global_batches(self._form), passes)
+        advance(global_batches(self.form), passes)
 
     def _warn_of_changing_order(self, upstream: list[Any]) -> None:
-        if self._layout.num_workers == 1:
+        if self.layout.num_workers == 1:
             return
         if any(map(adapter.is_nondeterministic, upstream)):
             logger.warning(
                 "A part of the data set that every worker runs has deterministic=False: workers "
                 "may see different orders, and samples may be lost or used twice. Remove it."
             )
-        elif self._form.options.deterministic is False:
+        elif self.form.options.deterministic is False:
             logger.info("The option deterministic=False is not used: workers need one order.")
 
 
@@ -355,5 +343,5 @@ def _keep_idle(
 ) -> None:
     """Keeps a pipeline whose iterator is gone for a later epoch."""
     dataset = owner() if owner else None
-    if dataset is not None and dataset._form is form and len(dataset._idle) < 2:
+    if dataset is not None and dataset.form is form and len(dataset._idle) < 2:
         dataset._idle.append((pipeline, orders))

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.loader_threads import LoaderThreads
+from keras_het.loader.loader_threads import LoaderThreads, with_threads
 
 # What identifies the elements: a pipeline that differs in one of these is another pipeline.
 _SAME_ATTRIBUTES = {
@@ -119,8 +119,7 @@ def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
     except tf.errors.OpError as error:
         text = str(error.message).splitlines()[0][:300]
         raise HandoverError(f"TensorFlow refused to hand the pipeline over: {text}") from error
-    new.keras_het_threads = threads  # see adjustable_pipeline.threads_of
-    return new
+    return with_threads(new, threads)
 
 
 def _operations(dataset: Any) -> list[Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.loader_threads import LoaderThreads
+from keras_het.loader.iterator_functions import hold_functions_of
+from keras_het.loader.loader_threads import LoaderThreads, start, threads_of
 
 
 class HeldIterator:
@@ -28,9 +27,9 @@ class HeldIterator:
 
     def __init__(self, pipeline: Any, keep_alive: Any = None, iterator: Any = None) -> None:
         if iterator is None:
-            iterator = _started(pipeline)
-        self.threads: LoaderThreads | None = getattr(iterator, "keras_het_threads", None)
-        _hold_functions_of(iterator, (pipeline, keep_alive))
+            iterator = start(pipeline)
+        self.threads: LoaderThreads | None = threads_of(iterator)
+        hold_functions_of(iterator, (pipeline, keep_alive))
         self.read = adapter.element_reader(iterator)
         self._iterator = iterator
 
@@ -50,36 +49,7 @@ class HeldIterator:
         threading.Thread(target=_release, args=(held, after), daemon=True).start()
 
 
-def _started(pipeline: Any) -> Any:
-    if not pipeline.options().threading.private_threadpool_size:
-        return iter(pipeline)
-    threads = LoaderThreads()
-    with threads.started_here():
-        iterator = iter(pipeline)
-    iterator.keras_het_threads = threads
-    return iterator
-
-
 def _release(held: list[Any], after: Callable[[], None]) -> None:
     held.clear()
     with contextlib.suppress(Exception):
         after()
-
-
-def _hold_functions_of(iterator: Any, holder: Any) -> None:
-    """Keeps the functions of a pipeline until after its iterator is gone.
-
-    TensorFlow crashes if the garbage collector takes the functions of a pipeline before the
-    iterator whose threads are calling them, which it may do where both are in one cycle (an
-    exception's traceback is enough).
-    """
-    while _condemned:
-        _held.pop(_condemned.pop(), None)
-    key = next(_keys)
-    _held[key] = holder
-    weakref.finalize(iterator, _condemned.append, key).atexit = False
-
-
-_held: dict[int, Any] = {}
-_condemned: list[int] = []
-_keys = itertools.count()

@@ -8,10 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.adjustable_pipeline import pipeline_of, threads_of
+from keras_het.loader.adjustable_pipeline import pipeline_of
 from keras_het.loader.handover import hand_over
-from keras_het.loader.held_iterator import _hold_functions_of
+from keras_het.loader.iterator_functions import hold_functions_of
 from keras_het.loader.iterator_release import release
+from keras_het.loader.loader_threads import threads_of
 
 
 class LiveIterator:
@@ -76,7 +77,7 @@ class LiveIterator:
             HandoverError: if it cannot be done exactly; nothing has changed then.
         """
         old, new = self.iterator, hand_over(self.iterator, dataset, prepared)
-        _hold_functions_of(new, dataset)
+        hold_functions_of(new, dataset)
         self.iterator = new
         self._use(new)
         release(old)

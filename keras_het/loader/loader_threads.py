@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _TASKS = Path("/proc/self/task")
 _creating = threading.Lock()
@@ -56,6 +57,31 @@ class LoaderThreads:
         for thread in self.ids:
             with contextlib.suppress(OSError):  # ended, or not permitted
                 os.setpriority(os.PRIO_PROCESS, thread, min(own + nice, 19))
+
+
+def start(dataset: Any) -> Any:
+    """A new iterator, of which `threads_of` gives the threads if its pool is its own.
+
+    Args:
+        dataset: a `tf.data.Dataset`.
+    """
+    if not dataset.options().threading.private_threadpool_size:
+        return iter(dataset)
+    threads = LoaderThreads()
+    with threads.started_here():
+        iterator = iter(dataset)
+    return with_threads(iterator, threads)
+
+
+def with_threads(iterator: Any, threads: LoaderThreads) -> Any:
+    """The same iterator, of which `threads_of` gives these threads."""
+    iterator.keras_het_threads = threads
+    return iterator
+
+
+def threads_of(iterator: Any) -> LoaderThreads | None:
+    """The threads of an iterator's own pool, None if it has none or they are not known."""
+    return getattr(iterator, "keras_het_threads", None)
 
 
 def _thread_ids() -> set[int]:

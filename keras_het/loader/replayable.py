@@ -13,6 +13,7 @@ _PYTHON_OPERATIONS = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
 _SHUFFLE_OPERATIONS = frozenset(
     {"RandomShuffle", "ShuffleDataset", "ShuffleDatasetV2", "ShuffleDatasetV3"}
 )
+_DRAWING_OPERATIONS = adapter.RANDOM_VALUE_OPERATIONS | _SHUFFLE_OPERATIONS
 
 
 def why_not_replayed(stream: adapter.Dataset, can_be_built: bool = False) -> str | None:
@@ -50,9 +51,23 @@ def _reason_of(node: adapter.Dataset) -> str | None:
     operations = adapter.operations_in_functions(node)
     if operations & _PYTHON_OPERATIONS:
         return f"a Python function in {kind} may give other elements when it is read again"
-    if operations & (adapter.RANDOM_VALUE_OPERATIONS | _SHUFFLE_OPERATIONS):
+    if operations & _DRAWING_OPERATIONS:
         return f"{kind} draws random values: other elements when it is read again"
     return None
+
+
+def draws_an_order(dataset: adapter.Dataset) -> bool:
+    """Whether a new iterator begins in a state that another build of the pipeline need not have.
+
+    Args:
+        dataset: a pipeline.
+    """
+    return any(
+        adapter.is_shuffle(node)
+        or "Random" in type(node).__name__
+        or adapter.operations_in_functions(node) & _DRAWING_OPERATIONS
+        for node in adapter.upstream_of(dataset)
+    )
 
 
 def _interleaves_in_any_order(node: adapter.Dataset) -> bool:

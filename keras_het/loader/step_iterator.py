@@ -32,7 +32,6 @@ class StepIterator:
         source: the data set of which this is a pass.
 
     Attributes:
-        source: the data set of which this is a pass.
         step: steps of this epoch that are behind, those skipped by a resume included.
         samples: rows of global batches that this iterator delivered, over all replicas.
         input_wait_seconds: time that the last step waited for its element.

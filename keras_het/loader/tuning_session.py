@@ -17,7 +17,6 @@ from keras_het.loader.adjustable_pipeline import (
     build_tuned,
     plain_pipeline,
     prefetch_size,
-    threads_of,
 )
 from keras_het.loader.handover import HandoverError, has_memory_cache, why_not
 from keras_het.loader.host_budget import HostBudget
@@ -25,7 +24,7 @@ from keras_het.loader.host_cpus import usable_cpus
 from keras_het.loader.host_sums import HostSums
 from keras_het.loader.knobs import Knobs
 from keras_het.loader.live_iterator import LiveIterator
-from keras_het.loader.loader_threads import LoaderThreads
+from keras_het.loader.loader_threads import LoaderThreads, threads_of
 from keras_het.loader.order_tuning import OrderTuning
 from keras_het.loader.preparation import Preparation
 from keras_het.loader.step_iterator import StepIterator
@@ -199,11 +198,10 @@ class TuningSession:
     @property
     def knobs(self) -> Knobs | None:
         """The settings in effect, None if they are the user's still."""
-        if self.order is not None:
-            return None if self.order.is_plain and not self.has_changed else self.order.knobs
-        is_plain = self.live is None or self.live.pipeline is None
-        unknown = self.pipeline is None or (is_plain and not self.has_changed)
-        return None if unknown or self.pipeline is None else self.pipeline.knobs
+        tuned = self.order or self.pipeline
+        if tuned is None or (self.is_plain and not self.has_changed):
+            return None
+        return tuned.knobs
 
     @property
     def is_plain(self) -> bool:

@@ -184,13 +184,19 @@ def test_arrays_are_trained_as_without_it():
     np.testing.assert_array_equal(*results)
 
 
-def test_a_generator_is_only_observed(caplog):
+def generated():
+    """Four batches of a Python generator."""
+
     def rows():
         for row in range(8):
             yield np.full([3], row, np.float32), np.float32(row)
 
     signature = (tf.TensorSpec([3]), tf.TensorSpec([]))
-    data = tf.data.Dataset.from_generator(rows, output_signature=signature).batch(2)
+    return tf.data.Dataset.from_generator(rows, output_signature=signature).batch(2)
+
+
+def test_a_generator_is_only_observed(caplog):
+    data = generated()
     seen = []
 
     class Look(keras.callbacks.Callback):
@@ -388,12 +394,7 @@ def test_shares_that_change_meanwhile_change_no_bit(cpu_devices):
 
 
 def test_under_the_strategy_a_generator_is_only_observed(cpu_devices):
-    def rows():
-        for row in range(8):
-            yield np.full([3], row, np.float32), np.float32(row)
-
-    signature = (tf.TensorSpec([3]), tf.TensorSpec([]))
-    data = tf.data.Dataset.from_generator(rows, output_signature=signature).batch(2)
+    data = generated()
     tuner = moving()
     train_under_strategy(cpu_devices, data, [tuner])
     assert "from_generator" in tuner.observes_only

@@ -24,9 +24,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from keras_het.loader import Knobs
-from keras_het.loader.adjustable_pipeline import build_tuned, pipeline, threads_of
+from keras_het.loader.adjustable_pipeline import build_tuned, pipeline
 from keras_het.loader.handover import HandoverError, hand_over, has_memory_cache, why_not
 from keras_het.loader.iterator_release import release
+from keras_het.loader.loader_threads import threads_of
 
 EPOCHS = 3
 KNOBS = st.builds(Knobs, st.integers(1, 8), st.integers(1, 3), st.integers(1, 6))
