@@ -57,15 +57,26 @@ class FunctionServer:
         _check_nobody_listens(self.address)
         self._thread.start()
         deadline = time.monotonic() + _LONGEST_START_SECONDS
-        while not bool(self._is_started) and time.monotonic() < deadline:
+        while not self._listens() and time.monotonic() < deadline:
             if not self._thread.is_alive():
                 break
             time.sleep(_POLL_SECONDS)
-        if not bool(self._is_started):
+        if not self._listens():
             raise RuntimeError(
                 f"The server at {self.address} did not start. Received: {self._error!r}. Check "
                 "that the address is one of this machine and its port free."
             )
+
+    def _listens(self) -> bool:
+        # The variable may be set a moment before: it is another resource than the server.
+        if not self._thread.is_alive() or not bool(self._is_started):
+            return False
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Stops to answer and leaves the port; calls that are being answered end first."""
