@@ -153,6 +153,7 @@ class AsyncWorker(Participant):
 
     def _join(self) -> None:
         """Connects and starts from the center."""
+        self.rule = self.options.rule.for_steps_of(1 / self._num_parts())
         seconds = self.options.connect_seconds
         connected = connect(lambda: open_connection(self, self._client), seconds)
         self._center, self._state = connected.weights, connected.state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 from keras_het.strategy.rules.update_rule import PushMeta
@@ -16,8 +17,15 @@ class Delta(SendsChange):
     asynchronous mode, which equals an asynchronous parameter server because the center is the sum
     of all changes.
 
+    A worker whose steps have only a part f of the global batch takes 1 / f steps for the samples of
+    one. It sends :math:`f \Delta_i`, so that a sample moves the center as much whoever uses it, and
+    the learning rate for the global batch fits all.
+
     Args:
         scale: factor s; 1 / number of workers averages.
+
+    Attributes:
+        step_fraction: f.
 
     Raises:
         ValueError: if `scale` is not positive.
@@ -33,6 +41,22 @@ class Delta(SendsChange):
         if not scale > 0:
             raise ValueError(f"scale must be positive. Received: {scale}. 1 adds changes in full.")
         self.scale = scale
+        self.step_fraction = 1.0
+
+    def for_steps_of(self, fraction: float) -> Delta:
+        """This rule for a worker whose steps have a part of the global batch.
+
+        Args:
+            fraction: the part.
+        """
+        own = copy.copy(self)
+        own.step_fraction = fraction
+        return own
+
+    def message(self, weights: Any, seen: Any) -> Any:
+        """The change, as steps of the global batch would have made it."""
+        change = super().message(weights, seen)
+        return change if self.step_fraction == 1 else self.step_fraction * change
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Adds the change."""

@@ -129,6 +129,15 @@ class UpdateRule(abc.ABC):
             seen: the answer of its last exchange.
         """
 
+    def for_steps_of(self, fraction: float) -> UpdateRule:
+        """This rule for a worker whose steps have a part of the global batch.
+
+        Args:
+            fraction: the part.
+        """
+        del fraction
+        return self
+
     @abc.abstractmethod
     def after_sending(self, weights: Any, seen: Any) -> Any:
         """Weights that the worker goes on with while the message and the answer travel.

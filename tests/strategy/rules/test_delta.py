@@ -46,3 +46,14 @@ def test_the_center_is_the_start_and_all_changes(cpu_devices):
 def test_wrong_scale(scale):
     with pytest.raises(ValueError, match="scale must be positive"):
         Delta(scale)
+
+
+def test_small_steps_count_by_their_samples():
+    """Ten steps of a half batch move the center as five of the whole one with a constant slope."""
+    rule, slope, rate = Delta(), np.float32(3.0), np.float32(0.1)
+    half = rule.for_steps_of(0.5)
+    start = start_vector()
+    moved = half.message(start - 10 * rate * slope, start)
+    np.testing.assert_allclose(moved, rule.message(start - 5 * rate * slope, start), rtol=1e-5)
+    assert rule.step_fraction == 1.0
+    assert half.get_config() == rule.get_config()
