@@ -73,6 +73,9 @@ class HybridAggregation(keras.callbacks.Callback):
             each. If roles change, every process starts its script again with them in TF_CONFIG,
             or ends; what the measured steps trained is forgotten.
         measured_steps: steps to measure, after some to warm up.
+        noise_scale: gradient noise scale in samples, for `roles="auto"`: the larger it is, the less
+            staleness costs. By default that of the measured steps; later in training it is mostly
+            larger, so that a training of which it is known should say it.
         partition_bytes: largest message of weights; smaller ones spread a small model over several
             services.
 
@@ -100,13 +103,15 @@ class HybridAggregation(keras.callbacks.Callback):
         partition_bytes: int = LARGEST_MESSAGE_BYTES,
         roles: str = "tf_config",
         measured_steps: int = 16,
+        noise_scale: float | None = None,
     ) -> None:
         super().__init__()
         _check_arguments(period, async_batch_size, staleness_bound)
         _check_choice("on_service_loss", on_service_loss, ("raise", "continue"))
         _check_choice("service", service, ("auto", "spread"))
         _check_choice("roles", roles, ("tf_config", "auto"))
-        self._chooses_roles, self._measured_steps = roles == "auto", measured_steps
+        self._chooses_roles = roles == "auto"
+        self._measured = measured_steps, noise_scale
         self._choice: RoleChoice | None = None
         self._rule = rule
         self._options = HybridOptions(
@@ -224,7 +229,7 @@ class HybridAggregation(keras.callbacks.Callback):
         may_choose = not chosen and strategy.num_workers > 1 and not strategy.num_async_workers
         if may_choose:
             self._last_batch = -1
-            self._choice = RoleChoice(self.model, strategy, self._measured_steps)
+            self._choice = RoleChoice(self.model, strategy, *self._measured)
         return may_choose
 
     def _choose_roles(self, plan: RolePlan | None) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from keras_het.planning import ClusterSpeeds, RolePlan, advise_roles
+from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
 from keras_het.strategy.cluster_config import TF_CONFIG, ClusterConfig
+from keras_het.strategy.compute_times import StepTimes
 from keras_het.strategy.departure import leave_together
 from keras_het.strategy.hybrid.link_rates import measure_link_rates
 
@@ -22,6 +24,8 @@ CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
 """Environment variable: the plan that this process was started again with."""
 _ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
 _WARM_UP_STEPS = 4
+LARGEST_NOISE_SCALE = 1e9
+"""Stands for a gradient that was not seen above its noise: staleness costs nothing."""
 
 
 class RoleChoice:
@@ -33,14 +37,18 @@ class RoleChoice:
         model: the model that is trained.
         strategy: its `HeterogeneousStrategy`.
         measured_steps: steps to measure.
+        noise_scale: gradient noise scale in samples; None to measure it.
     """
 
-    def __init__(self, model: Any, strategy: Any, measured_steps: int) -> None:
+    def __init__(
+        self, model: Any, strategy: Any, measured_steps: int, noise_scale: float | None = None
+    ) -> None:
         self._model, self._strategy = model, strategy
         self._measured_steps = measured_steps
+        self._noise_scale = noise_scale
         self._steps = 0
         self._rates = measure_link_rates(strategy)
-        strategy.measure_compute_times(model)
+        strategy.measure_compute_times(model, gradients=noise_scale is None)
 
     def steps_done(self, steps: int) -> RolePlan | None:
         """Counts steps; the plan, once it is made.
@@ -51,7 +59,9 @@ class RoleChoice:
         self._steps += steps
         if self._steps < self._measured_steps + _WARM_UP_STEPS:
             return None
-        plan = advise_roles(self._speeds())
+        speeds = self._speeds()
+        _logger.info("Gradient noise scale of the roles: %s samples.", speeds.noise_scale)
+        plan = advise_roles(speeds)
         own = np.array([_ROLE_NUMBERS[role] for role in plan.roles], np.int64)
         agreed = self._strategy.extended.gather_over_workers(own[None])[0]
         names = {number: role for role, number in _ROLE_NUMBERS.items()}
@@ -72,7 +82,25 @@ class RoleChoice:
             link_bytes_per_second=self._rates,
             model_bytes=4 * sum(int(np.prod(variable.shape)) for variable in weights),
             global_batch=int(shares.sum()),
+            noise_scale=noise_scale_of(steps) if self._noise_scale is None else self._noise_scale,
         )
+
+
+def noise_scale_of(steps: Sequence[StepTimes]) -> float | None:
+    """Gradient noise scale that some steps show.
+
+    Args:
+        steps: with squared norms of gradients.
+
+    Returns:
+        Samples, at most `LARGEST_NOISE_SCALE`; None if no step had two replicas with samples.
+    """
+    average = SmoothedNoiseScale()
+    for step in steps:
+        if (step.shares > 0).sum() > 1:
+            squares = step.gradient_squares, step.global_gradient_square
+            average.add(noise_scale_estimate(step.shares, *squares))
+    return None if average.value is None else min(average.value.noise_scale, LARGEST_NOISE_SCALE)
 
 
 def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str] | None:
