@@ -1,0 +1,93 @@
+"""A task whose gradients are noisy: labels are drawn from a teacher that is seldom sure.
+
+About half of the labels are not the teacher's best guess, so that a gradient of one sample says
+little and many samples are needed, in few or in many steps. Accuracy is agreement with the best
+guess on inputs that were not trained on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+NUM_INPUTS, HIDDEN, NUM_CLASSES = 64, 1024, 10
+TEMPERATURE = 0.5
+NUM_TEST = 2000
+TARGET = 0.8
+
+
+class NoisyTask:
+    """Inputs and drawn labels; the same for every seed of the training.
+
+    Args:
+        num_samples: samples to train with.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        random = np.random.default_rng(0)
+        teacher = random.standard_normal((NUM_INPUTS, NUM_CLASSES)) / np.sqrt(NUM_INPUTS)
+        inputs = random.standard_normal((num_samples + NUM_TEST, NUM_INPUTS))
+        scores = inputs @ teacher
+        chances = _softmax(scores / TEMPERATURE)
+        drawn = (chances.cumsum(axis=1) < random.random((len(inputs), 1))).sum(axis=1)
+        best = scores.argmax(axis=1)
+        self.inputs = inputs[:num_samples].astype(np.float32)
+        self.labels = drawn[:num_samples].clip(0, NUM_CLASSES - 1).astype(np.int64)
+        self._test = inputs[num_samples:].astype(np.float32), best[num_samples:]
+
+    def batches(self, size: int) -> Any:
+        """Shuffled batches, the same on every worker."""
+        import tensorflow as tf
+
+        samples = tf.data.Dataset.from_tensor_slices((self.inputs, self.labels))
+        return samples.shuffle(len(self.labels), seed=0).batch(size, drop_remainder=True)
+
+    def accuracy(self, weights: list[Any]) -> float:
+        """Part of the test inputs for which two dense layers agree with the teacher."""
+        inputs, best = self._test
+        _, scores = _forward(weights, inputs)
+        return float((scores.argmax(axis=1) == best).mean())
+
+    def noise_scale(self, steps: int = 100, batch: int = 48, rate: float = 0.1) -> float:
+        r"""Gradient noise scale after some steps of SGD on one device: tr(S) / |G|^2 in samples."""
+        random = np.random.default_rng(1)
+        shapes = [(NUM_INPUTS, HIDDEN), (HIDDEN,), (HIDDEN, NUM_CLASSES), (NUM_CLASSES,)]
+        limits = [np.sqrt(6 / sum(shape)) if len(shape) > 1 else 0.0 for shape in shapes]
+        weights = [random.uniform(-x, x, s) for x, s in zip(limits, shapes, strict=True)]
+        for _ in range(steps):
+            chosen = random.integers(0, len(self.labels), batch)
+            gradient = _gradient(weights, self.inputs[chosen], self.labels[chosen])
+            weights = [w - rate * g for w, g in zip(weights, gradient, strict=True)]
+        # |g|^2 = |G|^2 + tr(S) / b for two sizes b of a batch
+        small, large = batch, len(self.labels)
+        squares = [
+            _square(_gradient(weights, self.inputs[chosen], self.labels[chosen]))
+            for chosen in random.integers(0, len(self.labels), (50, small))
+        ]
+        whole = _square(_gradient(weights, self.inputs, self.labels))
+        variance = (np.mean(squares) - whole) / (1 / small - 1 / large)
+        return float(variance / max(whole - variance / large, 1e-12))
+
+
+def _forward(weights: list[Any], inputs: Any) -> tuple[Any, Any]:
+    hidden = np.maximum(inputs @ weights[0] + weights[1], 0)
+    return hidden, hidden @ weights[2] + weights[3]
+
+
+def _gradient(weights: list[Any], inputs: Any, labels: Any) -> list[Any]:
+    hidden, scores = _forward(weights, inputs)
+    errors = _softmax(scores)
+    errors[np.arange(len(labels)), labels] -= 1
+    errors /= len(labels)
+    back = (errors @ weights[2].T) * (hidden > 0)
+    return [inputs.T @ back, back.sum(axis=0), hidden.T @ errors, errors.sum(axis=0)]
+
+
+def _square(gradient: list[Any]) -> float:
+    return float(sum((part**2).sum() for part in gradient))
+
+
+def _softmax(scores: Any) -> Any:
+    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
