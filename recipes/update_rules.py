@@ -65,11 +65,11 @@ SETTINGS = {
     "streaming_diloco": Setting(0.1, 0.9, STREAMING, kind="local"),
     "delta": Setting(0.2, 0.0),
     "async_sgd": Setting(config=SCALED, period=2),
-    "delay_compensated": Setting(config=ADAPTIVE, period=2),
+    "delay_compensated": Setting(config=ADAPTIVE, period=1),
     "async_easgd": Setting(0.6, 0.0),
     "async_measgd": Setting(0.15, 0.9),
     "hogwild_easgd": Setting(0.8, 0.0),
-    "round_robin_easgd": Setting(0.6, 0.0, kind="service"),
+    "round_robin_easgd": Setting(0.6, 0.0, period=2, kind="service"),
     "ashl": Setting(0.5, 0.0, TWO_STAGES, kind="service"),
 }
 
