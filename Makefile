@@ -12,7 +12,7 @@ else
 CONSTRAINTS ?= constraints.txt
 endif
 
-BENCHMARKS ?= overhead data
+BENCHMARKS ?= $(filter-out _%,$(basename $(notdir $(wildcard benchmarks/*.py))))
 RESULTS := build/benchmarks
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
