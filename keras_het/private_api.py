@@ -6,6 +6,7 @@ symbol, so that a release that moves one fails there first and says which.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import keras
@@ -42,7 +43,6 @@ PerReplica = distribute_values.PerReplica
 StrategyExtended = distribute_lib.StrategyExtendedV2
 CollectiveKeys = cross_device_utils.CollectiveKeys
 CommunicationOptions = collective_util.Options
-RpcClient = rpc_ops.GrpcClient
 RpcServer = rpc_ops.GrpcServer
 UnchangedElementsDataset = dataset_ops.UnaryUnchangedStructureDataset
 regroup = distribute_utils.regroup
@@ -84,6 +84,32 @@ __all__ = [
     "save_iterator",
     "type_spec_from_value",
 ]
+
+
+class RpcAnswer(rpc_ops.StatusOrResult):
+    """Status or value of a call, which frees its resource where it was made.
+
+    TensorFlow's frees it in whatever graph is being built when it is collected: a stray operation
+    of another function, which fails when that runs.
+    """
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        is_in_graph = tf.is_symbolic_tensor(self._status_or)
+        with self._status_or.graph.as_default() if is_in_graph else tf.init_scope():
+            super().__del__()
+
+
+class RpcClient(rpc_ops.GrpcClient):
+    """TensorFlow's client; its calls give `RpcAnswer`."""
+
+    @tf.autograph.experimental.do_not_convert  # frames that it converts outlive the call
+    def call(self, *args: Any, **kwargs: Any) -> RpcAnswer:
+        """Sends a call and does not wait for the answer."""
+        answer = super().call(*args, **kwargs)
+        answer.__class__ = RpcAnswer
+        return answer
 
 
 def keras_step_kind(function: Any) -> str | None:

@@ -115,7 +115,7 @@ SIGNATURES = [
         ["self", "address", "name", "list_registered_methods", "timeout_in_ms"],
     ),
     (
-        private_api.RpcClient,
+        private_api.RpcClient.__base__,
         "call",
         ["self", "method_name", "args", "output_specs", "timeout_in_ms"],
     ),

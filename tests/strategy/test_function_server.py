@@ -1,5 +1,6 @@
 """Functions answer over RPC until their server is closed; the client tells what went wrong."""
 
+import gc
 import socket
 
 import keras
@@ -95,4 +96,22 @@ def test_many_calls_are_under_way_at_once_in_a_graph(address):
         return [call.get_value() for call in calls]
 
     assert [int(value) for value in ask_all()] == [10, 11, 12, 13, 14]
+    server.close()
+
+
+def test_an_answer_that_is_dropped_while_a_function_is_traced_leaves_no_trace(address):
+    server = serve(address, 10)
+    client = FunctionClient(address, b"", 10)
+    answers = [client.call("add", [tf.constant(1)], NUMBER)]
+    assert bool(answers[0].is_ok())
+
+    @tf.function
+    def double(value):
+        answers.clear()
+        gc.collect()
+        return 2 * value
+
+    operations = double.get_concrete_function(NUMBER).graph.get_operations()
+    assert not any("RpcFuture" in operation.type for operation in operations)
+    assert int(double(4)) == 8
     server.close()

@@ -110,7 +110,9 @@ class ThroughputModel:
         self._device_seconds = device_seconds
         if cpu_seconds is not None:
             self._cpu_seconds = cpu_seconds
-        if idle_fraction > 0.1:
+        # Where waits are short, throughput tells more of the device than of the loaders; it is
+        # better than nothing.
+        if idle_fraction > (0.1 if self._points else 0.03):
             before = self._points.pop(loaders, 1.0 / steps_per_second)
             self._points[loaders] = (before + 1.0 / steps_per_second) / 2
             while len(self._points) > self._memory:

@@ -167,7 +167,9 @@ class TunerController:
         target = job.enough_loaders(max(most, 1))
         if target <= now:
             return None
-        gain = job.throughput(target) / job.throughput(now) - 1.0
+        # no more than all of the wait can be gained
+        most_gain = window.idle_fraction / max(1.0 - window.idle_fraction, 1e-9)
+        gain = min(job.throughput(target) / job.throughput(now) - 1.0, most_gain)
         if gain < 0.02:
             return None
         reason = f"device waits {window.idle_fraction:.0%}, {gain:+.0%} predicted"
