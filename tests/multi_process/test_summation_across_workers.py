@@ -75,13 +75,19 @@ def without_spare_machines(start_for_session: Any, tmp_path_factory: Any) -> Sum
     return SummationRuns(start_for_session, folder, 3, 0, "1,1,1")
 
 
+CLUSTERS = [
+    "with_a_spare_machine",
+    pytest.param("without_spare_machines", marks=pytest.mark.variant),
+]
+
+
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("cluster", ["with_a_spare_machine", "without_spare_machines"])
+@pytest.mark.parametrize("cluster", CLUSTERS)
 def test_equals_one_device(cluster: str, check: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(cluster).assert_as_one_device(check)
 
 
-@pytest.mark.parametrize("cluster", ["with_a_spare_machine", "without_spare_machines"])
+@pytest.mark.parametrize("cluster", CLUSTERS)
 def test_every_machine_sums(cluster: str, request: pytest.FixtureRequest) -> None:
     runs = request.getfixturevalue(cluster)
     assert min(runs.num_partitions()) > len(CHECKS)
