@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_het.planning.noise_scale import noise_scale_estimate
+
 NUM_INPUTS, HIDDEN, NUM_CLASSES = 64, 1024, 10
 TEMPERATURE = 0.5
 NUM_TEST = 2000
@@ -49,8 +51,14 @@ class NoisyTask:
         _, scores = _forward(weights, inputs)
         return float((scores.argmax(axis=1) == best).mean())
 
-    def noise_scale(self, steps: int = 100, batch: int = 48, rate: float = 0.1) -> float:
-        r"""Gradient noise scale after some steps of SGD on one device: tr(S) / |G|^2 in samples."""
+    def noise_scale(self, batch: int, steps: int = 100, rate: float = 0.1) -> float:
+        """Gradient noise scale in samples, after some steps of SGD on one device.
+
+        Args:
+            batch: samples of a step, a divisor of all.
+            steps: how many.
+            rate: learning rate.
+        """
         random = np.random.default_rng(1)
         shapes = [(NUM_INPUTS, HIDDEN), (HIDDEN,), (HIDDEN, NUM_CLASSES), (NUM_CLASSES,)]
         limits = [np.sqrt(6 / sum(shape)) if len(shape) > 1 else 0.0 for shape in shapes]
@@ -59,15 +67,11 @@ class NoisyTask:
             chosen = random.integers(0, len(self.labels), batch)
             gradient = _gradient(weights, self.inputs[chosen], self.labels[chosen])
             weights = [w - rate * g for w, g in zip(weights, gradient, strict=True)]
-        # |g|^2 = |G|^2 + tr(S) / b for two sizes b of a batch
-        small, large = batch, len(self.labels)
-        squares = [
-            _square(_gradient(weights, self.inputs[chosen], self.labels[chosen]))
-            for chosen in random.integers(0, len(self.labels), (50, small))
-        ]
-        whole = _square(_gradient(weights, self.inputs, self.labels))
-        variance = (np.mean(squares) - whole) / (1 / small - 1 / large)
-        return float(variance / max(whole - variance / large, 1e-12))
+        parts = np.split(np.arange(len(self.labels)), len(self.labels) // batch)
+        gradients = [_gradient(weights, self.inputs[p], self.labels[p]) for p in parts]
+        mean = [np.mean(part, axis=0) for part in zip(*gradients, strict=True)]
+        squares = [_square(gradient) for gradient in gradients]
+        return noise_scale_estimate([batch] * len(parts), squares, _square(mean)).noise_scale
 
 
 def _forward(weights: list[Any], inputs: Any) -> tuple[Any, Any]:

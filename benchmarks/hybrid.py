@@ -305,7 +305,7 @@ def measure(name: str, modes: tuple[str, ...], seeds: int, samples: int) -> list
             for mode in modes:
                 found[mode].append(run(case, mode, seed, samples, hosts))
                 print(f"{name} {mode} {found[mode][-1]}", file=sys.stderr, flush=True)
-    advice = advised(case, NoisyTask(samples).noise_scale())
+    advice = advised(case, NoisyTask(samples).noise_scale(BATCH))
     rows = [_row(name, mode, found[mode], advice) for mode in modes]
     for row in rows:
         others = [o["time_to_target"] for o in rows if o is not row and o["time_to_target"]]

@@ -160,6 +160,11 @@ class Workers:
             if time.monotonic() > end:
                 raise TimeoutError(f"no {text!r} of worker {index}:\n{self.tails()}")
 
+    def wait_for_outputs(self, indices: Sequence[int], text: str) -> None:
+        """Waits until each of some workers has printed a text, before any of them needs to end."""
+        for index in indices:
+            self.wait_for_output(index, text)
+
     def send_signal(self, index: int, number: int = signal.SIGKILL) -> None:
         if self._server.ended(self.process_ids[index], timeout=0) is None:
             with contextlib.suppress(ProcessLookupError):

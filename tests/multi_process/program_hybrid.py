@@ -113,9 +113,11 @@ def main() -> None:
             self.counts: dict[str, Any] = {}
 
         def on_train_end(self, logs: Any = None) -> None:
+            rule = getattr(self.participant, "rule", None)
+            self.counts = {"step_fraction": getattr(rule, "step_fraction", None)}
             host = getattr(self.participant, "host", None)
             if host is not None:
-                self.counts = {
+                self.counts |= {
                     "claimed": host.ledger.claimed.tolist(),
                     "used": host.ledger.used.tolist(),
                     "versions": host.versions().tolist(),

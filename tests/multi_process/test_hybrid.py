@@ -48,6 +48,10 @@ def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
     assert all(count > 0 for count in leader["used"])
     assert_equal_weights(results)
     assert leader["history"]["val_loss"][-1] < 0.4 * VARIANCE
+    # a batch of the group is a step of each member, and as many steps of an async worker
+    fractions = {name: result["step_fraction"] for name, result in results.items()}
+    members = {name: 1.0 for name in results if name.startswith("worker")}
+    assert fractions == {**dict.fromkeys(results, 1.0 / jobs["worker"]), **members}
 
 
 RULES = {

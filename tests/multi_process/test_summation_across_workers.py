@@ -149,10 +149,12 @@ def _start_training(start_workers: Any, jobs: dict[str, int]) -> Any:
 
 
 def _assert_named(workers: Any, survivors: list[int], name: str, since: float) -> None:
+    workers.wait_for_outputs(survivors, "WorkerLostError: Lost ")
+    seconds = time.monotonic() - since
     for index in survivors:
-        workers.wait_for_output(index, "WorkerLostError: Lost ")
-        seconds = time.monotonic() - since
+        # TensorFlow's own farewell to a hanging machine takes longer than the error.
         result = workers.wait_for(index, timeout=60)
         assert result.exit_code == 1, result.output
         assert f"WorkerLostError: Lost {name} (127.0.0.1:" in result.output
-        assert seconds < LONGEST_SECONDS
+    print(f"named {seconds:.1f} s after the loss")
+    assert seconds < LONGEST_SECONDS

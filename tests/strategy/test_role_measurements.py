@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from keras_het.strategy.compute_times import StepTimes
-from keras_het.strategy.hybrid.role_choice import LARGEST_NOISE_SCALE, noise_scale_of
+from keras_het.strategy.hybrid import role_choice
+from keras_het.strategy.hybrid.role_choice import LARGEST_NOISE_SCALE, RoleChoice, noise_scale_of
 
 DIMENSIONS = 50
 
@@ -48,3 +51,39 @@ def test_a_gradient_below_its_noise_makes_staleness_free():
 
 def test_one_replica_shows_no_noise():
     assert noise_scale_of(list(steps(3, (8,), np.ones(DIMENSIONS), 1.0))) is None
+
+
+class FakeStrategy:
+    """Two workers of one device each, of which one step was measured."""
+
+    layout = SimpleNamespace(replicas_per_worker=(1, 1))
+    extended = SimpleNamespace(gather_over_workers=lambda values: values)
+
+    def __init__(self):
+        measured = [step((6, 2), (3.0, 5.0), 2.0)]
+        self.compute_times = SimpleNamespace(latest=lambda count: measured)
+        self.measured = []
+
+    def measure_compute_times(self, model, gradients=False):
+        self.measured.append(gradients)
+
+
+@pytest.mark.parametrize("known", [None, 700.0])
+def test_the_plan_is_made_for_the_noise_scale(monkeypatch, known):
+    seen = []
+
+    def advise(speeds):
+        seen.append(speeds)
+        return real(speeds)
+
+    real = role_choice.advise_roles
+    monkeypatch.setattr(role_choice, "advise_roles", advise)
+    monkeypatch.setattr(role_choice, "measure_link_rates", lambda strategy: (1e8, 1e8))
+    strategy, model = FakeStrategy(), SimpleNamespace(trainable_variables=[np.zeros([5, 2])])
+    choice = RoleChoice(model, strategy, measured_steps=1, noise_scale=known)
+    assert choice.steps_done(4) is None
+    assert choice.steps_done(1) is not None
+    assert len(seen) == 1
+    assert strategy.measured == [known is None]
+    # S = (6 * 3 + 2 * 5 - 8 * 2) / 1, |G|^2 = 2 * 2 - (6 * 3 + 2 * 5) / 8
+    assert seen[0].noise_scale == pytest.approx(12 / 0.5 if known is None else known)

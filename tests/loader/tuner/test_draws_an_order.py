@@ -1,0 +1,43 @@
+"""Which pipelines begin every epoch in a state of their own, so that a handover must carry it."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from keras_het.loader.replayable import draws_an_order
+
+
+def numbers() -> tf.data.Dataset:
+    return tf.data.Dataset.range(8)
+
+
+def shuffled_inside(number):
+    return tf.data.Dataset.range(4).shuffle(4)
+
+
+DRAWS = {
+    "shuffle": lambda: numbers().shuffle(8).batch(2),
+    "one order for ever": lambda: numbers().shuffle(8, reshuffle_each_iteration=False),
+    "shuffle in a flat_map": lambda: numbers().flat_map(shuffled_inside),
+    "random data set": lambda: tf.data.Dataset.zip((numbers(), tf.data.Dataset.random(seed=1))),
+    "random map": lambda: numbers().map(lambda number: tf.random.uniform([])),
+}
+DOES_NOT = {
+    "map": lambda: numbers().map(lambda number: number + 1).batch(2).prefetch(1),
+    "interleave": lambda: numbers().interleave(lambda number: tf.data.Dataset.range(number)),
+    "zip and filter": lambda: tf.data.Dataset.zip((numbers(), numbers())).filter(
+        lambda a, b: a % 2 == 0
+    ),
+    "cache": lambda: numbers().cache(),
+}
+
+
+@pytest.mark.parametrize("make", DRAWS.values(), ids=DRAWS)
+def test_draws(make):
+    assert draws_an_order(make())
+
+
+@pytest.mark.parametrize("make", DOES_NOT.values(), ids=DOES_NOT)
+def test_does_not(make):
+    assert not draws_an_order(make())
