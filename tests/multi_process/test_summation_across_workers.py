@@ -25,7 +25,8 @@ CHECKS = (
     "gradient_accumulation_and_clipping",
     "custom_training_loop",
 )
-LONGEST_SECONDS = 40.0
+# One call that times out, and the answer of the watch by then; not a speed of this machine.
+LONGEST_SECONDS = 18.0
 FOR_EVER = 10_000_000
 pytestmark = pytest.mark.timeout(600)
 

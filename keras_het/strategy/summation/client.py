@@ -105,7 +105,9 @@ class SummationClient:
         def attempt() -> tuple[Any, Any, Any]:
             call = self._client.call("sum_exchange", arguments, _EXCHANGE_SPECS)
             code = tf.ensure_shape(call.get_error()[0], [])
-            may_try_again = tf.equal(code, _DEADLINE_EXCEEDED) & ~self._is_lost.read_value()
+            with tf.control_dependencies([code]):  # as it is then, not when the call was sent
+                is_lost = self._is_lost.read_value()
+            may_try_again = tf.equal(code, _DEADLINE_EXCEEDED) & ~is_lost
             status, total = tf.cond(
                 may_try_again,
                 lambda: (tf.constant(int(Status.WAIT)), tf.zeros([0])),
