@@ -6,7 +6,8 @@ Clients are processes of their own that exchange as fast as they can: each sends
 weight and gets the center back. Peers in the same run, in turn with ours: (a) `remote_variables`,
 the same bytes through variables on a standard `tf.distribute.Server`; (b) `socket`, a raw loopback
 connection that sends and returns the same bytes, the physical limit here. `gb_per_s` counts both
-directions of all clients.
+directions of all clients. `memory_ratio`: what the service's process has more after all exchanges
+than before it made the variables, over their bytes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]
             group.run(exchanges)  # warms up
         times = [[group.run(exchanges) for group in groups] for _ in range(rounds)]
         memory = groups[0].server_memory_mb()
+        before = groups[0].memory_before_mb
     finally:
         for group in groups:
             group.close()
@@ -81,6 +83,7 @@ def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]
             "remote_variables_gb_per_s": round(statistics.median(variables), 3),
             "socket_gb_per_s": round(statistics.median(raw), 3),
             "server_memory_mb": memory,
+            "memory_ratio": round((memory - before) / size_mb, 2),
             "num_runs": rounds,
         }
     ]
@@ -94,7 +97,8 @@ class Group:
         self._ports.release()
         addresses = list(self._ports.addresses)
         self._server = _start(f"{kind}-server", size_mb, *addresses)
-        _read(self._server)
+        # The service says what its process had before it made the variables.
+        self.memory_before_mb = float(_read(self._server).partition(" ")[2] or 0)
         self._clients = [
             _start(f"{kind}-client", size_mb, index, *addresses) for index in range(num_clients)
         ]
@@ -154,12 +158,17 @@ def _elements(size_mb: str) -> int:
 
 
 def service_server(size_mb: str, address: str, *_: str) -> None:
+    import psutil
+    import tensorflow as tf
+
     from keras_het.strategy.parameter_service import ParameterService, Partitions
     from keras_het.strategy.rules import Delta
 
+    tf.config.list_logical_devices()  # its own memory is not the service's
+    before = psutil.Process().memory_info().rss / 1e6
     service = ParameterService(address, Partitions(((_elements(size_mb),),)), Delta(), SECRET, 4)
     service.start()
-    print("ready", flush=True)
+    print(f"ready {before}", flush=True)
     threading.Event().wait()
 
 

@@ -1,0 +1,116 @@
+"""Starts the tasks of the hybrid benchmarks: here, on hosts with limited links, or async alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _hybrid_training import TIMEOUT_SECONDS
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@contextlib.contextmanager
+def local_cluster(command: list[str], emulation: Any, num_async: int) -> Iterator[Any]:
+    """Workers on this machine's loopback; the cluster, whose `wait` raises what a worker did."""
+    from keras_het.launch.local_cluster import LocalCluster
+
+    cluster = LocalCluster(
+        command, num_async_workers=num_async, emulation=emulation, env=QUIET, keep_lines=100
+    )
+    with cluster:
+        yield cluster
+
+
+def wait_for_local(cluster: Any) -> None:
+    """Waits until all workers of a local cluster have ended.
+
+    Raises:
+        RuntimeError: if one failed.
+    """
+    from keras_het.launch.failure_report import describe_failures
+
+    cluster.wait(timeout=TIMEOUT_SECONDS)
+    if cluster.failures:
+        raise RuntimeError(describe_failures(cluster.failures, cluster.num_workers))
+
+
+@contextlib.contextmanager
+def cluster_on_hosts(
+    command: list[str], emulation: Any, num_async: int, hosts: Any
+) -> Iterator[Callable[[], None]]:
+    """Workers on hosts with limited links; a function that waits for them."""
+    from keras_het.launch.worker_environment import service_environment, worker_environment
+
+    addresses = [f"{hosts.address(index)}:4000" for index in range(len(emulation.speeds))]
+    service = service_environment(f"{hosts.address(0)}:4100", os.environ)
+    common = {**os.environ, **QUIET, "no_proxy": "*", **service}
+    environments = [
+        worker_environment(index, addresses, 1, common, emulation, num_async)
+        for index in range(len(addresses))
+    ]
+    commands = [hosts.command(index, command) for index in range(len(addresses))]
+    with _processes(commands, environments) as wait:
+        yield wait
+
+
+@contextlib.contextmanager
+def async_cluster(
+    command: list[str], emulation: Any, hosts: Any = None
+) -> Iterator[Callable[[], None]]:
+    """All workers asynchronous, and a task that holds the center; a function that waits."""
+    from keras_het.launch.free_ports import ReservedPorts
+    from keras_het.launch.worker_environment import service_environment, worker_environment
+
+    number = len(emulation.speeds)
+    ports = ReservedPorts(number + 1)
+    ports.close()
+    addresses = list(ports.addresses)
+    if hosts is not None:  # the center lives on the first one
+        addresses = [f"{hosts.address(index)}:4000" for index in range(number)]
+        addresses.append(f"{hosts.address(0)}:4100")
+    common = {**os.environ, **QUIET, "no_proxy": "*", **service_environment("", os.environ)}
+    del common["KERAS_HET_SERVICE_ADDRESS"]
+    cluster = {"ps": addresses[-1:], "async": addresses[:-1]}
+    environments = []
+    for index in range(number + 1):
+        is_center = index == number
+        task = {"type": "ps" if is_center else "async", "index": 0 if is_center else index}
+        own = worker_environment(0 if is_center else index, addresses[:-1], 1, common, emulation)
+        environments.append({**own, "TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
+    commands = [command] * (number + 1)
+    if hosts is not None:
+        commands = [hosts.command(index % number, command) for index in range(number + 1)]
+    with _processes(commands, environments) as wait:
+        yield wait
+
+
+@contextlib.contextmanager
+def _processes(
+    commands: Sequence[list[str]], environments: Sequence[dict[str, str]]
+) -> Iterator[Callable[[], None]]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes: list[Any] = []
+
+    def wait() -> None:
+        for process in processes:
+            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+            if process.returncode:
+                raise RuntimeError(f"a worker failed:\n{output[-3000:]}")
+
+    try:
+        for command, environment in zip(commands, environments, strict=True):
+            processes.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
+        yield wait
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
