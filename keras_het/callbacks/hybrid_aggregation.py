@@ -18,11 +18,12 @@ from keras_het.strategy.hybrid import (
     ServiceTask,
     SyncGroup,
 )
+from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
 from keras_het.strategy.hybrid.role_choice import CHOSEN_ROLES, RoleChoice, start_again
-from keras_het.strategy.parameter_service import Wire
+from keras_het.strategy.parameter_service import TopKWire, Wire
 from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH
-from keras_het.strategy.rules import UpdateRule, get
+from keras_het.strategy.rules import ElasticAveraging, UpdateRule, get
 
 _logger = logging.getLogger("keras_het")
 
@@ -52,7 +53,10 @@ class HybridAggregation(keras.callbacks.Callback):
     Args:
         rule: name, dict or instance of a `keras_het.strategy.rules.UpdateRule`.
         period: steps between two exchanges; for rules that send gradients, steps over which an
-            async worker accumulates one.
+            async worker accumulates one. "auto": each worker's own, such that all exchange at about
+            the same rate (`planning.plan_pushes`), no exchange is waited for, and none costs more
+            than a tenth of the time, all as measured in training; for rules in which workers run
+            their own optimizer and do not wait.
         async_batch_size: samples of an async worker's own steps. Default: global batch over number
             of workers of the sync group. A worker that takes more steps of an epoch than it has
             batches ends its last epoch early; the others use the rest.
@@ -91,7 +95,7 @@ class HybridAggregation(keras.callbacks.Callback):
         self,
         rule: str | dict[str, Any] | UpdateRule = "delta",
         *,
-        period: int = 8,
+        period: int | str = 8,
         async_batch_size: int | None = None,
         staleness_bound: int | None = None,
         on_service_loss: str = "raise",
@@ -116,7 +120,8 @@ class HybridAggregation(keras.callbacks.Callback):
         self._rule = rule
         self._options = HybridOptions(
             rule=_asynchronous(rule, num_workers=2),
-            period=period,
+            period=FIRST_PERIOD if period == "auto" else int(period),
+            adapts_period=period == "auto",
             async_batch_size=async_batch_size,
             staleness_bound=staleness_bound,
             timeout_seconds=timeout_seconds,
@@ -128,6 +133,8 @@ class HybridAggregation(keras.callbacks.Callback):
             partition_bytes=partition_bytes,
         )
         _check_goes_on_alone(self._options)
+        _check_adapts(self._options)
+        _check_wire(self._options)
         self._participant: Participant | None = None
         self._user_optimizer: Any = None
         self._last_batch = -1
@@ -149,6 +156,7 @@ class HybridAggregation(keras.callbacks.Callback):
         num_workers = strategy.num_async_workers + strategy.cluster_config.has_sync_group
         rule = _asynchronous(self._rule, num_workers)
         _check_waiting(rule, strategy.cluster_config)
+        _check_number_of_workers(rule, num_workers)
         rule.check_optimizer(self.model.optimizer)
         epochs = min(self.params.get("epochs") or LARGEST_EPOCH, LARGEST_EPOCH)
         self._options = dataclasses.replace(self._options, rule=rule, num_epochs=epochs)
@@ -309,14 +317,49 @@ def _check_goes_on_alone(options: HybridOptions) -> None:
         )
 
 
+def _check_number_of_workers(rule: UpdateRule, num_workers: int) -> None:
+    """Refuses a rule that was made for another cluster: its workers would share their state."""
+    config = rule.get_config()
+    made_for = config.get("num_workers", len(config.get("data_shares", ())) or None)
+    if made_for not in (None, num_workers):
+        raise ValueError(
+            f"The rule {rule.name!r} was made for {made_for} workers. Received: a TF_CONFIG with "
+            f"{num_workers} (the sync group is one of them). Give the rule that number."
+        )
+
+
+def _check_wire(options: HybridOptions) -> None:
+    if isinstance(options.wire, TopKWire) and isinstance(options.rule, ElasticAveraging):
+        raise ValueError(
+            f"With the rule {options.rule.name!r} workers send their weights, and what a top-k "
+            "message leaves out would count as 0. Received: a TopKWire. Use FloatWire, or a rule "
+            'that sends changes, such as "delta".'
+        )
+
+
+def _check_adapts(options: HybridOptions) -> None:
+    rule = options.rule
+    if options.adapts_period and (options.waits_for_answer or rule.local_steps(0, 0) is not None):
+        raise ValueError(
+            'period="auto" needs a rule in which workers run their own optimizer and do not wait '
+            f"for each other. Received: {rule.name!r}. Give a number, such as "
+            "planning.plan_pushes chooses."
+        )
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         expected = " or ".join(f'"{choice}"' for choice in choices)
         raise ValueError(f"{name} must be {expected}. Received: {value!r}.")
 
 
-def _check_arguments(period: int, async_batch_size: int | None, bound: int | None) -> None:
-    for name, value in (("period", period), ("async_batch_size", async_batch_size)):
+def _check_arguments(period: int | str, async_batch_size: int | None, bound: int | None) -> None:
+    numbers: dict[str, Any] = {"period": period, "async_batch_size": async_batch_size}
+    if period == "auto":
+        del numbers["period"]
+    for name, value in numbers.items():
+        if isinstance(value, str):
+            raise ValueError(f'{name} must be a whole number, or "auto". Received: {value!r}.')
         if value is not None and (isinstance(value, bool) or value != int(value) or value < 1):
             raise ValueError(f"{name} must be a whole number of 1 or more. Received: {value!r}.")
     if bound is not None and bound < 0:

@@ -37,14 +37,19 @@ def environments(
 
 
 def run(
-    start: Any, folder: Path, jobs: dict[str, int], fast: float = 0.001, **options: Any
+    start: Any,
+    folder: Path,
+    jobs: dict[str, int],
+    fast: float = 0.001,
+    slow: float = 0.002,
+    **options: Any,
 ) -> dict[str, Any]:
     """Trains with all tasks at once; what each of them wrote, by its name."""
     options = {"epochs": EPOCHS, "timeout_seconds": 60, **options}
     workers = start(
         "program_hybrid.py",
         arguments=[folder, json.dumps(options)],
-        environments=environments(jobs, fast=fast),
+        environments=environments(jobs, slow, fast),
     )
     for worker in workers.wait():
         assert worker.exit_code == 0, worker.output

@@ -91,6 +91,7 @@ def main() -> None:
     rate = options.pop("rate", 0.02)
     backup = options.pop("backup", None)
     fits = options.pop("fits", 1)
+    validates = options.pop("validates", True)
     steps_per_execution = options.pop("steps_per_execution", 1)
     if isinstance(rule, dict) and rule.get("optimizer"):
         rule = rules.AsyncSGD(optimizer=keras.optimizers.get(rule["optimizer"]))
@@ -104,6 +105,7 @@ def main() -> None:
     name = f"{config.task_type}_{config.task_index}"
     x, y = arrays()
     data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=3).batch(BATCH)
+    validation = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     hybrid = HybridAggregation(rule, **options)
     notes = Epochs(folder, name, options)
 
@@ -114,7 +116,10 @@ def main() -> None:
 
         def on_train_end(self, logs: Any = None) -> None:
             rule = getattr(self.participant, "rule", None)
-            self.counts = {"step_fraction": getattr(rule, "step_fraction", None)}
+            self.counts = {
+                "step_fraction": getattr(rule, "step_fraction", None),
+                "period": getattr(self.participant, "period", None),
+            }
             host = getattr(self.participant, "host", None)
             if host is not None:
                 self.counts |= {
@@ -136,7 +141,7 @@ def main() -> None:
         data,
         epochs=epochs,
         verbose=0,
-        validation_data=tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),
+        validation_data=validation if validates else None,
         callbacks=[hybrid, notes, service, *backups],
     )
     result = {

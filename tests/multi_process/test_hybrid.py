@@ -11,6 +11,7 @@ import pytest
 from hybrid_clusters import (
     BATCH,
     EPOCHS,
+    MANY,
     SAMPLES,
     VARIANCE,
     assert_equal_weights,
@@ -20,6 +21,8 @@ from hybrid_clusters import (
 )
 
 import keras_het
+from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
+from keras_het.strategy.parameter_service import TopKWire
 from keras_het.strategy.rules import AsyncSGD
 
 
@@ -52,6 +55,18 @@ def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
     fractions = {name: result["step_fraction"] for name, result in results.items()}
     members = {name: 1.0 for name in results if name.startswith("worker")}
     assert fractions == {**dict.fromkeys(results, 1.0 / jobs["worker"]), **members}
+
+
+def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path) -> None:
+    # a step takes the async worker 0.3 s, the group 0.07 s
+    jobs = {"worker": 2, "async": 1}
+    options = {"period": "auto", "epochs": MANY, "validates": False}
+    results = run(start_workers, tmp_path, jobs, 0.012, 0.05, **options)
+    periods = {name: result["period"] for name, result in results.items()}
+    assert periods["worker_0"] == periods["worker_1"] == 3  # the longest: 30 batches, 8 exchanges
+    assert periods["async_0"] < FIRST_PERIOD
+    assert sample_counts(results).tolist() == [MANY] * SAMPLES
+    assert_equal_weights(results)
 
 
 RULES = {
@@ -145,6 +160,10 @@ def test_rules_in_which_all_exchange_at_once_are_refused(rule: str) -> None:
     [
         ({"rule": "gossip"}, "gossip"),
         ({"period": 0}, "period must be a whole number"),
+        ({"period": "often"}, 'or "auto"'),
+        ({"period": "auto", "rule": AsyncSGD(0.1)}, 'period="auto" needs a rule'),
+        ({"period": "auto", "rule": "round_robin_easgd"}, 'period="auto" needs a rule'),
+        ({"wire": TopKWire(0.1), "rule": "async_easgd"}, "would count as 0"),
         ({"async_batch_size": 2.5}, "async_batch_size must be"),
         ({"staleness_bound": -1}, "staleness_bound must be"),
         ({"on_service_loss": "panic"}, '"raise" or "continue"'),

@@ -38,15 +38,25 @@ def test_a_slow_worker_is_not_gone(start_workers: Any, tmp_path: Path) -> None:
     assert_equal_weights(results)
 
 
-def test_a_killed_async_worker_holds_nobody_up(start_workers: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("comes_back", [pytest.param(False, marks=pytest.mark.variant), True])
+def test_a_killed_async_worker_holds_nobody_up(
+    start_workers: Any, tmp_path: Path, comes_back: bool
+) -> None:
     cluster = Cluster(start_workers, tmp_path, {"worker": 2, "async": 1}, timeout_seconds=2)
     group = cluster.start("worker_0", "worker_1")
     victim = cluster.start("async_0")
     cluster.wait_for_step("async_0", 3)
     victim.send_signal(0)
-    for worker in group.wait():
+    others = group.wait
+    names = ["worker_0", "worker_1"]
+    if comes_back:
+        victim.wait_for(0)
+        again = cluster.start("async_0")
+        others = lambda: [*group.wait(), *again.wait()]  # noqa: E731
+        names.append("async_0")
+    for worker in others():
         assert worker.exit_code == 0, worker.output
-    results = {name: cluster.result(name) for name in ("worker_0", "worker_1")}
+    results = {name: cluster.result(name) for name in names}
     assert_equal_weights(results)
     leader = results["worker_0"]
     claimed, used = leader["claimed"], leader["used"]
@@ -162,4 +172,4 @@ def test_training_attaches_again_to_a_service_that_returns(
     assert counts.min() >= MANY
     # both train on what they are at, and the group on what follows, while the service is away
     assert counts.mean() < 1.5 * MANY
-    assert results["worker_0"]["history"]["val_loss"][-1] < 0.2 * VARIANCE
+    assert results["worker_0"]["history"]["val_loss"][-1] < 0.4 * VARIANCE

@@ -107,6 +107,22 @@ def test_reports(service):
     assert ledger.present(Presence.WAITING, within_seconds=-1) == []  # nobody was heard of since
 
 
+def test_paces_of_all(service):
+    address, _, ledger = service
+    one = connect(address, 1)
+    paces, silence = one.pace((50.0, 8, 0.25))
+    assert paces.tolist() == [[0, 0, 0], [50, 8, 0.25], [0, 0, 0], [0, 0, 0]]
+    assert silence[1] < 60 < silence[2]  # nobody heard of client 2
+    connect(address, 2).report(Presence.TRAINING)
+    paces, silence = ledger.pace(0, (400.0, 16, 0.0))
+    assert paces[:2].tolist() == [[400, 16, 0], [50, 8, 0.25]]
+    assert max(silence[:3]) < 60
+    for wrong in [(0.0, 8, 0.1), (5.0, 0, 0.1), (5.0, 8, -1.0), (float("nan"), 8, 0.1)]:
+        with pytest.raises(PermissionError):
+            one.pace(wrong)
+    assert ledger.pace(0, (400.0, 16, 0.0))[0][1].tolist() == [50, 8, 0.25]
+
+
 @pytest.mark.parametrize(("client", "proof"), [(1, b"guessed"), (CLIENTS, GOOD), (-1, GOOD)])
 def test_strangers_are_refused_and_change_nothing(service, client, proof):
     address, _, ledger = service

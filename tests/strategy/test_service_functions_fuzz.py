@@ -26,6 +26,12 @@ SECRET = b"0123456789abcdef"
 GOOD = credential(SECRET, "model")
 NUM_CLIENTS, NUM_BAD = 3, 600
 STATUS = tf.TensorSpec([], tf.int32)
+NUMBERS = tf.TensorSpec(None, tf.float64)
+FLOATS = {
+    "ledger_lead": (STATUS, NUMBERS),
+    "ledger_pace": (STATUS, NUMBERS, NUMBERS),
+    "push_0": (STATUS, tf.TensorSpec(None, tf.int64), tf.TensorSpec(None, tf.float32)),
+}
 
 
 class Requests:
@@ -67,6 +73,14 @@ class Requests:
               (2, number(0)), (2, number(-(2**62)))]),
             ("ledger_report", [np.int32(1), number(3), np.int32(1)],
              [(0, np.int32(bad_client)), (1, number(-1)), (2, np.int32(max(Presence) + 1))]),
+            ("ledger_pace", [np.int32(1), np.array([50.0, 8.0, 0.1])],
+             [(0, np.int32(bad_client)), (1, np.array([np.nan, 8.0, 0.1])),
+              (1, np.array([-50.0, 8.0, 0.1])), (1, np.array([50.0, 0.0, 0.1])),
+              (1, np.array([50.0, 8.0, np.inf])), (1, np.array([50.0, 8.0]))]),
+            ("latest_0", [np.int32(1)], [(0, np.int32(bad_client))]),
+            ("push_0", [np.int32(1), np.float32(8), number(0), number(1), center],
+             [(0, np.int32(bad_client)), (1, np.float32(-8)), (1, np.float32(np.nan)),
+              (2, number(-1)), (3, number(-1)), (4, broken), (4, bad_size)]),
             ("ledger_lead", [np.int32(0), number(3), facts],
              [(0, np.int32(1)), (0, np.int32(bad_client)), (1, number(-1)), (2, bad_epoch),
               (2, bad_stage), (2, facts[:5])]),
@@ -112,8 +126,8 @@ def test_bad_requests_change_nothing(service):
         specs = tf.nest.map_structure(lambda spec: spec or tf.TensorSpec(None, tf.int64), specs)
         if function == "signal_0":
             specs = (STATUS, STATUS)
-        elif function == "ledger_lead":
-            specs = (STATUS, tf.TensorSpec(None, tf.float64))
+        elif function in FLOATS:
+            specs = FLOATS[function]
         answer = clients[proof].call(function, [tf.constant(a) for a in arguments], specs)
         if bool(answer.is_ok()):
             status = tf.nest.flatten(answer.get_value())[0]
@@ -135,7 +149,8 @@ def test_the_same_requests_without_a_fault_are_accepted(service):
         "signal_0": (STATUS, STATUS),
         "ledger_claim": (STATUS, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)),
         "ledger_report": pairs,
-        "ledger_lead": (STATUS, tf.TensorSpec(None, tf.float64)),
+        "latest_0": pairs,
+        **FLOATS,
     }
     for function, arguments, _ in Requests(seed=4).kinds():
         answer = client.ask(function, [tf.constant(a) for a in arguments], specs[function])

@@ -10,6 +10,7 @@ from typing import Any
 from keras_het.strategy.hybrid.claims import AsyncClaims
 from keras_het.strategy.hybrid.heartbeat import Heartbeat
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant, first_async_client
+from keras_het.strategy.hybrid.push_pace import PushPace, choose_period, longest_period
 from keras_het.strategy.hybrid.service_connection import Pending, connect, open_connection
 from keras_het.strategy.parameter_service import Status
 from keras_het.strategy.parameter_service.ledger_client import LedgerFacts, ServiceLostError
@@ -51,6 +52,8 @@ class AsyncWorker(Participant):
         self._latest_batch = -1
         self._is_lost = False
         self._next_try = 0.0
+        self._pace = PushPace()
+        self._planned_period: int | None = None
 
     def start_epoch(self, epoch: int) -> None:
         """Connects before the first epoch; goes on with an epoch that is not used up."""
@@ -74,16 +77,26 @@ class AsyncWorker(Participant):
         """The batches that this worker takes."""
         return self._claims
 
+    @property
+    def period(self) -> int:
+        """Steps between two exchanges."""
+        return self._planned_period or self.options.period_of(self._worker, self._stage)
+
     def steps_done(self, steps: int, samples: int) -> None:
         """Exchanges every `period` steps."""
+        self._pace.computed(steps, samples)
         self._steps += steps
         self._samples += samples
         self._unreported += samples
-        if self._steps < self.options.period_of(self._worker, self._stage):
+        if self._steps < self.period:
             return
         self._steps = 0
         if self._is_lost and time.monotonic() < self._next_try:
             return
+        with self._pace.exchanging():
+            self._exchange()
+
+    def _exchange(self) -> None:
         try:
             if self._is_lost:
                 self._attach_again()
@@ -93,8 +106,22 @@ class AsyncWorker(Participant):
                 self._receive()
             self._tell_loss()
             self._report(Presence.TRAINING)
+            if self.options.adapts_period and self._pace.is_due:
+                self._choose_period()
         except ServiceLostError as error:
             self._lose(error)
+
+    def _choose_period(self) -> None:
+        """Measures the exchange under way, and asks how fast the others are."""
+        self._receive(measures=True)
+        pace = self._pace.pace
+        if pace is not None:
+            limits = (
+                self.options.presence_seconds,
+                longest_period(self.num_batches * self._num_parts()),
+            )
+            paces, silence = self._ledger.pace(pace)
+            self._planned_period = choose_period(paces, silence, self._client, limits)
 
     def note_loss(self, loss: float) -> None:
         """Keeps the loss of training, for rules with stages."""
@@ -237,15 +264,18 @@ class AsyncWorker(Participant):
         if self._state is not None and self.vectors.state is not None:
             state = self._state.send(self.vectors.state.read(), self._samples)
         self._samples = 0
+        self._pace.sent()
         self._pending = (pending, state)
         if self.rule.uses_gradients:
             self.vectors.weights.write(pending.sent)
 
-    def _receive(self) -> None:
+    def _receive(self, measures: bool = False) -> None:
         """Waits for the answer that is under way, if any, and goes on from it."""
         if self._pending is None:
             return
         weights, state = self._pending
+        with self._pace.waiting(measures):
+            weights.push.wait()
         self.vectors.weights.write(self._center.finish(weights, self.vectors.weights.read()))
         if state is not None and self.vectors.state is not None:
             self.vectors.state.write(self._state.finish(state, self.vectors.state.read()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from keras_het.strategy.parameter_service.sample_ledger import Stage
@@ -81,6 +82,17 @@ class Host(abc.ABC):
 
         Args:
             samples: how many, since the last call.
+        """
+
+    @abc.abstractmethod
+    def pace(self, pace: Sequence[float]) -> tuple[Any, Any] | None:
+        """Says how fast the group is, and tells how fast all are.
+
+        Args:
+            pace: as in `SampleLedger.pace`.
+
+        Returns:
+            Paces and silence of all clients; None without a service.
         """
 
     @abc.abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,11 @@ class LeaderLedger:
         """Counts samples that the leader's group has used."""
         del client
         self._ask(samples)
+
+    def pace(self, client: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Says how fast the leader's group is, and asks how fast all are: `SampleLedger.pace`."""
+        del client
+        return self._client.pace(pace)
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
         """Clients that were heard of lately, as `SampleLedger.present`."""

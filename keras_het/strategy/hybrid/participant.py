@@ -23,6 +23,7 @@ class HybridOptions:
     Args:
         rule: combines what a worker sends with the center.
         period: steps between two exchanges.
+        adapts_period: whether that is only the first one, and the pace of all tasks says the next.
         async_batch_size: samples of an async worker's own steps; None for the global batch over the
             number of workers of the sync group, or the whole batch without one.
         staleness_bound: updates of the center since a worker last saw it, beyond which its push is
@@ -39,6 +40,7 @@ class HybridOptions:
 
     rule: UpdateRule
     period: int = 8
+    adapts_period: bool = False
     async_batch_size: int | None = None
     staleness_bound: int | None = None
     timeout_seconds: float = 10.0
@@ -102,7 +104,7 @@ class Participant(abc.ABC):
         strategy.num_hybrid_runs += 1
         self.run: int = strategy.num_hybrid_runs
         self.secret = read_secret()
-        self.credential = credential(self.secret, self.vectors.fingerprint(self.rule))
+        self.credential = credential(self.secret, self.service_fingerprint)
         self.num_clients = first_async_client(strategy) + strategy.num_async_workers
         # Moving statistics: each worker pulls them a step of 1/n towards its own.
         self.state_rule = ElasticAveraging(alpha=1.0 / self.num_clients)
@@ -112,6 +114,11 @@ class Participant(abc.ABC):
         self.first_pass = len(data.position[0])
         self._own: list[Any] | None = None
         _check_data(data, self.num_batches)
+
+    @property
+    def service_fingerprint(self) -> str:
+        """Of model, rule and format of messages, on which all tasks must agree."""
+        return f"{self.vectors.fingerprint(self.rule)} {self.options.weights_wire.name}"
 
     @property
     def facts(self) -> TrainingFacts:
@@ -158,13 +165,12 @@ class Participant(abc.ABC):
             return
         center = self.meet_center()
         self._own = self.vectors.weights.read()
-        if not self.rule.center_is_weights:
-            self.vectors.weights.write(center)
+        self.vectors.weights.write(center)
 
     def hide_center(self) -> None:
         """Gives the model its own weights back."""
         own, self._own = self._own, None
-        if own is not None and not self.rule.center_is_weights:
+        if own is not None:
             self.vectors.weights.write(own)
 
 

@@ -95,6 +95,11 @@ class RemoteHost(Host):
         self._uncounted += samples
         self._try(self._count, None)
 
+    def pace(self, pace: Sequence[float]) -> tuple[Any, Any] | None:
+        """Says how fast the group is, and asks how fast all are."""
+        found: tuple[Any, Any] | None = self._try(lambda: self.ledger.pace(LEADER, pace), None)
+        return found
+
     def center(self) -> list[Any]:
         """The center; the group's weights without a service."""
         own = self._group.vectors.weights.read()
@@ -111,7 +116,7 @@ class RemoteHost(Host):
         """Updates of each partition of the weights so far, as far as is known."""
         if not self._is_closed:
             self._try(self._weights.pull, None)
-        return self._weights.versions
+        return self._weights.latest_versions
 
     def training_clients(self) -> list[int]:
         """Async workers that train."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from typing import Any
 
@@ -24,6 +25,8 @@ from keras_het.strategy.rules import Signal
 
 _POLL_SECONDS = 0.05
 _TURN_SECONDS = 0.002
+_ROOM_FOR_STRAGGLERS = 1 << 20
+_logger = logging.getLogger("keras_het")
 
 
 @dataclasses.dataclass
@@ -60,13 +63,16 @@ class CenterClient:
         self._client, self._rule = client, rule
         self.seen: list[Any] = []
         self._versions = np.zeros(len(client.partitions.sizes), np.int64)
+        self._latest_versions = self._versions
         self._residuals: list[Any] | None = None
-        self._sequence = 0
+        # A process of this number before may have messages on their way still.
+        self._sequence = client.latest_sequence() + _ROOM_FOR_STRAGGLERS
+        self._has_warned = False
 
     @property
-    def versions(self) -> Any:
-        """Version of each partition that was seen last."""
-        return self._versions
+    def latest_versions(self) -> Any:
+        """Version of each partition, as far as is known; the weights may be of an older one."""
+        return self._latest_versions
 
     def signal(self, signal: Signal) -> int | None:
         """Tells the rule something; the stage of training, None without an answer in time."""
@@ -83,12 +89,13 @@ class CenterClient:
         statuses = answer.statuses.numpy()
         if (statuses != int(Status.OK)).any():
             raise ServiceLostError(_lost(statuses))
-        self._versions = answer.versions.numpy()
+        self._latest_versions = answer.versions.numpy()
         return list(answer.partitions)
 
     def adopt(self, center: list[Any]) -> None:
-        """Takes the center for what was seen last."""
+        """Takes the center that was pulled just now for what was seen last."""
         self.seen, self._residuals = center, None
+        self._versions = self._latest_versions
 
     def send(self, weights: list[Any], samples: int) -> Pending:
         """Sends the rule's message.
@@ -127,6 +134,7 @@ class CenterClient:
         """
         answer = self._final_answer(pending)
         statuses, versions = answer.statuses.numpy(), answer.versions.numpy()
+        self._check_statuses(statuses)
         carried = [
             self._part(
                 index, int(status), answer.partitions[index], pending.sent[index], weights[index]
@@ -135,6 +143,7 @@ class CenterClient:
         ]
         taken = np.isin(statuses, (Status.OK, Status.REPEATED, Status.STALE))
         self._versions = np.where(taken, versions, self._versions)
+        self._latest_versions = np.maximum(self._latest_versions, self._versions)
         self._residuals = self._left_over(statuses, answer)
         return carried
 
@@ -154,10 +163,29 @@ class CenterClient:
             self.send_again(pending)
 
     def send_again(self, pending: Pending) -> None:
-        """Sends a push whose answer did not come, with its old number."""
-        pending.push = self._client.start_push(
-            pending.push.changes, pending.versions, pending.samples, pending.sequence
-        )
+        """Sends the parts of a push that were not taken, with its old number.
+
+        What a part answered that was taken stays: it would answer with the center of now, in which
+        others have pushed since.
+        """
+        statuses = pending.push.answer(self.seen).statuses.numpy()
+        for index in np.flatnonzero(np.isin(statuses, (NO_ANSWER, int(Status.WAIT)))):
+            self._client.push_again(pending.push, int(index))
+
+    def _check_statuses(self, statuses: Any) -> None:
+        if np.isin(statuses, (Status.REFUSED, Status.UNKNOWN_CLIENT)).any():
+            raise PermissionError(
+                "The parameter service refused this worker's push. Received: statuses "
+                f"{statuses.tolist()}. Use the same script, TF_CONFIG cluster and secret on every "
+                "task."
+            )
+        if (statuses == int(Status.NOT_FINITE)).any() and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "The parameter service does not take this worker's weights, which are not finite. "
+                "Its training has diverged: lower the learning rate. keras.callbacks."
+                "TerminateOnNaN ends it."
+            )
 
     def _part(self, index: int, status: int, values: Any, sent: Any, weights: Any) -> Any:
         if status in (Status.OK, Status.REPEATED):
@@ -170,12 +198,16 @@ class CenterClient:
         return new
 
     def _left_over(self, statuses: Any, answer: Any) -> list[Any] | None:
-        """What a compressing format did not carry, to be sent with the next message."""
+        """What a compressing format did not carry, to be sent with the next message.
+
+        What was not taken is in the weights still, but for what was left over before.
+        """
         if self._client.wire_is_exact:
             return None
+        before = self._residuals or [tf.zeros_like(residual) for residual in answer.residuals]
         return [
-            residual if status == Status.OK else tf.zeros_like(residual)
-            for status, residual in zip(statuses, answer.residuals, strict=True)
+            residual if status in (Status.OK, Status.REPEATED) else old
+            for status, residual, old in zip(statuses, answer.residuals, before, strict=True)
         ]
 
 

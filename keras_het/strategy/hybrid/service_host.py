@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from keras_het.strategy.hybrid.host import Grant, Host
@@ -85,6 +86,10 @@ class ServiceHost(Host):
     def add_used(self, samples: int) -> None:
         """Counts samples that the group has used."""
         self.ledger.add_used(_GROUP, samples)
+
+    def pace(self, pace: Sequence[float]) -> tuple[Any, Any] | None:
+        """Says how fast the group is, and tells how fast all are."""
+        return self.ledger.pace(_GROUP, pace)
 
     def center(self) -> list[Any]:
         """The center, a vector for each partition."""

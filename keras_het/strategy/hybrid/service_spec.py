@@ -24,7 +24,7 @@ class ServiceSpec:
         wire: name of the format of the weights.
         num_clients: participants that may push.
         staleness_bound: updates beyond which a push is not taken, None for no bound.
-        fingerprint: of model and rule, part of every credential.
+        fingerprint: of model, rule and wire, part of every credential.
         num_services: processes that share the partitions.
         partition_size: float32 elements of a partition.
     """
@@ -98,7 +98,7 @@ def spec_of(participant: Any, num_services: int) -> ServiceSpec:
         wire=options.weights_wire.name,
         num_clients=participant.num_clients,
         staleness_bound=options.staleness_bound,
-        fingerprint=vectors.fingerprint(participant.rule),
+        fingerprint=participant.service_fingerprint,
         num_services=num_services,
         partition_size=vectors.weights.partitions.partition_size,
     )

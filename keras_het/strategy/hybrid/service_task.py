@@ -10,7 +10,7 @@ from keras_het.strategy.hybrid.claims import GroupClaims
 from keras_het.strategy.hybrid.host import Grant, Host
 from keras_het.strategy.hybrid.open_service import Membership, join_service
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant
-from keras_het.strategy.parameter_service.sample_ledger import Stage
+from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
 
 _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.05
@@ -21,7 +21,8 @@ class ServiceTask(Participant):
 
     Its `fit` lasts as long as theirs, takes no batch, and leaves it with the center's weights, to
     be evaluated and saved. An epoch begins when the batches of the one before are handed out.
-    Training ends when every async worker that came has ended or was not heard of for a while.
+    Training ends when every async worker that came has ended, or was not heard of for
+    `end_seconds`.
 
     Args:
         model: the model, whose weights are the first center.
@@ -95,5 +96,7 @@ class ServiceTask(Participant):
         self._membership.close()
 
     def _all_have_ended(self, host: Host) -> bool:
+        """Whether every worker that came has said so; one that is silent may come back."""
         came = host.ledger.claimed.sum() > 0
-        return bool(came and not host.training_clients())
+        patience = max(self.options.presence_seconds, self.options.end_seconds)
+        return bool(came and not host.ledger.present(Presence.TRAINING, patience))

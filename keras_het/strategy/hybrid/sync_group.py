@@ -13,6 +13,7 @@ from keras_het.strategy.hybrid.claims import GroupClaims
 from keras_het.strategy.hybrid.host import Grant, Host
 from keras_het.strategy.hybrid.open_service import Membership, join_service
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant
+from keras_het.strategy.hybrid.push_pace import PushPace, choose_period, longest_period
 from keras_het.strategy.parameter_service.sample_ledger import Stage
 
 _logger = logging.getLogger("keras_het")
@@ -42,6 +43,13 @@ class SyncGroup(Participant):
         self._ask = 2 * options.period
         self._counted = 0  # of the samples, those that the ledger knows
         self._sum = tf.function(self._sum_over_members, autograph=False)
+        self._pace = PushPace()
+        self._period = options.period
+
+    @property
+    def period(self) -> int:
+        """Steps between two exchanges."""
+        return self._period
 
     @property
     def host(self) -> Host | None:
@@ -57,7 +65,7 @@ class SyncGroup(Participant):
             self._host.start_epoch(epoch)
         self._epoch = epoch
         self._claims = GroupClaims(self.passes_before(epoch))
-        self._ask = 2 * self.options.period
+        self._ask = 2 * self._period
         self._exchange(push=False)
 
     def claims(self) -> GroupClaims | None:
@@ -66,11 +74,13 @@ class SyncGroup(Participant):
 
     def steps_done(self, steps: int, samples: int) -> None:
         """Exchanges every `period` steps."""
+        self._pace.computed(steps, samples)
         self._steps += steps
         self._unclaimed += steps
         self._samples += samples
-        if self._steps >= self.options.period:
-            self._exchange(push=True)
+        if self._steps >= self._period:
+            with self._pace.exchanging():
+                self._exchange(push=True)
 
     def meet_center(self) -> list[Any]:
         """Exchanges now; gradients that are still being accumulated stay where they are."""
@@ -108,17 +118,17 @@ class SyncGroup(Participant):
 
     def _exchange(self, push: bool, wait: bool = False) -> None:
         """Exchanges with the center, and claims as many batches as were used."""
-        asked = max(self._unclaimed, self._ask)
+        asked = self._unclaimed + self._ask
         self._unclaimed = self._ask = 0
         weights = self.vectors.weights.read()
         state = self.vectors.state.read() if self.vectors.state is not None else []
-        header = [0, 0, 0]
+        header = [0, 0, 0, 0]
         answer = [tf.zeros_like(part) for part in (*weights, *state)]
         if self._host is not None:
             answer = self._host.exchange(weights, state, self._samples, push, wait)
             if asked and self._claims is not None:
                 grant = self._host.claim(self._epoch, asked)
-                header = [grant.first, grant.count, int(grant.is_last)]
+                header = [grant.first, grant.count, int(grant.is_last), self._next_period()]
             self._host.add_used(self._samples - self._counted)
         *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
         self._counted = self._samples
@@ -126,8 +136,21 @@ class SyncGroup(Participant):
             self._steps = self._samples = self._counted = 0
         self._take(values[: len(weights)], values[len(weights) :])
         if asked and self._claims is not None:
-            first, count, is_last = (int(number) for number in header.numpy())
+            first, count, is_last, period = (int(number) for number in header.numpy())
             self._claims.add(Grant(first, count, bool(is_last)))
+            # a longer period needs to know its batches further ahead
+            self._ask = 2 * max(period - self._period, 0)
+            self._period = period or self._period
+
+    def _next_period(self) -> int:
+        """The leader's choice, from the pace of all tasks; 0 to leave it as it is."""
+        pace, host = self._pace.pace, self._host
+        may_choose = self.options.adapts_period and self._pace.is_due
+        found = host.pace(pace) if may_choose and pace is not None and host is not None else None
+        if found is None:
+            return 0
+        limits = self.options.presence_seconds, longest_period(self.num_batches)
+        return choose_period(*found, 0, limits)
 
     def _take(self, weights: list[Any], state: list[Any]) -> None:
         """Goes on from what the exchange gave."""

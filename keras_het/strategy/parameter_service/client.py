@@ -38,6 +38,7 @@ class Answer:
 
 
 NO_ANSWER = -1
+_TAKEN = (int(Status.OK), int(Status.REPEATED))
 
 
 class ParameterClient:
@@ -156,6 +157,22 @@ class ParameterClient:
             return None
         return int(calls[0].get_value()[1])
 
+    def latest_sequence(self) -> int:
+        """The largest number of a push that the service knows of this worker; 0 for none.
+
+        Raises:
+            ConnectionError: if a part is not answered in time.
+        """
+        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
+        indices = range(len(self.partitions.sizes))
+        calls = [self._ask("latest", index, [self._client], specs) for index in indices]
+        for call in calls:
+            if not bool(call.is_ok()):
+                raise ConnectionError(
+                    f"The parameter service did not answer in time. Received: {_error_of(call)}."
+                )
+        return max(int(call.get_value()[1]) for call in calls)
+
     def export(self) -> list[Any]:
         """Version and the rule's state of each partition, vectors of serialized tensors.
 
@@ -221,12 +238,22 @@ class ParameterClient:
         samples = tf.cast(samples, tf.float32)
         sequence = tf.cast(sequence, tf.int64)
         encoded = [self._wire.encode(change) for change in changes]
-        calls = [
-            self._call("push", index, [self._client, samples, versions[index], sequence, *sent])
+        messages = [
+            [self._client, samples, versions[index], sequence, *sent]
             for index, (sent, _) in enumerate(encoded)
         ]
+        calls = [self._call("push", index, message) for index, message in enumerate(messages)]
         residuals = [residual for _, residual in encoded]
-        return PendingPush(calls, list(changes), residuals, self._wire)
+        return PendingPush(calls, list(changes), residuals, self._wire, messages)
+
+    def push_again(self, push: PendingPush, index: int) -> None:
+        """Sends a partition again, which was not answered, or was told to wait.
+
+        Args:
+            push: what was sent, with a number, so that it counts once.
+            index: of the partition.
+        """
+        push.calls[index] = self._call("push", index, push.messages[index])
 
     def _call(self, method: str, index: int, arguments: list[Any]) -> Any:
         specs = (
@@ -250,22 +277,29 @@ class PendingPush:
         changes: what was to be sent.
         residuals: what the format did not carry.
         wire: the format.
+        messages: what was sent for each partition.
     """
 
     calls: list[Any]
     changes: list[Any]
     residuals: list[Any]
     wire: Wire
+    messages: list[list[Any]]
+
+    def wait(self) -> None:
+        """Waits for the answer, at most for the time-out of a message."""
+        for call in self.calls:
+            call.is_ok()
 
     def answer(self, fallback: Sequence[Any]) -> Answer:
-        """Waits for the answer, at most for the time-out of a message.
+        """Waits for the answer, and gives it.
 
         Args:
             fallback: values of each partition to go on with where no answer comes.
         """
         answer = _collect(self.calls, fallback, self.wire)
         residuals = [
-            tf.where(tf.equal(answer.statuses[index], int(Status.OK)), residual, change)
+            tf.where(tf.reduce_any(tf.equal(answer.statuses[index], _TAKEN)), residual, change)
             for index, (residual, change) in enumerate(
                 zip(self.residuals, self.changes, strict=True)
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_het.strategy.parameter_service.admission import Status
@@ -92,6 +94,17 @@ class LedgerClient:
         _, facts = self.ask("report", arguments, specs)
         stage, epoch, *numbers = (int(fact) for fact in facts)
         return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))
+
+    def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Says how fast this worker is, and asks how fast all are: `SampleLedger.pace`.
+
+        Raises:
+            ServiceLostError: if there is no answer in time.
+        """
+        numbers = tf.TensorSpec(None, tf.float64)
+        specs = (tf.TensorSpec([], tf.int32), numbers, numbers)
+        _, paces, silence = self.ask("pace", [tf.constant(pace, tf.float64)], specs)
+        return paces.numpy(), silence.numpy()
 
     def ask(self, method: str, arguments: list[Any], specs: Any) -> Any:
         """Calls a function of the ledger.

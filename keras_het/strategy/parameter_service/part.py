@@ -21,6 +21,8 @@ class Part:
         self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
         self.center = tf.Variable(tf.zeros([size]), trainable=False)
         self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        # What a client in this process saw last, which sends no message that says it.
+        self.seen_here = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         self.slots = rule.create_slots(self.center)
         self.lock = tf.CriticalSection()
 

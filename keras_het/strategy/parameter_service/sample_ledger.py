@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,11 +81,15 @@ class SampleLedger:
             self._used = _variable(tf.zeros([num_clients], tf.int64))
             self._last_seen = _variable(tf.zeros([num_clients], tf.float64))
             self._presence = _variable(tf.zeros([num_clients], tf.int32))
+            self._paces = _variable(tf.zeros([num_clients, 3], tf.float64))
+            self._paced = _variable(tf.zeros([num_clients], tf.float64))
             self._lock = tf.CriticalSection()
         self._claim = self._claim_function()
+        self._pace = self._pace_function()
         server.register(f"{PREFIX}claim", self._remote_claim_function())
         server.register(f"{PREFIX}report", self._report_function())
         server.register(f"{PREFIX}lead", self._lead_function())
+        server.register(f"{PREFIX}pace", self._remote_pace_function())
 
     def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
         """The sync group begins an epoch.
@@ -111,6 +116,20 @@ class SampleLedger:
             tf.constant(client), tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)
         )
         return int(first), int(granted)
+
+    def pace(self, client: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Notes how fast a client is, and tells how fast all are.
+
+        Args:
+            client: its number.
+            pace: samples per second, samples of a step, least seconds between two pushes.
+
+        Returns:
+            What each client said, float64 of shape [num_clients, 3], zeros where it said nothing;
+            and seconds since each was heard of, float64 of shape [num_clients].
+        """
+        paces, silence = self._pace(tf.constant(client), tf.constant(pace, tf.float64))
+        return paces.numpy(), silence.numpy()
 
     @property
     def stage(self) -> Stage:
@@ -238,6 +257,51 @@ class SampleLedger:
                 return code, tf.where(admitted, facts, tf.fill([7], tf.constant(-1, tf.int64)))
 
         return report
+
+    def _pace_function(self) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([3], tf.float64)])
+        def pace(client: Any, pace: Any) -> Any:
+            noted = [
+                self._paces.scatter_nd_update([[client]], [pace]),
+                self._paced.scatter_nd_update([[client]], [tf.timestamp()]),
+            ]
+            with tf.control_dependencies(noted):
+                latest = tf.maximum(self._paced.read_value(), self._last_seen.read_value())
+                return self._paces.read_value(), tf.timestamp() - latest
+
+        return pace
+
+    def _remote_pace_function(self) -> Any:
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.string),
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([3], tf.float64),
+            ]
+        )
+        def remote_pace(credential: Any, client: Any, pace: Any) -> Any:
+            def refuse(status: Status) -> Any:
+                nothing = tf.zeros([self._num_clients], tf.float64)
+                return (
+                    tf.constant(int(status)),
+                    tf.zeros([self._num_clients, 3], "float64"),
+                    nothing,
+                )
+
+            known = (client >= 0) & (client < self._num_clients)
+            known &= tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
+            known &= (pace[1] >= 1) & (pace[2] >= 0)
+            return tf.cond(
+                self._gate.admits(credential),
+                lambda: tf.cond(
+                    known,
+                    lambda: (tf.constant(int(Status.OK)), *self._pace(client, pace)),
+                    lambda: refuse(Status.UNKNOWN_CLIENT),
+                ),
+                lambda: refuse(Status.REFUSED),
+            )
+
+        return remote_pace
 
     def _lead_function(self) -> Any:
         @tf.function(

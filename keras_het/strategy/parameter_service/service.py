@@ -74,6 +74,7 @@ class ParameterService:
             self._server.register(f"{prefix}export_{index}", self._export_function(part))
             self._server.register(f"{prefix}restore_{index}", self._restore_function(part))
             self._server.register(f"{prefix}signal_{index}", self._signal_function(part))
+            self._server.register(f"{prefix}latest_{index}", self._latest_function(part))
         self._server.register(f"{prefix}hello", self._hello_function())
 
     def start(self) -> None:
@@ -100,6 +101,7 @@ class ParameterService:
         """
         for part, values in zip(self._parts, partitions, strict=True):
             part.center.assign(values)
+            part.seen_here.assign(part.version)
 
     def center_partitions(self) -> list[Any]:
         """The weights, a vector for each partition."""
@@ -143,6 +145,7 @@ class ParameterService:
             )
         for place, (index, part) in enumerate(zip(self.indices, self._parts, strict=True)):
             part.version.assign(state["versions"][place])
+            part.seen_here.assign(part.version)
             for name, variable in part.slots.items():
                 variable.assign(state[f"{index}/{name}"])
 
@@ -178,7 +181,10 @@ class ParameterService:
 
         @tf.function(input_signature=signature, autograph=False)
         def exchange(client: Any, samples: Any, change: Any) -> Any:
-            return self._update(part, client, samples, part.version.read_value(), change)[2]
+            seen = part.seen_here.read_value()
+            _, version, answer = self._update(part, client, samples, seen, change)
+            part.seen_here.assign(version)
+            return answer
 
         return exchange
 
@@ -230,7 +236,7 @@ class ParameterService:
             # one pass over the values; a sum of finite ones beyond float32 is as useless
             finite = tf.math.is_finite(tf.reduce_sum(change)) & tf.math.is_finite(samples)
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
-            known &= sequence >= 0
+            known &= (sequence >= 0) & (samples >= 0)
             return tf.cond(
                 self._gate.admits(credential),
                 lambda: tf.cond(
@@ -286,6 +292,18 @@ class ParameterService:
 
         return signal
 
+    def _latest_function(self, part: Part) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int32)])
+        def latest(credential: Any, client: Any) -> Any:
+            known = (client >= 0) & (client < self._num_clients)
+            return tf.cond(
+                self._gate.admits(credential) & known,
+                lambda: (tf.constant(int(Status.OK)), part.sequences[client]),
+                lambda: (tf.constant(int(Status.REFUSED)), tf.constant(0, tf.int64)),
+            )
+
+        return latest
+
     def _restore_function(self, part: Part) -> Any:
         @tf.function(
             input_signature=[
@@ -330,8 +348,10 @@ class ParameterService:
             meta = PushMeta(client, samples, staleness, part.version.read_value())
             if not self._rule.may_wait:
                 return self._apply(part, change, meta)
+            with tf.control_dependencies([self._rule.note_presence(part.slots, client)]):
+                is_turn = self._rule.is_turn(part.slots, meta)
             return tf.cond(
-                self._rule.is_turn(part.slots, meta),
+                is_turn,
                 lambda: self._apply(part, change, meta),
                 lambda: (tf.constant(int(Status.WAIT)), tf.constant(-1, tf.int64), tf.zeros([0])),
             )

@@ -141,6 +141,15 @@ class ASHL(SendsChange):
         """Whether the loss of the second stage is reached."""
         return bool(self.is_second_stage(loss))
 
+    def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
+        """A worker that pushes has not left: it goes on beside the slowest."""
+        pushes = slots["pushes"].read_value()
+        slowest = tf.reduce_min(pushes)
+        beside = tf.where(slowest >= _FAR, tf.zeros_like(slowest), slowest)
+        own = tf.clip_by_value(client, 0, len(self.data_shares) - 1)
+        now = tf.where(pushes[own] >= _FAR, beside, pushes[own])
+        return slots["pushes"].scatter_nd_update([[own]], [now])
+
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
         """Whether the worker would not get too far ahead of the slowest."""
         lead = slots["pushes"][self._worker(meta)] - tf.reduce_min(slots["pushes"])

@@ -47,6 +47,11 @@ class RoundRobinEASGD(ElasticAveraging):
         del size
         return {"turn": (), "left": (self.num_workers,)}
 
+    def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
+        """A worker that pushes has not left: it gets its turns again."""
+        here = 1.0 - tf.one_hot(client, self.num_workers)
+        return slots["left"].assign(slots["left"] * here, read_value=True)
+
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
         """Whether it is the worker's turn."""
         return tf.equal(tf.cast(meta.client, tf.float32), slots["turn"])

@@ -94,6 +94,21 @@ class UpdateRule(abc.ABC):
             for name, shape in self.slots(int(center.shape[0])).items()
         }
 
+    def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
+        """Takes note of a worker that pushes: it may have been given up before.
+
+        Called in the graph, under the part's lock, before `is_turn`, only if `may_wait`.
+
+        Args:
+            slots: the variables of `create_slots`.
+            client: number of the worker, int32 scalar.
+
+        Returns:
+            A tensor that is there when it is done.
+        """
+        del slots, client
+        return tf.constant(True)
+
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
         """Whether a push is taken now, bool scalar; else the worker must try again later.
 

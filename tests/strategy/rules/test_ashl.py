@@ -3,11 +3,20 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from rule_checks import SIZE, Center, ChangeEquations, follow, start_vector
+from rule_checks import (
+    PARTITIONS,
+    SIZE,
+    Center,
+    ChangeEquations,
+    connect,
+    follow,
+    start_service,
+    start_vector,
+)
 
 from keras_het.planning import plan_local_steps
-from keras_het.strategy.parameter_service import TopKWire
-from keras_het.strategy.rules import ASHL
+from keras_het.strategy.parameter_service import Status, TopKWire
+from keras_het.strategy.rules import ASHL, Signal
 
 SHARES = (0.5, 0.3, 0.2)
 GOOD = {
@@ -114,3 +123,26 @@ def test_from_measured_times():
 def test_settings_out_of_range(changed, match):
     with pytest.raises(ValueError, match=match):
         ASHL(**{**GOOD, **changed})
+
+
+def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(cpu_devices):
+    rule = ASHL(**GOOD)
+    service = start_service(rule, num_clients=3)
+    for slots in service.slots():
+        rule.enter_second_stage(slots)
+    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    clients = [connect(service, i) for i in range(3)]
+
+    def status(number):
+        versions = tf.zeros([3], tf.int64)
+        (found,) = set(clients[number].push(zeros, versions, 1.0, zeros).statuses.numpy())
+        return found
+
+    for client in (0, 1, 2, 0):
+        assert status(client) == Status.OK
+    assert status(0) == Status.OK and status(0) == Status.WAIT  # two ahead of the others
+    clients[0].signal(Signal.LEAVE, 1)
+    assert [status(2), status(2), status(0)] == [Status.OK] * 3
+    assert status(1) == Status.OK  # it is back, at the pushes of the slowest
+    assert service.slots()[0]["pushes"].numpy().tolist() == [4, 4, 3]
+    service.close()

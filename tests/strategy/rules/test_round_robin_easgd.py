@@ -15,7 +15,7 @@ from rule_checks import (
 )
 
 from keras_het.strategy.parameter_service import Status
-from keras_het.strategy.rules import RoundRobinEASGD
+from keras_het.strategy.rules import RoundRobinEASGD, Signal
 from keras_het.strategy.rules.elastic_averaging import largest_moving_rate
 
 
@@ -109,3 +109,20 @@ def test_default_moving_rate():
     assert RoundRobinEASGD(3).alpha == pytest.approx(0.3)
     with pytest.raises(ValueError, match="num_workers must be at least 1"):
         RoundRobinEASGD(0)
+
+
+def test_a_worker_that_was_given_up_gets_its_turns_again(service):
+    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    clients = [connect(service, i) for i in range(3)]
+    versions = tf.zeros([3], tf.int64)
+
+    def status(number):
+        (found,) = set(clients[number].push(zeros, versions, 1.0, zeros).statuses.numpy())
+        return found
+
+    clients[0].signal(Signal.LEAVE, 1)
+    assert [status(0), status(2), status(0)] == [Status.OK] * 3  # it is passed over
+    assert [status(1), status(2)] == [Status.WAIT, Status.OK]  # it is back: its turn comes
+    assert [status(0), status(2), status(1), status(2)] == [
+        Status.OK, Status.WAIT, Status.OK, Status.OK,
+    ]  # fmt: skip

@@ -1,0 +1,153 @@
+"""A worker's side of the exchange: started again, answered in part, too late, or diverged."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from addresses import free_address
+
+from keras_het.strategy.hybrid.service_connection import CenterClient
+from keras_het.strategy.parameter_service import (
+    FloatWire,
+    ParameterClient,
+    ParameterService,
+    Partitions,
+    Status,
+    TopKWire,
+    credential,
+)
+from keras_het.strategy.parameter_service.ledger_client import ServiceLostError
+from keras_het.strategy.rules import AsyncEASGD, AsyncSGD, Delta
+
+PARTITIONS = Partitions(((3, 4), (5,), ()), partition_size=7)  # 18 elements: 7 + 7 + 4
+GOOD = credential(b"0123456789abcdef", "model")
+ONES = [np.ones(size, np.float32) for size in PARTITIONS.sizes]
+RAMP = [np.float32(0.1 * (1 + np.arange(size))) for size in PARTITIONS.sizes]
+
+
+def start(rule, **options):
+    service = ParameterService(free_address(), PARTITIONS, rule, GOOD, 3, **options)
+    service.set_partitions([tf.zeros([size]) for size in PARTITIONS.sizes])
+    service.start()
+    return service
+
+
+def join(service, client=1, rule=None, wire=None):
+    connection = ParameterClient(service.address, PARTITIONS, GOOD, client, wire=wire)
+    worker = CenterClient(connection, rule or Delta())
+    worker.adopt(worker.pull())
+    return worker
+
+
+def moved(worker, change):
+    return [seen + delta for seen, delta in zip(worker.seen, change, strict=True)]
+
+
+def push(worker, change):
+    weights = moved(worker, change)
+    return worker.finish(worker.send(weights, 8), weights)
+
+
+def flat(partitions):
+    return np.concatenate([np.array(part) for part in partitions])
+
+
+class LostCall:
+    """A call whose answer never came."""
+
+    def is_ok(self):
+        return tf.constant(False)
+
+    def get_error(self):
+        return tf.constant(4), tf.constant("deadline exceeded")
+
+
+def test_a_worker_that_starts_again_is_heard(cpu_devices):
+    service = start(Delta())
+    for count in (1, 2, 3):
+        worker = join(service)
+        push(worker, ONES)
+        push(worker, ONES)
+        np.testing.assert_allclose(flat(service.center_partitions()), 2 * count)
+
+
+def test_a_part_that_answered_keeps_its_answer(cpu_devices):
+    rule = AsyncEASGD(alpha=0.5)
+    service = start(rule)
+    worker, other = join(service, 1, rule), join(service, 2, rule)
+    pending = worker.send(ONES, 8)
+    pending.push.wait()
+    pending.push.calls[0] = LostCall()
+    with pytest.raises(ServiceLostError):
+        worker.finish(pending, ONES)
+    other.finish(other.send([10 * part for part in ONES], 8), ONES)
+    worker.send_again(pending)
+    weights = worker.finish(pending, ONES)
+    # parts 1 and 2 met the center at 0, and moved half of the way towards it
+    np.testing.assert_allclose(flat(weights[1:]), 0.5)
+    np.testing.assert_array_equal(service.versions(), 2)  # nobody counted twice
+
+
+@pytest.mark.parametrize("fault", ["answer lost", "too stale"])
+def test_what_a_small_message_leaves_is_sent_later(cpu_devices, fault):
+    wire = TopKWire(0.3)
+    service = start(Delta(), wire=wire, staleness_bound=0)
+    worker, other = join(service, 1, wire=wire), join(service, 2, wire=wire)
+    push(worker, RAMP)
+    if fault == "too stale":
+        other.adopt(other.pull())
+        push(other, [tf.zeros([size]) for size in PARTITIONS.sizes])
+    weights = moved(worker, RAMP)
+    pending = worker.send(weights, 8)
+    if fault == "answer lost":
+        pending.push.wait()
+        pending.push.calls[:] = [LostCall() for _ in PARTITIONS.sizes]
+        with pytest.raises(ServiceLostError):
+            worker.finish(pending, weights)
+        worker.send_again(pending)
+    statuses = set(pending.push.answer(worker.seen).statuses.numpy())
+    assert statuses == {Status.STALE if fault == "too stale" else Status.REPEATED}
+    weights = worker.finish(pending, weights)
+    for _ in range(12):
+        weights = worker.finish(worker.send(weights, 0), weights)
+    np.testing.assert_allclose(flat(service.center_partitions()), 2 * flat(RAMP), rtol=1e-5)
+
+
+def test_looking_at_the_center_does_not_make_a_change_fresh(cpu_devices):
+    service = start(Delta(), staleness_bound=1)
+    worker, other = join(service, 1), join(service, 2)
+    for _ in range(2):
+        push(other, ONES)
+    assert worker.pull()[0][0] == 2
+    np.testing.assert_array_equal(worker.latest_versions, 2)
+    pending = worker.send(moved(worker, ONES), 8)
+    assert set(pending.push.answer(worker.seen).statuses.numpy()) == {Status.STALE}
+
+
+def test_weights_that_are_not_finite_are_told_of(cpu_devices, caplog):
+    worker = join(start(Delta()))
+    for _ in range(2):
+        push(worker, [tf.fill([size], np.nan) for size in PARTITIONS.sizes])
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert "not finite" in caplog.text and "learning rate" in caplog.text
+
+
+def test_a_refused_push_is_an_error(cpu_devices):
+    service = start(Delta())
+    worker = join(service)
+    stranger = ParameterClient(service.address, PARTITIONS, GOOD, 7)
+    pending = worker.send(ONES, 8)
+    pending.push = stranger.start_push(ONES, np.zeros(3, np.int64), 8, 1)
+    with pytest.raises(PermissionError, match="statuses"):
+        worker.finish(pending, ONES)
+
+
+def test_the_group_beside_the_center_can_be_stale_too(cpu_devices):
+    rule = AsyncSGD(1.0, damps_staleness=True)
+    service = start(rule, wire=FloatWire())
+    service.exchange_locally(0, 8, ONES)
+    worker = join(service, 1, rule)
+    for _ in range(4):
+        push(worker, [tf.zeros([size]) for size in PARTITIONS.sizes])
+    before = flat(service.center_partitions())
+    service.exchange_locally(0, 8, ONES)
+    np.testing.assert_allclose(before - flat(service.center_partitions()), 1 / 4)
