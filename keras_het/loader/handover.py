@@ -45,6 +45,9 @@ def why_not(dataset: Any) -> str | None:
     for node in adapter.upstream_of(dataset):
         if adapter.draws_from_generator(node):
             return "Dataset.from_generator cannot save where its generator is"
+        if adapter.is_file_cache(node):
+            # saved, the old iterator has moved to the next shard of the files: that of the new one
+            return "its cache in files can be written by one iterator only"
         kind = type(node).__name__
         for name, reason in _WITHOUT_STATE.items():
             if name in kind:

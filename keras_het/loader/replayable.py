@@ -44,8 +44,6 @@ def _reason_of(node: adapter.Dataset) -> str | None:
         return f"{kind} has deterministic=False: another order when it is read again"
     if adapter.is_shuffle(node) and not any(adapter.shuffle_seeds(node)):
         return "a shuffle has no seed: another order when it is read again"
-    if adapter.is_file_cache(node):
-        return "its cache in files can be written by one iterator only"
     if kind in ("Random", "Snapshot", "Save"):
         return f"{kind} may give other elements when it is read again"
     operations = adapter.operations_in_functions(node)

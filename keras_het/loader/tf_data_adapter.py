@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import cardinality as cardinality_ops
 from tensorflow.python.data.ops import (
@@ -148,9 +149,20 @@ def shuffle_seeds(node: Dataset) -> tuple[int | None, int | None]:
 
 
 def is_file_cache(node: Dataset) -> bool:
-    """Whether `node` is a `cache` in files."""
+    """Whether `node` is a `cache` in files, or its function makes one."""
     name = getattr(node, "_filename", None) if "Cache" in type(node).__name__ else None
-    return name is not None and tensor_util.constant_value(name) not in (None, b"", "")
+    if name is not None and tensor_util.constant_value(name) not in (None, b"", ""):
+        return True
+    return any(
+        operation.type.startswith("CacheDataset") and _may_name_files(operation.inputs[1])
+        for function in node._functions()
+        for operation in function.function.graph.get_operations()
+    )
+
+
+def _may_name_files(name: tf.Tensor) -> bool:
+    value = tensor_util.constant_value(name)
+    return value is None or np.asarray(value).item() not in (b"", "")
 
 
 def is_repeat(node: Dataset) -> bool:

@@ -278,6 +278,34 @@ def test_an_ordinary_cached_data_set_is_cached_still():
     assert len(calls) <= 3 * ROWS
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_cache_in_files_is_only_observed(is_built, tmp_path):
+    calls = []
+
+    def note(row):
+        calls.append(int(row))
+        return row
+
+    def load(row):
+        row = tf.ensure_shape(tf.numpy_function(note, [row], tf.int64), [])
+        return tf.fill([3], tf.cast(row, tf.float32)), tf.cast(row, tf.float32)
+
+    def build_cached(knobs):
+        rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls)
+        return rows.cache(str(tmp_path / "rows")).batch(BATCH).prefetch(knobs.prefetch)
+
+    tuner = moving()
+    first = Knobs(2, 2, 2)
+    tuned = train(pipeline(build_cached, first) if is_built else build_cached(first), [tuner])
+    assert "cache in files" in tuner.observes_only
+    assert tuner.moves == []
+    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 3))
+    known = len(calls)
+    rows = [row for _, labels in build_cached(first) for row in labels.numpy()]
+    assert sorted(rows) == list(range(ROWS))
+    assert len(calls) == known, "the files of the first epoch are complete"
+
+
 def test_a_process_ends_cleanly_right_after_fit(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

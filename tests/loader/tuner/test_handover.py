@@ -163,6 +163,35 @@ def test_reasons_are_known_before():
     assert not has_memory_cache(plain(Knobs(2, 2, 2)))
 
 
+def test_a_cache_in_files_is_refused_while_it_fills_and_later(tmp_path):
+    def build(knobs):
+        rows = tf.data.Dataset.range(60).map(lambda row: row * 2, knobs.num_parallel_calls)
+        return rows.cache(str(tmp_path / "rows")).batch(4).prefetch(knobs.prefetch)
+
+    expected = [as_lists(element) for element in tf.data.Dataset.range(0, 120, 2).batch(4)]
+    for _ in range(2):
+        iterator = iter(pipeline(build, Knobs(2, 2, 2)))
+        first = as_lists(next(iterator))
+        with pytest.raises(HandoverError, match="cache in files"):
+            hand_over(iterator, build_tuned(build, Knobs(4, 2, 4)))
+        assert [first, *map(as_lists, iterator)] == expected
+        del iterator
+
+
+def test_a_cache_within_a_function_is_refused_if_it_may_be_in_files(tmp_path):
+    def in_files(number):
+        name = tf.strings.join([str(tmp_path / "part"), tf.strings.as_string(number)])
+        return tf.data.Dataset.range(number).cache(name)
+
+    def in_memory(number):
+        return tf.data.Dataset.range(number).cache()
+
+    parts = tf.data.Dataset.range(4)
+    assert "cache in files" in why_not(parts.flat_map(in_files).batch(2))
+    assert "cache in files" in why_not(parts.interleave(in_files, num_parallel_calls=2))
+    assert why_not(parts.flat_map(in_memory).batch(2)) is None
+
+
 def test_the_new_threads_are_known_and_give_way():
     iterator = iter(pipeline(plain, Knobs(2, 2, 3)))
     assert len(threads_of(iterator).ids) == 3
