@@ -22,7 +22,7 @@ from keras_het.loader.loader_settings import LoaderSettings
 from keras_het.loader.metered_iterator import MeteredIterator
 from keras_het.loader.stall_meter import StallMeter
 from keras_het.loader.tuning_session import Move, TuningSession
-from keras_het.planning.loader import FixedController, LoaderController, LoaderPlan, TunerController
+from keras_het.planning.loader import LoaderController, LoaderPlan, TunerController
 
 logger = logging.getLogger("keras_het")
 
@@ -99,7 +99,7 @@ class LoaderTuner(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins to measure and tune."""
         self._close()
-        self._session = TuningSession(self._make_controller, self._nice, self._make_budget())
+        self._session = self._make_session()
         self.moves = self._session.moves
         self._functions["train"].replace(self.model, self._train_function)
 
@@ -284,6 +284,13 @@ class LoaderTuner(keras.callbacks.Callback):
         """
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
+    def _make_session(self) -> TuningSession:
+        budget = self._make_budget()
+        if self._controller == "fixed":
+            # not even their priority: threads stay as they are
+            return TuningSession(self._make_controller, 0, budget, _FIXED)
+        return TuningSession(self._make_controller, self._nice, budget)
+
     def _make_budget(self) -> HostBudget | None:
         try:
             return HostBudget(usable_cpus()) if self._share_host else None
@@ -294,8 +301,6 @@ class LoaderTuner(keras.callbacks.Callback):
     def _make_controller(
         self, plan: LoaderPlan, cpus: float, max_prefetch: int | None
     ) -> LoaderController:
-        if self._controller == "fixed":
-            return FixedController(plan)
         if callable(self._controller):
             return self._controller(plan, cpus)
         memory = self._max_memory
@@ -311,6 +316,7 @@ class LoaderTuner(keras.callbacks.Callback):
 
 
 _KINDS = ("train", "test", "predict")
+_FIXED = 'controller="fixed" measures, and changes nothing'
 
 
 def _check_arguments(controller: Any, max_memory: int | None, nice: int) -> None:

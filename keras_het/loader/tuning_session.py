@@ -77,6 +77,7 @@ class TuningSession:
         make_controller: makes the controller once the pipeline is known.
         nice: nice value of the pipeline's own threads.
         budget: divides the host among its jobs; None if this job is alone.
+        observes_only: why nothing is to be changed, None if it may be.
 
     Attributes:
         moves: what was done.
@@ -87,7 +88,11 @@ class TuningSession:
     """
 
     def __init__(
-        self, make_controller: MakeController, nice: int = 0, budget: HostBudget | None = None
+        self,
+        make_controller: MakeController,
+        nice: int = 0,
+        budget: HostBudget | None = None,
+        observes_only: str | None = None,
     ) -> None:
         self._make_controller = make_controller
         self._nice = nice
@@ -98,7 +103,7 @@ class TuningSession:
         self._preparation: tuple[Preparation, Move | None] | None = None
         self.live: LiveIterator | None = None
         self.controller: LoaderController | None = None
-        self.observes_only: str | None = None
+        self.observes_only = observes_only
         self.moves: list[Move] = []
         self.has_changed = False
         self._sums: StepSums | None = None
@@ -252,6 +257,7 @@ class TuningSession:
         plan, cpus = adjustable.knobs.plan, usable_cpus()
         if reason is not None:
             self._only_observe(reason)
+        if self.observes_only is not None:
             self.controller = FixedController(plan)
         else:
             is_plain = self._plain is not None and self._plain[1] is adjustable

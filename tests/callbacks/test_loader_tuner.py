@@ -6,6 +6,7 @@ import concurrent.futures
 import itertools
 import json
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ import tensorflow as tf
 import keras_het
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import AdjustablePipeline, Knobs, pipeline
+from keras_het.loader.loader_threads import threads_of
 from keras_het.planning.loader import LoaderController, LoaderPlan, WindowSize
 
 ROWS, BATCH = 60, 4
@@ -351,6 +353,53 @@ def test_waits_in_fit_evaluate_and_predict():
         assert 0.0 < meter.input_wait_seconds <= meter.seconds
         assert np.median(meter.input_waits) > 0.005
     assert tuner.meter.idle_fraction > 0.2
+
+
+class Watch(keras.callbacks.Callback):
+    """Notes what is read, the priorities of its threads, and whether a change is on its way."""
+
+    def __init__(self, tuner):
+        super().__init__()
+        self.tuner = tuner
+        self.changes = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        session = self.tuner._session
+        threads = threads_of(session.live.iterator)
+        if session.order is not None:
+            threads = session.order.threads
+        ids = threads.ids if threads is not None else ()
+        self.changes += [
+            session.live.iterator is not session.live.given,
+            session._building is not None or session._preparation is not None,
+            any(priority(thread) != priority(0) for thread in ids),
+        ]
+
+
+def priority(thread):
+    try:
+        return os.getpriority(os.PRIO_PROCESS, thread)
+    except ProcessLookupError:  # it ended with its epoch
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("with_strategy", [True, False])
+def test_the_fixed_controller_changes_nothing(is_built, with_strategy, cpu_devices):
+    tuner = LoaderTuner("fixed", share_host=False)
+    watch = Watch(tuner)
+    first = Knobs(2, 2, 2)
+    data = pipeline(long, first) if is_built else long(first)
+    tf.random.set_seed(5)
+    if with_strategy:
+        train_under_strategy(cpu_devices, data, [tuner, watch], epochs=2)
+    else:
+        train(data, [tuner, watch], epochs=2)
+    assert len(watch.changes) == 3 * tuner.meter.steps > 0
+    assert not any(watch.changes)
+    assert tuner.moves == []
+    assert "fixed" in tuner.observes_only
+    assert tuner.best_settings().knobs == (first if is_built else None)
 
 
 def test_the_wait_is_in_the_logs():
