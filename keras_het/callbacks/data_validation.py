@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_het.callbacks.present_fit import PresentFit
+
 logger = logging.getLogger("keras_het")
 
 _MOST_SHOWN = 8
@@ -90,16 +92,20 @@ class DataValidation(keras.callbacks.Callback):
         self._shards: Any = None
         self._previous: dict[int, Any] = {}
         self._wrapper: Any = None
+        self._fit: PresentFit | None = None
         self._is_checked = True
 
     def on_train_begin(self, logs: Any = None) -> None:
         """The next batches are the first ones."""
-        self._let_go()
+        self.let_go()
         self.anomalies, self._is_checked = [], False
+        self._fit = PresentFit(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to look at the data."""
         self._shards = self._new_shards() if self._compare_shards else None
+        if self._fit is not None:
+            self._fit.begin_epoch()
         # Not earlier: the functions of other callbacks, which may change the input, come below.
         if self._wrapper is None:
             self._wrapper = _FirstBatches(self, self.model.train_function)
@@ -121,9 +127,10 @@ class DataValidation(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leaves Keras as it was."""
-        self._let_go()
+        self.let_go()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Sees no more batches, and leaves Keras as it was."""
         wrapper, self._wrapper, self._shards = self._wrapper, None, None
         if wrapper is not None:
             # If a function of somebody else is around it, it stays there and does nothing.
@@ -156,7 +163,7 @@ class DataValidation(keras.callbacks.Callback):
         try:
             self._check(shards)
         except self._tools.DataAnomalyError:
-            self._let_go()
+            self.let_go()
             raise
         return batches
 
@@ -168,6 +175,11 @@ class DataValidation(keras.callbacks.Callback):
         """
         if self._shards is not None:
             self._shards.observe(batch)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the training that began last is still the model's: it may end in an error."""
+        return self._fit is not None and self._fit.is_running
 
     @property
     def observes_all(self) -> bool:
@@ -285,6 +297,9 @@ class _FirstBatches:
         self._waiting: list[Any] = []
 
     def __call__(self, iterator: Any) -> Any:
+        if self.is_active and not self._callback.is_training:
+            # A fit that ended in an error left this: its batches are none of the present one.
+            self._callback.let_go()
         if not self.is_active:
             return self.original(iterator)
         self._waiting += self._callback.first_batches(iterator)

@@ -12,7 +12,9 @@ from typing import Any
 
 import keras
 import psutil
+import tensorflow as tf
 
+from keras_het.callbacks.present_fit import PresentFit
 from keras_het.callbacks.step_functions import StepFunction
 from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.host_cpus import usable_cpus
@@ -85,6 +87,7 @@ class LoaderTuner(keras.callbacks.Callback):
         self.meter, self.test_meter, self.predict_meter = StallMeter(), StallMeter(), StallMeter()
         self.moves: list[Move] = []
         self._session: TuningSession | None = None
+        self._fit: PresentFit | None = None
         self._best: LoaderSettings | None = None
         self._last_reason: str | None = None
         self._functions = {kind: StepFunction(f"{kind}_function") for kind in _KINDS}
@@ -101,11 +104,14 @@ class LoaderTuner(keras.callbacks.Callback):
         self._close()
         self._session = self._make_session()
         self.moves = self._session.moves
+        self._fit = PresentFit(self.model)
         self._functions["train"].replace(self.model, self._train_function)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Time between epochs is no step's."""
         self._last_start = None
+        if self._fit is not None:
+            self._fit.begin_epoch()
         self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -118,10 +124,14 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Puts everything back; remembers the settings."""
-        self._best = self._settings()
-        self._functions["train"].restore()
+        self._end()
         if self._verbose:
             sys.stdout.write(f"\n{self.best_settings()}\n")
+
+    def _end(self) -> None:
+        self._best = self._settings()
+        self._functions["train"].restore()
+        self._last_start = None
         self._close()
 
     def _close(self) -> None:
@@ -131,27 +141,42 @@ class LoaderTuner(keras.callbacks.Callback):
             self._session = None
 
     def _train_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        session, fit = self._session, self._fit
+
         def step(iterator: Any) -> Any:
-            session = self._session
-            if session is None:
+            if session is None or fit is None or session is not self._session:
                 return original(iterator)
-            self._account()
-            live = session.live
-            if live is None or live.given is not iterator:
-                live = session.open(iterator)
-            start = time.perf_counter()
-            if not live.is_tf_data:
-                metered = MeteredIterator(iterator)
-                try:
-                    return original(metered)
-                finally:
-                    self._note_start(start, metered.input_wait_seconds, metered.steps)
-            batches = live.take(self.model.steps_per_execution)
-            self._note_start(start, live.input_wait_seconds, len(batches))
-            session.note_batch(batches[0])
-            return original(batches)
+            if not fit.is_running:
+                # that fit ended in an error elsewhere: this one is not ours
+                self._end()
+                return original(iterator)
+            try:
+                return self._step(session, original, iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                raise
+            except BaseException:
+                # Keras ends here without on_train_end
+                self._end()
+                raise
 
         return step
+
+    def _step(self, session: TuningSession, original: Callable[[Any], Any], iterator: Any) -> Any:
+        self._account()
+        live = session.live
+        if live is None or live.given is not iterator:
+            live = session.open(iterator)
+        start = time.perf_counter()
+        if not live.is_tf_data:
+            metered = MeteredIterator(iterator)
+            try:
+                return original(metered)
+            finally:
+                self._note_start(start, metered.input_wait_seconds, metered.steps)
+        batches = live.take(self.model.steps_per_execution)
+        self._note_start(start, live.input_wait_seconds, len(batches))
+        session.note_batch(batches[0])
+        return original(batches)
 
     def _note_start(self, start: float, wait: float, steps: int) -> None:
         self._last_start = start

@@ -51,6 +51,13 @@ class EveryStep:
         pass
 
 
+class Eager(EveryStep):
+    """Keeps its plan, and measures after every step."""
+
+    def observe(self, window):
+        return None
+
+
 def build(knobs):
     numbers = tf.data.Dataset.range(ROWS).shuffle(20, seed=7)
     rows = numbers.map(
@@ -538,6 +545,52 @@ def test_an_error_in_training_leaves_a_model_that_works():
     model.fit(slow(0.001), verbose=0)
     model.fit(slow(0.001), verbose=0, callbacks=[tuner])
     assert not hasattr(model.train_function, "keras_het_original")
+
+
+class Fails(keras.callbacks.Callback):
+    """Ends a training in its second step, as Ctrl-C does."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise KeyboardInterrupt
+
+
+def host_entries(folder):
+    (path,) = folder.glob("*/loaders.json")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("callbacks", [[], [keras.callbacks.History()]])
+def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model, tuner = dense(), LoaderTuner(Eager)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails(), *callbacks])
+    assert len(host_entries(tmp_path)) == 1
+    steps = tuner.meter.steps
+    model.fit(slow(0.001), epochs=2, verbose=0, callbacks=callbacks)
+    assert tuner.meter.steps == steps
+    assert tuner._session is None
+    assert not hasattr(model.train_function, "keras_het_original")
+    assert host_entries(tmp_path) == {}
+
+
+def test_an_error_in_a_step_ends_the_tuning_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def fails_late(row):
+        with tf.control_dependencies([tf.debugging.assert_less(row, tf.constant(40, tf.int64))]):
+            return tf.fill([3], tf.cast(row, tf.float32)), tf.zeros([1])
+
+    model, tuner = dense(), LoaderTuner(Eager)
+    data = tf.data.Dataset.range(ROWS).map(fails_late).batch(BATCH)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        model.fit(data, verbose=0, callbacks=[tuner])
+    assert tuner.meter.steps >= 8
+    assert tuner._session is None
+    assert not hasattr(model.train_function, "keras_het_original")
+    assert host_entries(tmp_path) == {}
+    assert tuner.best_settings() is not None
 
 
 def test_settings_are_code():

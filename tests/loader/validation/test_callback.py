@@ -107,6 +107,41 @@ def test_no_weight_changes_when_an_early_batch_is_wrong(
     assert any(np.any(a != b) for a, b in zip(before, state(model), strict=True))
 
 
+class BrokenOff(keras.callbacks.Callback):
+    """Ends a training after its first step, as Ctrl-C does."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("callbacks", [[], [keras.callbacks.History()]])
+def test_a_training_that_was_broken_off_leaves_no_batches(callbacks: list[Any]) -> None:
+    weights = []
+    for first in ([DataValidation(schema())], []):
+        model = make_model()
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(batches(*samples()), verbose=0, callbacks=[*first, BrokenOff(), *callbacks])
+        model.fit(batches(*samples(1)), verbose=0, callbacks=callbacks)
+        weights.append(model.get_weights())
+    for actual, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("tunes_again", [True, False])
+def test_what_two_callbacks_left_is_undone(tunes_again: bool) -> None:
+    weights = []
+    for is_plain in (False, True):
+        model, tuner = make_model(), LoaderTuner(share_host=False)
+        first = [] if is_plain else [tuner, DataValidation(schema())]
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(batches(*samples()), verbose=0, callbacks=[*first, BrokenOff()])
+        second = [tuner] if tunes_again and not is_plain else []
+        model.fit(batches(*samples(1)), epochs=2, verbose=0, callbacks=second)
+        weights.append(model.get_weights())
+    for actual, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_later_batches_are_not_checked() -> None:
     model = make_model()
     x, y = samples()
