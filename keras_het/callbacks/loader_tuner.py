@@ -17,7 +17,6 @@ import tensorflow as tf
 from keras_het.callbacks.present_fit import PresentFit
 from keras_het.callbacks.step_functions import StepFunction
 from keras_het.loader.host_budget import HostBudget
-from keras_het.loader.host_cpus import usable_cpus
 from keras_het.loader.inspection import PipelineReport, inspect
 from keras_het.loader.live_iterator import LiveIterator
 from keras_het.loader.loader_settings import LoaderSettings
@@ -218,6 +217,8 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def _test_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def step(iterator: Any) -> Any:
+            if self._session is not None:
+                self._session.share.stay()  # a long validation is no silence
             start = time.perf_counter()
             live = self._test_live
             if live is None or live.given is not iterator:
@@ -318,7 +319,7 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def _make_budget(self) -> HostBudget | None:
         try:
-            return HostBudget(usable_cpus()) if self._share_host else None
+            return HostBudget() if self._share_host else None
         except OSError as error:
             logger.warning("Jobs on this host do not share it: %s.", error)
             return None

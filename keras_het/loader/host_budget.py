@@ -3,48 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
+import logging
 import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from keras_het.planning.loader import JobModel, allocate_loaders
+from keras_het.loader.host_cpus import own_cpus, usable_cpus
+from keras_het.loader.host_jobs import Entry, entry_of, part_of
+from keras_het.planning.loader import JobModel
 
 try:
     import fcntl
 except ImportError:  # no such lock on this operating system: every job is alone
     fcntl = None  # type: ignore[assignment]
 
+logger = logging.getLogger("keras_het")
 
 LONGEST_SILENCE_SECONDS = 600.0
+_LONGEST_WAIT_SECONDS = 0.1
+_SECONDS_BETWEEN_TRIALS = 0.005
 
 
 class HostBudget:
     """This job's entry in a small file that all jobs of a user on a host share.
 
-    Each job writes its model and reads those of the others, under a lock, and all compute the same
-    division by marginal gain. The entry of a process that is gone, or silent for ten minutes,
-    counts no longer.
+    Each job writes its model and the CPUs that it may run on and reads those of the others, under a
+    lock. All that compete for the same CPUs compute the same division by marginal gain. The entry
+    of a process that is gone, or silent for ten minutes, counts no longer, nor one that another
+    version wrote in a way that cannot be read.
 
     Args:
-        cpus: CPUs of the host that this process may use.
+        cpus: CPUs that this process may use, quotas included; by default what it may use now.
         path: the file; by default one for each user in the folder for temporary files.
+        cpu_set: ids of the CPUs that this process may run on; by default those it may use now.
+
+    Attributes:
+        jobs: jobs that competed for the same CPUs at the last `update`, this one included.
 
     Raises:
         PermissionError: if the default folder belongs to somebody else.
     """
 
-    def __init__(self, cpus: float, path: Path | None = None) -> None:
-        self._cpus = cpus
+    def __init__(
+        self,
+        cpus: float | None = None,
+        path: Path | None = None,
+        cpu_set: Collection[int] | None = None,
+    ) -> None:
+        self._cpus = usable_cpus() if cpus is None else cpus
+        self._cpu_set = frozenset(own_cpus() if cpu_set is None else cpu_set)
         self._path = path or _own_folder() / "loaders.json"
         self._name = uuid.uuid4().hex
+        self._part = self._cpus
         self.jobs = 1
 
     def update(self, job: JobModel) -> float:
@@ -54,24 +71,21 @@ class HostBudget:
             job: the model as of now.
 
         Returns:
-            CPUs that the loaders of this job may use; the whole host if it is alone.
+            CPUs that the loaders of this job may use; all of its own if nobody else may run on
+            them, and as many as the last time if another process keeps the file locked.
+
+        Raises:
+            OSError: if the file cannot be written.
         """
         if fcntl is None:
             return self._cpus
-        with self._locked():
-            entries = self._read()
-            entry = {"written": time.time(), "job": dataclasses.asdict(job)}
-            entries[self._name] = {**_identity(os.getpid()), **entry}
-            self._write(entries)
-        self.jobs = len(entries)
-        if self.jobs == 1:
-            return self._cpus
-        names = sorted(entries)
-        jobs = [JobModel(**entries[name]["job"]) for name in names]
-        given = allocate_loaders(jobs, self._cpus)
-        cpus = [n * one.cpus_per_loader for n, one in zip(given, jobs, strict=True)]
-        spare = max(self._cpus - sum(cpus), 0.0) / len(jobs)
-        return max(cpus[names.index(self._name)] + spare, 0.1)
+        try:
+            jobs = self._exchange(Entry(job, self._cpus, self._cpu_set))
+        except BlockingIOError:
+            logger.debug("%s is locked; this job keeps %.1f CPUs.", self._path, self._part)
+            return self._part
+        self._part, self.jobs = part_of(self._name, jobs)
+        return self._part
 
     def leave(self) -> None:
         """Gives this job's part back to the others."""
@@ -82,18 +96,28 @@ class HostBudget:
             entries.pop(self._name, None)
             self._write(entries)
 
+    def _exchange(self, own: Entry) -> dict[str, Entry]:
+        with self._locked():
+            entries = self._read()
+            process = {**_identity(os.getpid()), "written": time.time()}
+            entries[self._name] = {**process, **own.to_dict()}
+            self._write(entries)
+        # unreadable ones stay in the file: those who wrote them can read them
+        jobs = {name: entry_of(values) for name, values in entries.items()}
+        return {name: entry for name, entry in jobs.items() if entry is not None}
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _lock(lock.fileno())
             yield  # closing the file unlocks it, as does the end of a process
 
     def _read(self) -> dict[str, Any]:
         try:
             entries = json.loads(self._path.read_text())
             return {name: entry for name, entry in entries.items() if _is_alive(entry)}
-        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        except (OSError, ValueError, AttributeError):
             return {}  # none yet, or not ours: begin anew
 
     def _write(self, entries: dict[str, Any]) -> None:
@@ -101,6 +125,22 @@ class HostBudget:
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(entries))
         new.replace(self._path)
+
+
+def _lock(file: int) -> None:
+    """Locks a file; the training step waits, so that a process that is stopped must not stop it.
+
+    Raises:
+        BlockingIOError: if another process still has the lock after a while.
+    """
+    end = time.monotonic() + _LONGEST_WAIT_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_SECONDS_BETWEEN_TRIALS)
 
 
 def _own_folder() -> Path:
@@ -118,13 +158,16 @@ def _identity(pid: int) -> dict[str, Any]:
     return {"pid": pid, "started": psutil.Process(pid).create_time()}
 
 
-def _is_alive(entry: dict[str, Any]) -> bool:
+def _is_alive(entry: Any) -> bool:
     """Whether the process of an entry still trains, and is not another one with the same number."""
-    if time.time() - float(entry["written"]) > LONGEST_SILENCE_SECONDS:
-        return False  # its training ended in an error, and the process lives on
     try:
+        if time.time() - float(entry["written"]) > LONGEST_SILENCE_SECONDS:
+            return False  # its training ended in an error, and the process lives on
         process = psutil.Process(int(entry["pid"]))
         same = abs(process.create_time() - float(entry["started"])) < 1.0
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
+        return False
+    except (KeyError, TypeError, ValueError) as error:
+        logger.debug("An entry of another job tells no process (%r): %r", error, entry)
         return False

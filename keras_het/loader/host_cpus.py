@@ -29,7 +29,7 @@ def usable_cpus(cgroups: Path = CGROUPS, membership: Path | None = None) -> floa
         https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files and
         https://docs.kernel.org/scheduler/sched-bwc.html
     """
-    return min(float(len(_affinity())), _quota(cgroups, membership))
+    return min(float(len(own_cpus())), _quota(cgroups, membership))
 
 
 class IdleCpus:
@@ -46,7 +46,7 @@ class IdleCpus:
         self._quota = _quota(cgroups, membership)
         folders = list(_cpu_folders(cgroups, membership)) if self._quota < math.inf else []
         self._folder = folders[0] if folders else None
-        self._cpus = _affinity()
+        self._cpus = own_cpus()
         self._last = self._sample()
 
     def read(self) -> float:
@@ -65,7 +65,8 @@ class IdleCpus:
         return time.monotonic(), _idle_seconds(self._cpus), used
 
 
-def _affinity() -> frozenset[int]:
+def own_cpus() -> frozenset[int]:
+    """Ids of the CPUs that this process may run on: its affinity."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))

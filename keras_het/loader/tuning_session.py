@@ -21,6 +21,7 @@ from keras_het.loader.adjustable_pipeline import (
 from keras_het.loader.handover import HandoverError, has_memory_cache, why_not
 from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.host_cpus import usable_cpus
+from keras_het.loader.host_share import HostShare
 from keras_het.loader.host_sums import HostSums
 from keras_het.loader.knobs import Knobs
 from keras_het.loader.live_iterator import LiveIterator
@@ -42,7 +43,6 @@ logger = logging.getLogger("keras_het")
 MakeController = Callable[[LoaderPlan, float, int | None], LoaderController]
 """Makes a controller of the first plan, the CPUs, and the largest prefetch if it cannot grow."""
 
-_SECONDS_BETWEEN_UPDATES = 1.0
 _STEPS_TO_START = 4
 """Steps of an epoch before its pipeline's throughput can be judged."""
 
@@ -85,6 +85,7 @@ class TuningSession:
         pipeline: the pipeline that is tuned, None before the first step and under a strategy.
         order: what is tuned under the strategy, None without one.
         has_changed: whether anything was put into effect.
+        share: this job's part of the host.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class TuningSession:
     ) -> None:
         self._make_controller = make_controller
         self._nice = nice
-        self._budget = budget
+        self.share = HostShare(budget)
         self._plain: tuple[Any, AdjustablePipeline] | None = None
         self.pipeline: AdjustablePipeline | None = None
         self.order: OrderTuning | None = None
@@ -114,7 +115,6 @@ class TuningSession:
         self._built: dict[Knobs, Any] = {}
         self._building: tuple[Knobs, Move, concurrent.futures.Future[Any]] | None = None
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
-        self._updated = 0.0
         self.job: JobModel | None = None
 
     def open(self, iterator: Any) -> LiveIterator:
@@ -167,6 +167,7 @@ class TuningSession:
             steps: number of its steps.
         """
         self._steps += steps
+        self._use(self.share.stay())
         if self.order is not None:
             self.order.give_way(self._nice)
         if self._preparation is not None:
@@ -191,8 +192,7 @@ class TuningSession:
         if self.live is not None:
             self.live.let_go()
             self.live = None
-        if self._budget is not None:
-            self._budget.leave()
+        self.share.leave()
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
@@ -351,17 +351,10 @@ class TuningSession:
         if self.order is not None:
             job = dataclasses.replace(job, weight=self.order.weight)
         self.job = job
-        now = time.monotonic()
-        if self._budget is None or now - self._updated < _SECONDS_BETWEEN_UPDATES:
-            return
-        self._updated = now
-        try:
-            cpus = self._budget.update(job)
-        except OSError as error:
-            logger.warning("Jobs on this host do not share it: %s.", error)
-            self._budget = None
-            return
-        if self.controller is not None:
+        self._use(self.share.update(job))
+
+    def _use(self, cpus: float | None) -> None:
+        if cpus is not None and self.controller is not None:
             self.controller.set_cpus(cpus)
 
     # --- plans

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -24,12 +25,24 @@ def path(tmp_path):
     return tmp_path / "loaders.json"
 
 
+def job_on(path, cpus=range(8), usable=None):
+    """A job that may run on these CPUs, of the eight of an emulated host."""
+    return HostBudget(float(len(cpus) if usable is None else usable), path, cpus)
+
+
+def parts(jobs, model=None):
+    """What each job gets once all are there."""
+    for job in jobs:
+        job.update(model or HUNGRY)
+    return [job.update(model or HUNGRY) for job in jobs]
+
+
 def test_a_job_alone_has_the_host(path):
-    assert HostBudget(8.0, path).update(HUNGRY) == 8.0
+    assert job_on(path).update(HUNGRY) == 8.0
 
 
 def test_two_equal_jobs_have_half_each(path):
-    first, second = HostBudget(8.0, path), HostBudget(8.0, path)
+    first, second = job_on(path), job_on(path)
     first.update(HUNGRY)
     assert second.update(HUNGRY) == pytest.approx(4.0)
     assert first.update(HUNGRY) == pytest.approx(4.0)
@@ -37,13 +50,13 @@ def test_two_equal_jobs_have_half_each(path):
 
 
 def test_a_job_that_needs_little_leaves_the_rest(path):
-    first, second = HostBudget(8.0, path), HostBudget(8.0, path)
+    first, second = job_on(path), job_on(path)
     second.update(SATISFIED)
     assert first.update(HUNGRY) > 6.0
 
 
 def test_who_leaves_gives_back(path):
-    first, second = HostBudget(8.0, path), HostBudget(8.0, path)
+    first, second = job_on(path), job_on(path)
     second.update(HUNGRY)
     first.update(HUNGRY)
     second.leave()
@@ -59,7 +72,7 @@ def test_a_killed_job_gives_back(path, tmp_path):
             import pathlib, sys
             from keras_het.loader.host_budget import HostBudget
             from keras_het.planning.loader import JobModel
-            budget = HostBudget(8.0, pathlib.Path({str(path)!r}))
+            budget = HostBudget(8.0, pathlib.Path({str(path)!r}), range(8))
             budget.update(JobModel(0.040, 0.002, cpu_seconds=0.040))
             print("written", flush=True)
             sys.stdin.read()
@@ -71,7 +84,7 @@ def test_a_killed_job_gives_back(path, tmp_path):
     )
     try:
         assert other.stdout.readline() == "written\n"
-        budget = HostBudget(8.0, path)
+        budget = job_on(path)
         assert budget.update(HUNGRY) == pytest.approx(4.0)
         other.send_signal(signal.SIGKILL)
         other.wait(20)
@@ -82,7 +95,7 @@ def test_a_killed_job_gives_back(path, tmp_path):
 
 
 def test_another_process_with_the_same_number_is_not_that_job(path):
-    first = HostBudget(8.0, path)
+    first = job_on(path)
     first.update(HUNGRY)
     entries = json.loads(path.read_text())
     (entry,) = entries.values()
@@ -93,7 +106,7 @@ def test_another_process_with_the_same_number_is_not_that_job(path):
 
 
 def test_a_job_that_is_silent_does_not_count(path):
-    first = HostBudget(8.0, path)
+    first = job_on(path)
     first.update(HUNGRY)
     (entry,) = json.loads(path.read_text()).values()
     path.write_text(json.dumps({"other": {**entry, "written": entry["written"] - 3600.0}}))
@@ -104,6 +117,104 @@ def test_a_job_that_is_silent_does_not_count(path):
 def test_a_broken_file_is_begun_anew(path, text):
     path.write_text(text)
     assert HostBudget(4.0, path).update(HUNGRY) == 4.0
+
+
+def test_jobs_on_cpus_of_their_own_leave_each_other_alone(path):
+    jobs = [job_on(path, range(4)), job_on(path, range(4, 8))]
+    assert parts(jobs) == [4.0, 4.0]
+    assert [job.jobs for job in jobs] == [1, 1]
+
+
+def test_jobs_on_the_same_cpus_divide_them(path):
+    jobs = [job_on(path, range(4)), job_on(path, range(4)), job_on(path, range(4, 8))]
+    assert parts(jobs) == pytest.approx([2.0, 2.0, 4.0])
+    assert [job.jobs for job in jobs] == [2, 2, 1]
+
+
+def test_jobs_compete_through_a_third(path):
+    jobs = [job_on(path, cpus) for cpus in (range(3), range(2, 5), range(4, 6), range(6, 8))]
+    assert parts(jobs) == pytest.approx([2.0, 2.0, 2.0, 2.0])
+    assert [job.jobs for job in jobs] == [3, 3, 3, 1]
+
+
+@pytest.mark.parametrize("cpus", [(range(8), range(8)), (range(6), range(2, 8)), (range(8), [7])])
+def test_the_parts_are_no_more_than_there_are(cpus, path):
+    jobs = [job_on(path, own) for own in cpus]
+    given = parts(jobs)
+    assert sum(given) <= 8.0 + 1e-9
+    assert all(part <= len(own) for part, own in zip(given, cpus, strict=True))
+
+
+def test_what_a_job_may_not_use_is_for_the_others(path):
+    assert parts([job_on(path), job_on(path, [7])]) == pytest.approx([7.0, 1.0])
+
+
+def test_a_quota_is_divided_too(path):
+    assert parts([job_on(path, usable=4.0), job_on(path, usable=4.0)]) == pytest.approx([2.0, 2.0])
+
+
+OTHER_VERSIONS = {
+    "a field more": lambda entry: entry["job"].update(patience=1.0),
+    "a field less": lambda entry: entry["job"].pop("loader_seconds"),
+    "no CPUs": lambda entry: entry.pop("cpu_set"),
+    "no model": lambda entry: entry.pop("job"),
+    "another model": lambda entry: entry.update(job=[1, 2]),
+    "no number": lambda entry: entry["job"].update(device_seconds=None),
+    "below zero": lambda entry: entry["job"].update(device_seconds=-1.0),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_VERSIONS.values(), ids=OTHER_VERSIONS)
+def test_entries_of_another_version_do_not_count_and_stay(change, path, caplog):
+    first, second, third = job_on(path), job_on(path), job_on(path)
+    first.update(HUNGRY)
+    entries = json.loads(path.read_text())
+    (name,) = entries
+    change(entries[name])
+    path.write_text(json.dumps(entries))
+    second.update(HUNGRY)
+    with caplog.at_level(logging.DEBUG, "keras_het"):
+        assert third.update(HUNGRY) == pytest.approx(4.0)
+    assert "cannot be read" in caplog.text
+    assert json.loads(path.read_text())[name] == entries[name]
+
+
+def test_what_tells_no_process_goes_alone(path):
+    first, second = job_on(path), job_on(path)
+    first.update(HUNGRY)
+    entries = {**json.loads(path.read_text()), "x": {"pid": "y"}, "z": 1}
+    path.write_text(json.dumps(entries))
+    assert second.update(HUNGRY) == pytest.approx(4.0)
+    assert len(json.loads(path.read_text())) == 2
+
+
+def test_a_process_that_is_stopped_with_the_lock_holds_nobody_up(path, tmp_path):
+    first, second = job_on(path), job_on(path)
+    assert parts([first, second]) == pytest.approx([4.0, 4.0])
+    program = tmp_path / "holder.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import fcntl, os, signal
+            lock = open({str(path.with_suffix(".lock"))!r}, "a")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            print("locked", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            """
+        )
+    )
+    holder = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        assert first.update(SATISFIED) == pytest.approx(4.0), "what was known before"
+        assert job_on(path).update(HUNGRY) == 8.0, "nothing was known before"
+        second.leave()
+        holder.send_signal(signal.SIGCONT)
+        holder.wait(20)
+        assert first.update(SATISFIED) != pytest.approx(4.0)
+    finally:
+        holder.kill()
+        holder.communicate(timeout=20)
 
 
 def test_the_file_of_each_user_is_private(tmp_path, monkeypatch):

@@ -1,0 +1,72 @@
+"""When a training asks for its part of the host's CPUs, and lets the others know that it lives."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from keras_het.loader.host_budget import HostBudget
+from keras_het.planning.loader import JobModel
+
+logger = logging.getLogger("keras_het")
+
+_SECONDS_BETWEEN_UPDATES = 1.0
+_SECONDS_OF_SILENCE = 60.0
+"""Far less than the silence after which a job counts no longer."""
+
+
+class HostShare:
+    """The part of the host that one training has.
+
+    Args:
+        budget: divides the host among its jobs; None if this job is alone.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self, budget: HostBudget | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._job: JobModel | None = None
+        self._written: float | None = None
+
+    def update(self, job: JobModel) -> float | None:
+        """Takes a new model of the job, and writes it at most once a second.
+
+        Args:
+            job: the model as of now.
+
+        Returns:
+            CPUs that the loaders of this job may use, None if nothing was asked.
+        """
+        self._job = job
+        return self._write(_SECONDS_BETWEEN_UPDATES)
+
+    def stay(self) -> float | None:
+        """Called in every step: windows of long steps take longer than a job may be silent.
+
+        Returns:
+            As `update` does.
+        """
+        return self._write(_SECONDS_OF_SILENCE)
+
+    def leave(self) -> None:
+        """Gives the part back."""
+        if self._budget is not None:
+            self._budget.leave()
+
+    def _write(self, seconds: float) -> float | None:
+        if self._budget is None or self._job is None:
+            return None
+        now = self._clock()
+        if self._written is not None and now - self._written < seconds:
+            return None
+        self._written = now
+        try:
+            return self._budget.update(self._job)
+        except OSError as error:
+            logger.warning("Jobs on this host do not share it: %s.", error)
+            self._budget = None
+            return None

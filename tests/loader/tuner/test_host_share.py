@@ -1,0 +1,112 @@
+"""A training asks for its part of the host by time, however long its windows are."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from keras_het.loader.host_budget import LONGEST_SILENCE_SECONDS
+from keras_het.loader.host_share import HostShare
+from keras_het.loader.tuning_session import TuningSession
+from keras_het.planning.loader import FixedController, JobModel, LoaderPlan
+
+JOB = JobModel(0.040, 0.002, cpu_seconds=0.040)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Budget:
+    """Notes when it was written."""
+
+    def __init__(self, clock, error=None):
+        self._clock = clock
+        self._error = error
+        self.written = []
+
+    def update(self, job):
+        if self._error is not None:
+            raise self._error
+        self.written.append(self._clock())
+        return 3.0
+
+    def leave(self):
+        self.written.append(None)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_models_are_written_once_a_second(clock):
+    budget = Budget(clock)
+    share = HostShare(budget, clock)
+    answers = []
+    for _ in range(10):
+        answers.append(share.update(JOB))
+        clock.now += 0.25
+    assert budget.written == [1000.0, 1001.0, 1002.0]
+    assert answers == [3.0, None, None, None] * 2 + [3.0, None]
+
+
+def test_a_job_with_long_steps_is_never_silent_for_long(clock):
+    budget = Budget(clock)
+    share = HostShare(budget, clock)
+    assert share.stay() is None, "there is no model yet"
+    share.update(JOB)
+    for _ in range(200):
+        clock.now += 20.0
+        share.stay()
+    gaps = [after - before for before, after in itertools.pairwise(budget.written)]
+    assert len(gaps) > 50
+    assert max(gaps) <= 80.0 < LONGEST_SILENCE_SECONDS
+    assert min(gaps) >= 60.0
+
+
+def test_a_file_that_cannot_be_written_is_told_once(clock, caplog):
+    share = HostShare(Budget(clock, OSError("disk is full")), clock)
+    for _ in range(3):
+        assert share.update(JOB) is None
+        clock.now += 100.0
+    assert caplog.text.count("disk is full") == 1
+
+
+def test_who_is_alone_asks_nobody(clock):
+    share = HostShare(None, clock)
+    assert share.update(JOB) is None
+    share.leave()
+
+
+class NeverReady:
+    """A preparation that takes for ever."""
+
+    def poll(self):
+        return False
+
+    def cancel(self):
+        pass
+
+
+def test_every_step_keeps_the_part_also_while_a_move_is_prepared(clock):
+    budget = Budget(clock)
+    session = TuningSession(lambda plan, cpus, most: FixedController(plan))
+    session.share = HostShare(budget, clock)
+    session.share.update(JOB)
+    controller = session.controller = FixedController(LoaderPlan(2, 2))
+    parts = []
+    controller.set_cpus = parts.append
+    session._preparation = NeverReady(), None
+    for _ in range(30):
+        clock.now += 20.0
+        session.after_step(20.0, 1.0, 1)
+    assert len(budget.written) == 11
+    assert parts == [3.0] * 10
+    session.close()
+    assert budget.written[-1] is None
