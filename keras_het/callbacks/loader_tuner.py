@@ -281,6 +281,8 @@ class LoaderTuner(keras.callbacks.Callback):
     def best_settings(self) -> LoaderSettings:
         """The settings in effect, as code to paste.
 
+        A move that no measurement has confirmed yet does not count.
+
         Raises:
             RuntimeError: if nothing was trained yet.
         """

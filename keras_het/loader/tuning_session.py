@@ -116,6 +116,8 @@ class TuningSession:
         self._building: tuple[Knobs, Move, concurrent.futures.Future[Any]] | None = None
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self.job: JobModel | None = None
+        self._confirmed: LoaderPlan | None = None
+        self._first_knobs: Knobs | None = None
 
     def open(self, iterator: Any) -> LiveIterator:
         """Begins to read an iterator that the training loop was given.
@@ -202,11 +204,19 @@ class TuningSession:
 
     @property
     def knobs(self) -> Knobs | None:
-        """The settings in effect, None if they are the user's still."""
+        """The settings in effect, or those before while these must still prove themselves.
+
+        None if they are the user's still.
+        """
         tuned = self.order or self.pipeline
         if tuned is None or (self.is_plain and not self.has_changed):
             return None
-        return tuned.knobs
+        if self._confirmed is None or self._confirmed == tuned.knobs.plan:
+            return tuned.knobs
+        first = self._first_knobs
+        if first is not None and first.plan == self._confirmed:
+            return first  # the user's own numbers
+        return Knobs.of_plan(self._confirmed)
 
     @property
     def is_plain(self) -> bool:
@@ -236,6 +246,7 @@ class TuningSession:
     def _begin_order(self, order: OrderTuning) -> None:
         self._cancel()
         self.order = order
+        self._first_knobs = order.knobs
         plan, reason = order.knobs.plan, order.refusal()
         if reason is not None:
             self._only_observe(reason)
@@ -251,6 +262,7 @@ class TuningSession:
 
     def _begin(self, adjustable: AdjustablePipeline) -> None:
         self.pipeline = adjustable
+        self._first_knobs = adjustable.knobs
         # not the present one: its shuffles keep the sequence of orders for the epochs to come
         self._built = {}
         reason = why_not(adjustable.current)
@@ -325,6 +337,7 @@ class TuningSession:
         window = self._measured(sums)
         self._share_host(window)
         plan = controller.observe(window)
+        self._confirmed = getattr(controller, "confirmed_plan", None)
         if plan is None:
             self._begin_window()
         else:

@@ -614,6 +614,50 @@ def test_settings_are_code():
     assert options.threading.private_threadpool_size == settings.knobs.threads
 
 
+class Unconfirmed(EveryStep):
+    """Moves twice; only the first move, or only the first plan, is confirmed."""
+
+    kept = 1
+
+    def __init__(self, plan, cpus):
+        super().__init__(plan, cpus)
+        self.tried = [plan]
+
+    @property
+    def confirmed_plan(self):
+        return self.tried[min(self.kept, len(self.tried) - 1)]
+
+    def observe(self, window):
+        if len(self.tried) == 3:
+            return None
+        self.tried.append(super().observe(window))
+        return self.tried[-1]
+
+
+class NothingConfirmed(Unconfirmed):
+    kept = 0
+
+
+@pytest.mark.parametrize("with_strategy", [True, False])
+@pytest.mark.parametrize(
+    ("controller", "expected"),
+    [(Unconfirmed, Knobs(10, 3, 5)), (NothingConfirmed, Knobs(3, 2, 2))],
+)
+def test_a_move_that_was_not_confirmed_is_no_setting(
+    controller, expected, with_strategy, cpu_devices
+):
+    tuner = LoaderTuner(controller, share_host=False)
+    tf.random.set_seed(5)
+    data = pipeline(long, Knobs(3, 2, 2))
+    if with_strategy:
+        train_under_strategy(cpu_devices, data, [tuner])
+    else:
+        train(data, [tuner])
+    assert [move.plan for move in done(tuner)] == [LoaderPlan(5, 3), LoaderPlan(1, 1)]
+    # the buffer of a strategy's data path stays as long as it was
+    assert tuner.best_settings().knobs == expected
+
+
 def test_settings_need_a_training():
     with pytest.raises(RuntimeError, match="Call fit"):
         LoaderTuner().best_settings()

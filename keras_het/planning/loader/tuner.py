@@ -80,6 +80,11 @@ class TunerController:
         return self._model.job if self._model.is_fitted else None
 
     @property
+    def confirmed_plan(self) -> LoaderPlan:
+        """The plan in effect, or the one before it while it must still prove itself."""
+        return self.plan if self._trial is None else self._trial.before
+
+    @property
     def next_window(self) -> WindowSize:
         """Short while much is to gain, longer where a few percent must be told from noise."""
         effect = self._trial.predicted_gain if self._trial else (1.0 if self._hurry else 0.0)

@@ -53,6 +53,24 @@ class TestEveryController:
         assert all(plan.loaders <= START.loaders for _, plan in outcome.plans)
 
 
+def test_a_plan_is_confirmed_once_a_window_has_proven_it():
+    """Four times the loaders: twice the throughput keeps them, none takes them back."""
+    for gain, kept in ((2.0, True), (1.0, False)):
+        controller = TunerController(START, 2.0)
+        trial = controller.observe(LoaderWindow(20, 2.0, 1.8, 2.0, 0.01))
+        assert trial is not None
+        assert trial.loaders > START.loaders
+        assert (controller.plan, controller.confirmed_plan) == (trial, START)
+        controller.observe(LoaderWindow(20, 2.0 / gain, 1.8 / gain, 2.0, 0.01))
+        assert controller.confirmed_plan == (trial if kept else START)
+
+
+def test_a_plan_that_was_refused_is_not_confirmed():
+    controller = TunerController(START, 2.0)
+    controller.refused(controller.observe(LoaderWindow(20, 2.0, 1.8, 2.0, 0.01)))
+    assert controller.plan == controller.confirmed_plan == START
+
+
 def test_fixed_moves_nothing():
     assert drive(Plant(lambda _: BLOCKING_IO), FixedController(START), STEPS).plans == []
 
