@@ -270,13 +270,20 @@ class LoaderTuner(keras.callbacks.Callback):
             file: where to print, the terminal by default.
 
         Raises:
-            RuntimeError: if nothing is being trained.
+            RuntimeError: if nothing is being trained, or under a distribution strategy.
         """
         if self._session is None or self._session.live is None:
             raise RuntimeError(
                 "There is no running pipeline. Call inspect within fit, from another callback."
             )
-        return inspect(self._session.live.iterator, file=file)
+        live = self._session.live
+        if not live.is_tf_data:
+            raise RuntimeError(
+                "inspect shows one pipeline of tf.data. Received: the input of a distribution "
+                f"strategy ({type(live.given).__name__}), which has pipelines of its own for each "
+                "worker inside. Give the data set to keras_het.loader.inspect without the strategy."
+            )
+        return inspect(live.iterator, file=file)
 
     def best_settings(self) -> LoaderSettings:
         """The settings in effect, as code to paste.

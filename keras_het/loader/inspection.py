@@ -154,8 +154,8 @@ def inspect(dataset_or_iterator: Any, seconds: float = 1.0, file: Any = None) ->
     else:
         raise TypeError(
             "inspect needs a tf.data.Dataset or a tf.data.Iterator. Received: "
-            f"{dataset_or_iterator!r} of type {type(dataset_or_iterator)}. Within fit, call "
-            "LoaderTuner.inspect."
+            f"{dataset_or_iterator!r} of type {type(dataset_or_iterator)}. Within fit without "
+            "a strategy, call LoaderTuner.inspect."
         )
     console = Console(file=file)
     if report.stages:

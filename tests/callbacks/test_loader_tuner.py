@@ -665,6 +665,25 @@ def test_settings_need_a_training():
         LoaderTuner().inspect()
 
 
+@pytest.mark.parametrize("kind", ["heterogeneous", "mirrored"])
+def test_under_a_strategy_there_is_not_one_pipeline_to_inspect(kind, cpu_devices):
+    class Inspects(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            with pytest.raises(RuntimeError, match=r"input of a distribution strategy .*Iterator"):
+                tuner.inspect()
+            inspected.append(batch)
+
+    inspected = []
+    tuner = LoaderTuner(share_host=False)
+    if kind == "heterogeneous":
+        train_under_strategy(cpu_devices, long(Knobs(2, 2, 2)), [tuner, Inspects()], epochs=1)
+    else:
+        with tf.distribute.MirroredStrategy(list(cpu_devices[:2])).scope():
+            model = dense()
+        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Inspects()])
+    assert inspected
+
+
 def test_everything_is_kept_as_json(tmp_path):
     tuner = moving()
     train(pipeline(build), [tuner], epochs=2)
