@@ -14,14 +14,6 @@ from keras_het import private_api
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.loader_threads import LoaderThreads, with_threads
 
-# What identifies the elements: a pipeline that differs in one of these is another pipeline.
-_SAME_ATTRIBUTES = {
-    "_count": "count",
-    "_num_shards": "num_shards",
-    "_index": "index",
-    "_cycle_length": "cycle_length",
-    "_block_length": "block_length",
-}
 _WITHOUT_STATE = {
     "DirectedInterleave": (
         "sample_from_datasets and choose_from_datasets may hang once one of their sources has ended"
@@ -144,12 +136,10 @@ def _kind(node: Any) -> str:
 def _node_difference(old: Any, new: Any) -> str | None:
     if adapter.is_batch(old):
         return _batch_difference(old, new)
-    names = dict(_SAME_ATTRIBUTES)
-    if adapter.is_shuffle(old):
-        names["_buffer_size"] = "buffer_size"
-    for attribute, name in names.items():
-        values = [_value(node, attribute) for node in (old, new)]
-        if values[0] != values[1]:
+    before, after = adapter.constants_of(old), adapter.constants_of(new)
+    for name in sorted(before.keys() | after.keys()):
+        values = before.get(name), after.get(name)
+        if repr(values[0]) != repr(values[1]):  # NaN is what NaN was
             return f"{name} of {_kind(old)} was {values[0]} and would be {values[1]}"
     return None
 
@@ -160,13 +150,3 @@ def _batch_difference(old: Any, new: Any) -> str | None:
         return None
     # TensorFlow loses data or crashes here if `map` and `batch` are fused, which is its default.
     return f"batch size and drop_remainder were {sizes[0]} and would be {sizes[1]}"
-
-
-def _value(node: Any, attribute: str) -> Any:
-    value = getattr(node, attribute, None)
-    if value is None or isinstance(value, (int, float, str)):
-        return value
-    try:
-        return adapter.constant(value)
-    except (TypeError, ValueError, AttributeError):
-        return None  # a method or a tensor without a value before it runs

@@ -68,6 +68,11 @@ RANDOM_VALUE_OPERATIONS = frozenset(
 )
 """Kinds of operation that draw random values (a `RandomShuffle` only reorders)."""
 
+# Knobs, and seeds: a pipeline that differs in one of these only may go on where another is.
+_FREE_ATTRIBUTES = frozenset(
+    {"_num_parallel_calls", "_parallel_calls", "_seed", "_seed2", "_variant_tensor_attr"}
+)
+_MOST_COMPARED = 1000
 _MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
 _BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
 # A row leaves these as it came in, and which rows leave does not depend on what they hold.
@@ -89,6 +94,40 @@ def constant(tensor: Any) -> Any:
     """The Python value of a tensor that a data set node holds, or None if it has none yet."""
     value = tensor_util.constant_value(tensor)
     return None if value is None else value.item()
+
+
+def constants_of(node: Dataset) -> dict[str, Any]:
+    """What a data set node was given as numbers and strings, without what may differ.
+
+    These are sizes, counts, bounds, names of files and small arrays, whatever the kind of node;
+    not the numbers of parallel calls, the buffers of `prefetch` and of file readers, and seeds,
+    which belong to the state of an iterator. Functions, and arrays of more than 1000 elements, have
+    no values here.
+
+    Args:
+        node: one node, whose inputs are not looked at.
+
+    Returns:
+        Plain Python values by the names of the attributes.
+    """
+    skipped = _FREE_ATTRIBUTES if is_shuffle(node) else {*_FREE_ATTRIBUTES, "_buffer_size"}
+    found: dict[str, Any] = {}
+    for attribute, value in vars(node).items():
+        if attribute in skipped or attribute.startswith("_self_"):
+            continue
+        leaves = [_small_constant(leaf) for leaf in tf.nest.flatten(value)]
+        if any(leaf is not None for leaf in leaves):
+            found[attribute.removeprefix("_")] = leaves[0] if len(leaves) == 1 else leaves
+    return found
+
+
+def _small_constant(leaf: Any) -> Any:
+    if not isinstance(leaf, tf.Tensor) or leaf.dtype in (tf.resource, tf.variant):
+        return None
+    if (leaf.shape.num_elements() or _MOST_COMPARED + 1) > _MOST_COMPARED:
+        return None
+    value = tensor_util.constant_value(leaf)
+    return None if value is None else np.asarray(value).tolist()
 
 
 def inputs_of(node: Dataset) -> list[Dataset]:

@@ -261,6 +261,30 @@ REFUSED = {
         "cycle_length of",
     ),
     "other_length": (lambda knobs: numbers().take(20 + knobs.prefetch), "count of"),
+    "other_padded_batch": (
+        lambda knobs: numbers().map(vectors).padded_batch(3 + knobs.prefetch).prefetch(2),
+        "batch_size of PaddedBatch was 5 and would be 6",
+    ),
+    "other_padding": (
+        lambda knobs: numbers().map(vectors).padded_batch(4, None, np.int64(-knobs.prefetch)),
+        "padding_values of PaddedBatch",
+    ),
+    "other_rebatch": (
+        lambda knobs: numbers().batch(8).rebatch(1 + knobs.prefetch),
+        "batch_sizes of Rebatch",
+    ),
+    "other_window": (
+        lambda knobs: numbers().window(2 + knobs.prefetch).flat_map(lambda rows: rows.batch(9)),
+        "shift of Window was 4 and would be 5",
+    ),
+    "other_range": (
+        lambda knobs: tf.data.Dataset.range(knobs.prefetch, 20),
+        "start of Range was 2 and would be 3",
+    ),
+    "other_slices": (
+        lambda knobs: tf.data.Dataset.from_tensor_slices([1, 2, knobs.prefetch]),
+        "tensors of TensorSlice",
+    ),
     "other_operations": (
         lambda knobs: numbers() if knobs.prefetch % 2 else numbers().prefetch(knobs.prefetch),
         "operations differ",

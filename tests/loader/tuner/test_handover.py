@@ -25,7 +25,13 @@ from hypothesis import strategies as st
 
 from keras_het.loader import Knobs
 from keras_het.loader.adjustable_pipeline import build_tuned, pipeline
-from keras_het.loader.handover import HandoverError, hand_over, has_memory_cache, why_not
+from keras_het.loader.handover import (
+    HandoverError,
+    difference,
+    hand_over,
+    has_memory_cache,
+    why_not,
+)
 from keras_het.loader.iterator_release import release
 from keras_het.loader.loader_threads import threads_of
 
@@ -133,6 +139,27 @@ def test_what_cannot_be_handed_over_is_refused_and_goes_on(name):
         hand_over(iterator, build_tuned(build, Knobs(4, 3, 4)))
     rest = [as_lists(element) for element in iterator]
     assert [first, *rest] == [as_lists(element) for element in build(Knobs(2, 2, 2))]
+
+
+def test_other_files_are_refused(tmp_path):
+    paths = write_records(tmp_path)
+
+    def build(knobs):
+        return tf.data.TFRecordDataset(paths[: knobs.prefetch]).batch(4)
+
+    iterator = iter(pipeline(build, Knobs(2, 2, 2)))
+    with pytest.raises(HandoverError, match="tfrecord"):
+        hand_over(iterator, build_tuned(build, Knobs(2, 3, 2)))
+
+
+def test_values_that_are_not_a_number_are_no_difference():
+    def build(knobs):
+        rows = tf.data.Dataset.range(9).map(
+            lambda row: tf.fill([row % 4], 0.5), num_parallel_calls=knobs.num_parallel_calls
+        )
+        return rows.padded_batch(3, padding_values=np.float32("nan")).prefetch(knobs.prefetch)
+
+    assert difference(*(build_tuned(build, Knobs(n, n, n)) for n in (1, 4))) is None
 
 
 def test_what_tensorflow_itself_refuses_goes_on():
