@@ -32,13 +32,6 @@ def count_rows(batch: Any) -> tf.Tensor:
         return tf.identity(counts[0])
 
 
-def count_bytes(batch: Any) -> int:
-    """Size of a batch's dense tensors of numbers; others count as nothing."""
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)]
-    sized = [leaf for leaf in leaves if leaf.dtype not in (tf.string, tf.variant)]
-    return sum(int(leaf.shape.num_elements() or 0) * int(leaf.dtype.size) for leaf in sized)
-
-
 def slice_rows(batch: Any, start: Any, count: Any) -> Any:
     """Rows `start` to `start + count` of every leaf.
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import rows
+from keras_het.loader.batch_bytes import count_bytes
 from keras_het.loader.handover import hand_over
 from keras_het.loader.held_iterator import HeldIterator
 from keras_het.loader.iterator_release import release
@@ -89,7 +90,7 @@ class SlicedRun(Run):
         weights = self._read.popleft()
         batch = self._iterator.read()
         if not self.batch_bytes:
-            self.batch_bytes = rows.count_bytes(batch)
+            self.batch_bytes = count_bytes(batch)
         if self.delivered == 0 and self._wants_fingerprint:
             self.fingerprint = int(rows.hash_rows(batch))
         total = rows.count_rows_eagerly(batch)

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
-
 from keras_het import private_api
 from keras_het.loader.adjustable_pipeline import (
     AdjustablePipeline,
@@ -18,6 +16,7 @@ from keras_het.loader.adjustable_pipeline import (
     plain_pipeline,
     prefetch_size,
 )
+from keras_het.loader.batch_bytes import count_bytes
 from keras_het.loader.handover import HandoverError, has_memory_cache, why_not
 from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.host_cpus import usable_cpus
@@ -158,7 +157,7 @@ class TuningSession:
             batch: any batch of the epoch.
         """
         if self._batch_bytes is None:
-            self._batch_bytes = sum(_bytes_of(leaf) for leaf in tf.nest.flatten(batch))
+            self._batch_bytes = count_bytes(batch)
 
     def after_step(self, seconds: float, input_wait: float, steps: int) -> None:
         """Takes note of one execution; now and then decides, or puts a plan into effect.
@@ -453,10 +452,3 @@ def _why_path_stays(iterator: Any) -> str:
     if isinstance(iterator, StepIterator):
         return "each worker reads its own files, of which there is no order to start again in"
     return "the data path of a distribution strategy cannot be changed while it runs"
-
-
-def _bytes_of(leaf: Any) -> int:
-    """Size of a tensor, 0 if it cannot be told."""
-    if not isinstance(leaf, tf.Tensor) or leaf.dtype in (tf.string, tf.variant):
-        return 0
-    return int(leaf.shape.num_elements() or 0) * int(leaf.dtype.size)

@@ -1,0 +1,34 @@
+"""How much memory a batch takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+_BYTES_OF_A_STRING = 24
+"""What TensorFlow keeps for each string beside its characters."""
+
+
+def count_bytes(batch: Any) -> int:
+    """Size of a batch's tensors: dense, ragged and sparse ones, strings, and those in Optionals.
+
+    Args:
+        batch: structure of eager tensors; anything else in it counts as nothing.
+    """
+    return sum(_bytes_of(leaf) for leaf in tf.nest.flatten(batch))
+
+
+def _bytes_of(leaf: Any) -> int:
+    if isinstance(leaf, tf.experimental.Optional):
+        return count_bytes(leaf.get_value()) if leaf.has_value() else 0
+    parts = tf.nest.flatten(leaf, expand_composites=True)
+    return sum(_bytes_of_tensor(part) for part in parts if isinstance(part, tf.Tensor))
+
+
+def _bytes_of_tensor(tensor: tf.Tensor) -> int:
+    elements = int(tensor.shape.num_elements() or 0)
+    if tensor.dtype == tf.string:
+        characters = tf.reduce_sum(tf.cast(tf.strings.length(tensor), tf.int64))
+        return elements * _BYTES_OF_A_STRING + int(characters)
+    return 0 if tensor.dtype == tf.variant else elements * int(tensor.dtype.size)
