@@ -43,9 +43,9 @@ class IdleCpus:
     """
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path | None = None) -> None:
-        self._quota = _quota(cgroups, membership)
-        folders = list(_cpu_folders(cgroups, membership)) if self._quota < math.inf else []
-        self._folder = folders[0] if folders else None
+        folders = {folder: _quota_of(folder) for folder in _cpu_folders(cgroups, membership)}
+        self._quotas = {folder: quota for folder, quota in folders.items() if quota < math.inf}
+        self._cgroups = cgroups
         self._cpus = own_cpus()
         self._last = self._sample()
 
@@ -56,12 +56,12 @@ class IdleCpus:
         if seconds <= 0:
             return 0.0
         idle = min(max((self._last[1] - last[1]) / seconds, 0.0), float(len(self._cpus)))
-        if self._folder is not None:
-            idle = min(idle, self._quota - (self._last[2] - last[2]) / seconds)
+        for folder, quota in self._quotas.items():
+            idle = min(idle, quota - (self._last[2][folder] - last[2][folder]) / seconds)
         return max(idle, 0.0)
 
-    def _sample(self) -> tuple[float, float, float]:
-        used = _cpu_seconds(self._folder) if self._folder is not None else 0.0
+    def _sample(self) -> tuple[float, float, dict[Path, float]]:
+        used = {folder: _cpu_seconds(folder, self._cgroups) for folder in self._quotas}
         return time.monotonic(), _idle_seconds(self._cpus), used
 
 
@@ -123,13 +123,15 @@ def _quota_of(folder: Path) -> float:
     return math.inf
 
 
-def _cpu_seconds(folder: Path) -> float:
-    """CPU time that a cgroup used."""
+def _cpu_seconds(folder: Path, cgroups: Path) -> float:
+    """CPU time that a cgroup used; where nothing tells, that of this process."""
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "cpu.stat").read_text().splitlines():
             if line.startswith("usage_usec"):
                 return int(line.split()[1]) / 1e6
-    for name in ("cpuacct.usage", "../cpuacct/cpuacct.usage"):
+    _, *path = folder.relative_to(cgroups).parts or ("",)
+    # version 1 may have the controllers cpu and cpuacct in hierarchies of their own
+    for account in (folder, cgroups.joinpath("cpuacct", *path)):
         with contextlib.suppress(OSError, ValueError):
-            return int((folder / name).read_text()) / 1e9
-    return 0.0
+            return int((account / "cpuacct.usage").read_text()) / 1e9
+    return time.process_time()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import time
 
 import pytest
 
@@ -23,6 +25,16 @@ def membership(tmp_path, text):
     path = tmp_path / "membership"
     path.write_text(text)
     return path
+
+
+@pytest.fixture
+def nobody_works(monkeypatch):
+    """A host all of whose CPUs are idle, whatever this one does."""
+
+    def idle_seconds(cpus):
+        return time.monotonic() * len(cpus)
+
+    monkeypatch.setattr("keras_het.loader.host_cpus._idle_seconds", idle_seconds)
 
 
 def test_without_cgroups_the_affinity_counts(tmp_path):
@@ -73,12 +85,57 @@ def test_idle_cpus_are_at_most_those_there_are():
     assert 0.0 <= idle.read() <= AFFINITY
 
 
-def test_what_the_group_uses_is_not_idle(tmp_path):
+def test_what_the_group_uses_is_not_idle(tmp_path, nobody_works):
     """A quota of half a CPU, of which the group uses more and more while nobody else does."""
     own = group(tmp_path / "own", cpu__max="50000 100000\n", cpu__stat="usage_usec 0\n")
     idle = IdleCpus(tmp_path, membership(tmp_path, "0::/own\n"))
-    assert 0.0 <= idle.read() <= 0.5
+    assert idle.read() == pytest.approx(0.5)
     group(own, cpu__stat="usage_usec 900000000000\n")
+    assert idle.read() == 0.0
+
+
+QUOTA = {"cpu__cfs_quota_us": "50000", "cpu__cfs_period_us": "100000"}
+A_LOT = str(10**18)
+
+
+@pytest.mark.parametrize("path", ["own", "pod/own", ""])
+@pytest.mark.parametrize("account", ["cpu,cpuacct", "cpuacct"])
+def test_what_the_group_uses_is_not_idle_in_version_1(account, path, tmp_path, nobody_works):
+    mount = "cpu" if account == "cpuacct" else account
+    group(tmp_path / mount / path, **QUOTA)
+    used = group(tmp_path / account / path, cpuacct__usage="0")
+    text = f"4:{account}:/{path}\n" if mount == account else f"4:cpuacct:/{path}\n3:cpu:/{path}\n"
+    idle = IdleCpus(tmp_path, membership(tmp_path, text))
+    assert idle.read() == pytest.approx(0.5)
+    group(used, cpuacct__usage=A_LOT)
+    assert idle.read() == 0.0
+
+
+def test_in_a_container_the_account_is_that_of_the_root(tmp_path, nobody_works):
+    group(tmp_path / "cpu", **QUOTA)
+    used = group(tmp_path / "cpuacct", cpuacct__usage="0")
+    text = "4:cpuacct:/docker/1a2b\n3:cpu:/docker/1a2b\n"
+    idle = IdleCpus(tmp_path, membership(tmp_path, text))
+    assert idle.read() == pytest.approx(0.5)
+    group(used, cpuacct__usage=A_LOT)
+    assert idle.read() == 0.0
+
+
+def test_without_an_account_this_process_counts(tmp_path, monkeypatch, nobody_works):
+    group(tmp_path / "cpu" / "own", **QUOTA)
+    seconds = itertools.count(0, 10**9)
+    monkeypatch.setattr("time.process_time", lambda: float(next(seconds)))
+    idle = IdleCpus(tmp_path, membership(tmp_path, "3:cpu:/own\n"))
+    assert idle.read() == 0.0
+
+
+def test_the_group_whose_quota_is_used_up_decides(tmp_path, nobody_works):
+    """The groups around have other processes, which use up their quota."""
+    around = group(tmp_path / "pod", cpu__max="100000 100000\n", cpu__stat="usage_usec 0\n")
+    group(tmp_path / "pod" / "own", cpu__max="50000 100000\n", cpu__stat="usage_usec 0\n")
+    idle = IdleCpus(tmp_path, membership(tmp_path, "0::/pod/own\n"))
+    assert idle.read() == pytest.approx(0.5)
+    group(around, cpu__stat="usage_usec 900000000000000\n")
     assert idle.read() == 0.0
 
 
