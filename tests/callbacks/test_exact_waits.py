@@ -1,0 +1,180 @@
+"""The waits that LoaderTuner measures are exact: all time here is that of a clock of ours."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_het
+from keras_het.callbacks import LoaderTuner, loader_tuner
+from keras_het.loader import live_iterator, metered_iterator
+from keras_het.loader.step_iterator import StepIterator
+
+ROW, STEP = 0.010, 0.050  # what a row takes to be read, and a step without its data
+BATCH, BATCHES = 2, 5
+
+
+class Clock:
+    """Stands still unless somebody says that he worked or waited."""
+
+    def __init__(self):
+        self._now = 100.0
+        self._lock = threading.Lock()
+
+    def perf_counter(self):
+        return self._now
+
+    def advance(self, seconds):
+        with self._lock:
+            self._now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (loader_tuner, live_iterator, metered_iterator):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+class Working(keras.layers.Layer):
+    """Each step takes a while."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self._clock = clock
+
+    def call(self, inputs):
+        def work():
+            self._clock.advance(STEP)
+            return np.float32(0.0)
+
+        with tf.control_dependencies([tf.numpy_function(work, [], tf.float32)]):
+            return tf.identity(inputs)
+
+
+def model_of(*layers, **options):
+    model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False, **options)
+    return model
+
+
+def rows_read_in(read):
+    """Batches whose rows are read one after the other, when they are asked for and not before."""
+
+    def load(row):
+        row = tf.ensure_shape(tf.numpy_function(read, [row], tf.int64), [])
+        return tf.fill([3], tf.cast(row, tf.float32) / 10.0), tf.zeros([1])
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    # TensorFlow would put a buffer behind the batches, which is filled at times of its own
+    options.experimental_optimization.apply_default_optimizations = False
+    return tf.data.Dataset.range(BATCH * BATCHES).map(load).batch(BATCH).with_options(options)
+
+
+def measured(kind, model, dataset, callbacks=()):
+    """The meter of one epoch of training, evaluation or prediction."""
+    tuner = LoaderTuner("fixed", share_host=False)
+    callbacks = [tuner, *callbacks]
+    if kind == "train":
+        model.fit(dataset, verbose=0, callbacks=callbacks)
+        return tuner.meter
+    if kind == "test":
+        model.evaluate(dataset, verbose=0, callbacks=callbacks)
+        return tuner.test_meter
+    model.predict(dataset, verbose=0, callbacks=callbacks)
+    return tuner.predict_meter
+
+
+def per_execution(seconds, steps_per_execution):
+    """What executions take whose steps take `seconds`; the last one may have fewer."""
+    steps = [min(steps_per_execution, BATCHES - n) for n in range(0, BATCHES, steps_per_execution)]
+    return [seconds * count for count in steps]
+
+
+KINDS = ("train", "test", "predict")
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_that_is_there_is_not_waited_for(kind, steps_per_execution, clock):
+    model = model_of(Working(clock), steps_per_execution=steps_per_execution)
+    meter = measured(kind, model, rows_read_in(lambda row: row))
+    steps = per_execution(STEP, steps_per_execution)
+    assert meter.steps == BATCHES
+    assert meter.input_waits.tolist() == [0.0] * len(steps)
+    np.testing.assert_allclose(meter.step_times, steps)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_slow_data_is_waited_for_as_long_as_it_takes(kind, steps_per_execution, clock):
+    def read(row):
+        clock.advance(ROW)
+        return row
+
+    model = model_of(Working(clock), steps_per_execution=steps_per_execution)
+    meter = measured(kind, model, rows_read_in(read))
+    waits = per_execution(BATCH * ROW, steps_per_execution)
+    assert meter.steps == BATCHES
+    np.testing.assert_allclose(meter.input_waits, waits)
+    np.testing.assert_allclose(
+        meter.step_times, per_execution(BATCH * ROW + STEP, steps_per_execution)
+    )
+    assert meter.idle_fraction == pytest.approx(BATCH * ROW / (BATCH * ROW + STEP))
+
+
+class Host(keras.callbacks.Callback):
+    """What follows a step belongs to it in `fit`, and does not elsewhere."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self._clock = clock
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._clock.advance(STEP)
+
+    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+
+def measured_under_strategy(kind, clock, devices, **options):
+    with keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[1, 1]).scope():
+        model = model_of(**options)
+    return measured(kind, model, rows_read_in(lambda row: row), [Host(clock)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_the_strategy_data_that_is_there_is_not_waited_for(kind, clock, cpu_devices):
+    meter = measured_under_strategy(kind, clock, cpu_devices)
+    assert meter.steps == BATCHES
+    assert meter.input_waits.tolist() == [0.0] * BATCHES
+    np.testing.assert_allclose(meter.step_times, [STEP if kind == "train" else 0.0] * BATCHES)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_the_strategy_slow_data_is_waited_for_as_long_as_it_takes(
+    kind, steps_per_execution, clock, cpu_devices, monkeypatch
+):
+    """The data path works ahead at times of its own: what is slow here is to take from it."""
+    take = StepIterator.__next__
+
+    def slow(iterator):
+        element = take(iterator)
+        clock.advance(BATCH * ROW)
+        return element
+
+    monkeypatch.setattr(StepIterator, "__next__", slow)
+    options = {"steps_per_execution": steps_per_execution}
+    meter = measured_under_strategy(kind, clock, cpu_devices, **options)
+    waits = np.array(per_execution(BATCH * ROW, steps_per_execution))
+    assert meter.steps == BATCHES
+    np.testing.assert_allclose(meter.input_waits, waits)
+    # one call behind each execution, however many steps it had
+    np.testing.assert_allclose(meter.step_times, waits + (STEP if kind == "train" else 0.0))
