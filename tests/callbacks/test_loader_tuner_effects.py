@@ -1,0 +1,235 @@
+"""What LoaderTuner does outside of training: threads' priority, CPUs, memory, the log, reports."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import keras
+import pytest
+import tensorflow as tf
+
+import keras_het
+from keras_het.callbacks import LoaderTuner, loader_tuner
+from keras_het.loader import Knobs, knobs, pipeline, tuning_session
+from keras_het.loader.host_cpus import usable_cpus
+from keras_het.planning.loader import FixedController, LoaderPlan, LoaderWindow, WindowSize
+
+TASKS = Path("/proc/self/task")
+THREADS = 3
+needs_tasks = pytest.mark.skipif(not TASKS.exists(), reason="Linux alone shows its threads")
+needs_model = pytest.mark.skipif(
+    not hasattr(tf.raw_ops, "IteratorGetModelProto"), reason="TensorFlow 2.16 shows no model"
+)
+
+
+class Once(FixedController):
+    """Wants one other plan, after the first steps."""
+
+    other = LoaderPlan(THREADS + 2, 3, "on purpose")
+    next_window = WindowSize(0, 2, 0.0)
+
+    def __init__(self, plan, cpus=None):
+        super().__init__(plan)
+        self.cpus = cpus
+
+    def observe(self, window):
+        if self.plan == self.other:
+            return None
+        self.plan = self.other
+        return self.plan
+
+
+class AtEveryStep(keras.callbacks.Callback):
+    """Calls a function behind every step, when what is prepared in the background is ready."""
+
+    def __init__(self, tuner, function):
+        super().__init__()
+        self._tuner, self._function = tuner, function
+
+    def on_train_batch_end(self, batch, logs=None):
+        session = self._tuner._session
+        if session._building is not None:
+            session._building[2].exception(60)
+        if session._preparation is not None:
+            session._preparation[0].wait(60)
+        self._function()
+
+
+def build(knobs):
+    rows = tf.data.Dataset.range(120).map(
+        lambda row: (tf.fill([3], tf.cast(row, tf.float32) / 120.0), tf.zeros([1])),
+        num_parallel_calls=knobs.num_parallel_calls,
+    )
+    return rows.batch(4).prefetch(knobs.prefetch)
+
+
+def dense():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def dense_under(devices):
+    with keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[3, 1]).scope():
+        return dense()
+
+
+def nice_values():
+    """Nice value of each thread of this process."""
+    values = {}
+    for task in TASKS.iterdir():
+        try:
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        values[int(task.name)] = int(fields[16])
+    return values
+
+
+@needs_tasks
+@pytest.mark.parametrize("under_strategy", [False, True])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_the_threads_of_the_pipeline_give_way(is_built, under_strategy, cpu_devices):
+    own, nice = os.getpriority(os.PRIO_PROCESS, 0), 9
+    before = set(nice_values())
+    numbers = []
+
+    def look():
+        new = {thread: value for thread, value in nice_values().items() if thread not in before}
+        numbers.append(sum(value == own + nice for value in new.values()))
+
+    tuner = LoaderTuner(Once, nice=nice, share_host=False)
+    first = Knobs(2 * THREADS, 2, THREADS)
+    data = pipeline(build, first) if is_built else build(first)
+    model = dense_under(cpu_devices) if under_strategy else dense()
+    model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, look)])
+    assert [move.refused for move in tuner.moves] == [None]
+    # long after the move, and before the pipeline of the last epoch has given all it has
+    assert numbers[-15] >= Once.other.loaders
+    if is_built:
+        assert numbers[2] >= THREADS
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own, "the training step gives way to nobody"
+
+
+@needs_tasks
+def test_threads_are_left_alone_without_a_nice_value():
+    before = set(nice_values())
+    values = set()
+
+    def look():
+        values.update(value for thread, value in nice_values().items() if thread not in before)
+
+    tuner = LoaderTuner(Once, nice=0, share_host=False)
+    data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
+    dense().fit(data, verbose=0, callbacks=[tuner, AtEveryStep(tuner, look)])
+    assert values == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
+@needs_model
+def test_the_running_pipeline_is_shown_within_fit():
+    shown = []
+
+    def show():
+        text = io.StringIO()
+        shown.append((tuner.inspect(text), text.getvalue()))
+
+    tuner = LoaderTuner("fixed", share_host=False)
+    data = pipeline(build, Knobs(2 * THREADS, 5, THREADS))
+    dense().fit(data, verbose=0, callbacks=[tuner, AtEveryStep(tuner, show)])
+    report, text = shown[9]
+    assert report.batches >= 10
+    assert report.stages[0].name == "Prefetch"
+    assert report.stages[0].buffer_size == 5
+    assert report.bottleneck is not None
+    assert "Bottleneck" in text
+    assert "Prefetch" in text
+
+
+@pytest.mark.parametrize("under_strategy", [False, True])
+def test_each_move_is_in_the_log_and_is_printed_if_wished(
+    under_strategy, cpu_devices, caplog, capsys
+):
+    tuner = LoaderTuner(Once, share_host=False, verbose=1)
+    model = dense_under(cpu_devices) if under_strategy else dense()
+    data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
+    with caplog.at_level(logging.INFO, "keras_het"):
+        model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, lambda: None)])
+    (move,) = tuner.moves
+    found = re.findall(r"Loader at step (\d+): (.*)\.$", caplog.text, re.MULTILINE)
+    assert [plan for _, plan in found] == [f"{THREADS + 2} loaders, prefetch 3 (on purpose)"]
+    assert int(found[0][0]) >= move.step > 0
+    printed = capsys.readouterr().out
+    assert f"step {move.step}: {move.plan}\n" in printed
+    assert str(tuner.best_settings()) in printed
+
+
+def test_under_tensorflows_own_strategy_it_says_that_it_only_observes(cpu_devices, caplog):
+    with tf.distribute.MirroredStrategy(list(cpu_devices[:2])).scope():
+        model = dense()
+    tuner = LoaderTuner(Once, share_host=False)
+    with caplog.at_level(logging.INFO, "keras_het"):
+        model.fit(build(Knobs(2, 2, 2)).take(4), verbose=0, callbacks=[tuner])
+    reason = "the data path of a distribution strategy cannot be changed while it runs"
+    assert tuner.observes_only == reason
+    assert f"LoaderTuner only observes: {reason}" in caplog.text
+    assert tuner.moves == []
+    assert tuner.meter.steps == 4
+    assert reason in tuner.best_settings().code
+
+
+# --- what the host has
+
+
+@pytest.fixture
+def small_container(tmp_path, monkeypatch):
+    """A host of eight CPUs, of which a quota leaves this process 3.2."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "cpu.max").write_text("320000 100000\n")
+    membership = tmp_path / "membership"
+    membership.write_text("0::/own\n")
+    within = functools.partial(usable_cpus, cgroups=tmp_path, membership=membership)
+    for module in (knobs, tuning_session, loader_tuner):
+        monkeypatch.setattr(module, "usable_cpus", within)
+
+
+def test_the_first_settings_keep_to_the_quota_of_a_container(small_container):
+    assert Knobs.for_host() == Knobs(8, 2, 4)
+    data = pipeline(build)
+    assert data.knobs.threads == 4
+    assert data.current.options().threading.private_threadpool_size == 4
+
+
+def test_the_controller_knows_the_quota_of_a_container(small_container):
+    made = []
+
+    def make(plan, cpus):
+        made.append((plan.loaders, cpus))
+        return FixedController(plan)
+
+    dense().fit(pipeline(build), verbose=0, callbacks=[LoaderTuner(make, share_host=False)])
+    assert made == [(4, 3.2)]
+
+
+@pytest.mark.parametrize(
+    ("max_memory", "most"),
+    [
+        pytest.param(None, 100_000, id="a quarter by default"),
+        pytest.param(50_000, 50_000, id="own"),
+    ],
+)
+def test_the_ceiling_for_batches_reaches_the_controller(max_memory, most, monkeypatch):
+    memory = SimpleNamespace(available=400_000)
+    monkeypatch.setattr(loader_tuner.psutil, "virtual_memory", lambda: memory)
+    tuner = LoaderTuner(max_memory=max_memory)
+    controller = tuner._make_controller(LoaderPlan(16, 4), 2.0, None)
+    window = LoaderWindow(10, 0.4, 0.3, idle_cpus=1.9, loader_cpu_seconds=0.01, batch_bytes=10_000)
+    plan = controller.observe(window)
+    assert f"at most {most} bytes" in plan.reason
+    assert plan.loaders + plan.prefetch == most // 10_000
