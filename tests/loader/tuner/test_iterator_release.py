@@ -1,0 +1,102 @@
+"""Pipelines end in threads of their own: ending one may take seconds, and training goes on."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import pytest
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.callbacks import LoaderTuner
+from keras_het.loader import Knobs, pipeline
+from keras_het.loader.held_iterator import HeldIterator
+from keras_het.loader.iterator_release import release
+from keras_het.loader.live_iterator import LiveIterator
+
+TIMEOUT = 60
+
+
+class Ends:
+    """Keeps where iterators end, and lets none of them end before it may."""
+
+    def __init__(self, end):
+        self._end = end
+        self._news = threading.Condition()
+        self.threads = []
+        self.may_end = threading.Event()
+
+    def __call__(self, *arguments):
+        with self._news:
+            self.threads.append(threading.current_thread())
+            self._news.notify_all()
+        if threading.current_thread() is not threading.main_thread():
+            self.may_end.wait(TIMEOUT)
+        self._end(*arguments)
+
+    def wait_for(self, count):
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.threads) >= count, TIMEOUT)
+        return self.threads
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    ends = Ends(private_api.restart_iterator)
+    monkeypatch.setattr(private_api, "restart_iterator", ends)
+    yield ends
+    ends.may_end.set()
+
+
+def build(knobs):
+    rows = tf.data.Dataset.range(40).map(
+        lambda row: (tf.fill([3], tf.cast(row, tf.float32)), tf.zeros([1])),
+        num_parallel_calls=knobs.num_parallel_calls,
+    )
+    return rows.batch(4).prefetch(knobs.prefetch)
+
+
+def test_who_lets_go_does_not_wait(ends):
+    live = LiveIterator(iter(pipeline(build, Knobs(2, 2, 2))))
+    live.take(3)
+    live.let_go()  # with the end held up: on this thread it would be over here
+    with pytest.raises(StopIteration):
+        live.take(1)
+    (thread,) = ends.wait_for(1)
+    assert thread is not threading.main_thread()
+    assert thread.daemon, "a process that ends waits for none"
+
+
+def test_each_has_a_thread_of_its_own(ends):
+    iterators = [iter(build(Knobs(2, 2, 2))) for _ in range(3)]
+    events = [release(iterator) for iterator in iterators]
+    assert len(set(ends.wait_for(3))) == 3
+    assert not any(event.is_set() for event in events)
+    ends.may_end.set()
+    assert all(event.wait(TIMEOUT) for event in events)
+    assert [list(iterator) for iterator in iterators] == [[], [], []]
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_epochs_begin_while_the_iterators_of_those_before_still_end(is_built, ends):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    tuner = LoaderTuner("fixed", share_host=False)
+    data = pipeline(build, Knobs(2, 2, 2)) if is_built else build(Knobs(2, 2, 2))
+    model.fit(data, epochs=3, verbose=0, callbacks=[tuner])
+    assert tuner.meter.steps == 3 * 10
+    threads = ends.wait_for(3)  # one for each epoch, none of which has ended
+    assert threading.main_thread() not in threads
+
+
+def test_the_passes_of_a_strategy_end_elsewhere_too():
+    done, threads = threading.Event(), []
+
+    def after():
+        threads.append(threading.current_thread())
+        done.set()
+
+    HeldIterator(build(Knobs(2, 2, 2))).release(after)
+    assert done.wait(TIMEOUT)
+    assert threads[0] is not threading.main_thread()
