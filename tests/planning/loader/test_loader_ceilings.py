@@ -108,7 +108,7 @@ def test_loaders_go_when_another_job_starts_and_come_back_when_it_ends():
 
 
 def test_a_part_is_never_more_than_the_host():
-    controller = TunerController(START, 2.0)
+    controller = TunerController(LoaderPlan(16, 2), 2.0)
     controller.set_cpus(64.0)
     drive(plant_of(COMPUTING), controller, STEPS)
     assert controller.plan.loaders <= 2
