@@ -110,14 +110,12 @@ def read_report(iterator: Any) -> PipelineReport:
 
     Returns:
         A report; without stages, and with a reason, where TensorFlow exposes nothing: before
-        version 2.17, and for pipelines with `options.autotune.enabled = False`.
+        version 2.17, for pipelines with `options.autotune.enabled = False`, and for those that were
+        handed over.
     """
     model = private_api.iterator_model(iterator)
     if model is None:
-        reason = "This TensorFlow does not show the model of a pipeline: 2.17 or newer is needed."
-        if hasattr(tf.raw_ops, "IteratorGetModelProto"):
-            reason = "The pipeline has options.autotune.enabled = False: nothing is recorded."
-        return PipelineReport((), reason=reason)
+        return PipelineReport((), reason=_why_nothing_is_known(iterator))
     batches = int(model.nodes[model.output].num_elements)
     stages: list[Stage] = []
     _collect(model, model.output, 0, batches, stages)
@@ -129,6 +127,18 @@ def read_report(iterator: Any) -> PipelineReport:
         batches,
         gaps[len(gaps) // 2] / 1e6 if len(gaps) >= 3 else None,
         name,
+    )
+
+
+def _why_nothing_is_known(iterator: Any) -> str:
+    if not hasattr(tf.raw_ops, "IteratorGetModelProto"):
+        return "This TensorFlow does not show the model of a pipeline: 2.17 or newer is needed."
+    dataset = private_api.iterated_data_set(iterator)
+    if dataset is not None and dataset.options().autotune.enabled is False:
+        return "The pipeline has options.autotune.enabled = False: nothing is recorded."
+    return (
+        "The pipeline goes on where another one was, as after a move of LoaderTuner: TensorFlow "
+        "records nothing of it."
     )
 
 
