@@ -12,7 +12,7 @@ from keras_het.loader.adjustable_pipeline import pipeline
 from keras_het.loader.live_iterator import LiveIterator
 from keras_het.loader.tuning_session import _prepare
 
-FIRST, EPOCHS = Knobs(2, 2, 2), 3
+FIRST, EPOCHS = Knobs(2, 2, 2), 2
 # epoch, batches taken before, knobs from then on: some come again, also the first ones
 MOVES = [
     (0, 0, Knobs(5, 3, 4)),
@@ -20,7 +20,6 @@ MOVES = [
     (0, 5, Knobs(5, 3, 4)),
     (0, 9, Knobs(1, 1, 1)),
     (1, 4, FIRST),
-    (2, 1, Knobs(5, 3, 4)),
 ]
 
 
