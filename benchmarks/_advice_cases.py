@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
+READ_SECONDS = 0.002  # of a record in storage far away
 SIDE, IMAGES, CLASSES, BATCH = 160, 256, 10, 32
 FILES = 8
 ROWS, COLUMNS = 20_000, 32
@@ -92,6 +94,27 @@ def several_readers(folder):
     return images.batch(BATCH).prefetch(2)
 
 
+def from_far_away(record):
+    def wait(data):
+        time.sleep(READ_SECONDS)
+        return data
+
+    return tf.ensure_shape(tf.numpy_function(wait, [record], tf.string), [])
+
+
+def far_records(name):
+    return tf.data.TFRecordDataset(name, "GZIP").map(from_far_away).map(decode)
+
+
+def one_waits(folder):
+    return shards(folder).interleave(far_records, cycle_length=4).batch(BATCH).prefetch(2)
+
+
+def several_wait(folder):
+    images = shards(folder).interleave(far_records, cycle_length=4, num_parallel_calls=AUTOTUNE)
+    return images.batch(BATCH).prefetch(2)
+
+
 def is_wanted(image, label):
     return label < 2
 
@@ -137,11 +160,12 @@ def other_order(folder):
     return tf.data.Dataset.list_files(str(folder / "*.txt")).flat_map(lines).shuffle(50).batch(16)
 
 
-# kind of advice: the pipeline that has the weakness, and the one that follows the advice
+# kind of advice, circumstances: the pipeline that has the weakness, and the one that follows it
 SPEED = {
     "cacheable_prefix": (decode_each_epoch, decode_once),
     "vectorisable_map": (samples_mapped, batches_mapped),
     "sequential_interleave": (one_reader, several_readers),
+    "sequential_interleave, reads that wait": (one_waits, several_wait),
     "late_filter": (decode_then_filter, filter_then_decode),
     "python_function": (python_mapped, samples_mapped),
 }

@@ -4,7 +4,7 @@
 what `advise` said about the pipeline before. For the order of files it is the rank correlation of
 the places of the samples in two epochs: 1 is the same order, 0 another random one.
 
-    python benchmarks/loader_advice.py [--json FILE] [--quick]
+    python benchmarks/loader_advice.py [--only CASE ...] [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def advise(dataset):
     return keras_het.loader.advise(dataset, seconds=ADVISE_SECONDS, file=io.StringIO())
 
 
-def compare_speed(kind, builders, folder, rounds, seconds):
+def compare_speed(case, builders, folder, rounds, seconds):
+    kind = case.split(",")[0]
     report = keras_het.loader.advise(
         builders[0](folder), seconds=ADVISE_SECONDS, file=io.StringIO()
     )
@@ -59,7 +60,7 @@ def compare_speed(kind, builders, folder, rounds, seconds):
     before, after = map(statistics.median, speeds)
     gains = sorted(new / old for old, new in zip(*speeds, strict=True))
     return {
-        "case": kind,
+        "case": case,
         "unit": "batches/s",
         "before": round(before, 2),
         "after": round(after, 2),
@@ -99,6 +100,7 @@ def same_place(dataset):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[*SPEED, *ORDER], default=[*SPEED, *ORDER])
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="one short run, to try the program")
     arguments = parser.parse_args()
@@ -107,12 +109,14 @@ def main():
         folder = Path(name)
         write_images(folder)
         rows = [
-            compare_speed(kind, builders, folder, rounds, seconds)
-            for kind, builders in SPEED.items()
+            compare_speed(case, builders, folder, rounds, seconds)
+            for case, builders in SPEED.items()
+            if case in arguments.only
         ]
         rows += [
             compare_order(kind, builders, folder, max(rounds, 3))
             for kind, builders in ORDER.items()
+            if kind in arguments.only
         ]
     print_table(rows)
     write_report("loader_advice", rows, arguments.json, environment())
