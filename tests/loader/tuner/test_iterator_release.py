@@ -15,7 +15,7 @@ from keras_het.loader.held_iterator import HeldIterator
 from keras_het.loader.iterator_release import release
 from keras_het.loader.live_iterator import LiveIterator
 
-TIMEOUT = 60
+TIMEOUT = 30
 
 
 class Ends:
@@ -24,7 +24,7 @@ class Ends:
     def __init__(self, end):
         self._end = end
         self._news = threading.Condition()
-        self.threads = []
+        self.threads, self.ended = [], 0
         self.may_end = threading.Event()
 
     def __call__(self, *arguments):
@@ -34,6 +34,7 @@ class Ends:
         if threading.current_thread() is not threading.main_thread():
             self.may_end.wait(TIMEOUT)
         self._end(*arguments)
+        self.ended += 1
 
     def wait_for(self, count):
         with self._news:
@@ -60,7 +61,8 @@ def build(knobs):
 def test_who_lets_go_does_not_wait(ends):
     live = LiveIterator(iter(pipeline(build, Knobs(2, 2, 2))))
     live.take(3)
-    live.let_go()  # with the end held up: on this thread it would be over here
+    live.let_go()
+    assert ends.ended == 0, "the end was waited for"
     with pytest.raises(StopIteration):
         live.take(1)
     (thread,) = ends.wait_for(1)
@@ -85,6 +87,7 @@ def test_epochs_begin_while_the_iterators_of_those_before_still_end(is_built, en
     tuner = LoaderTuner("fixed", share_host=False)
     data = pipeline(build, Knobs(2, 2, 2)) if is_built else build(Knobs(2, 2, 2))
     model.fit(data, epochs=3, verbose=0, callbacks=[tuner])
+    assert ends.ended == 0, "an end was waited for"
     assert tuner.meter.steps == 3 * 10
     threads = ends.wait_for(3)  # one for each epoch, none of which has ended
     assert threading.main_thread() not in threads
