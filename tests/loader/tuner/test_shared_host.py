@@ -157,7 +157,7 @@ def test_loaders_go_when_another_job_starts(make_session):
     assert move.refused is None
     assert move.plan == LoaderPlan(4, 2)
     assert "CPUs are busy" in move.plan.reason
-    assert session.knobs.threads == 4
+    assert session.pipeline.knobs.threads == 4
 
 
 def test_a_file_that_cannot_be_written_leaves_each_job_alone(make_session, caplog):
