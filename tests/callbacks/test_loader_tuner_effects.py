@@ -199,7 +199,7 @@ def small_container(tmp_path, monkeypatch):
     membership = tmp_path / "membership"
     membership.write_text("0::/own\n")
     within = functools.partial(usable_cpus, cgroups=tmp_path, membership=membership)
-    for module in (knobs, tuning_session, loader_tuner):
+    for module in (knobs, tuning_session):
         monkeypatch.setattr(module, "usable_cpus", within)
 
 

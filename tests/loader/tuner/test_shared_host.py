@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from workers import make_workers
 
-from keras_het.loader import Knobs, pipeline, tuning_session
+from keras_het.loader import Knobs, host_share, pipeline
 from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.tuning_session import TuningSession
 from keras_het.planning.loader import (
@@ -62,11 +62,11 @@ class BusyHost:
 def make_session(tmp_path, monkeypatch):
     """Sessions of jobs that share a host of eight CPUs."""
     # the time between two looks at the file is real, that of the steps here is not
-    monkeypatch.setattr(tuning_session, "_SECONDS_BETWEEN_UPDATES", 0.0)
+    monkeypatch.setattr(host_share, "_SECONDS_BETWEEN_UPDATES", 0.0)
     sessions = []
 
     def make(controller):
-        budget = HostBudget(CPUS, tmp_path / "loaders.json")
+        budget = HostBudget(CPUS, tmp_path / "loaders.json", range(8))
         session = TuningSession(lambda plan, cpus, most: controller, budget=budget)
         sessions.append(session)
         return session
@@ -167,7 +167,7 @@ def test_a_file_that_cannot_be_written_leaves_each_job_alone(make_session, caplo
     def fails(job):
         raise OSError("read-only file system")
 
-    session._budget.update = fails
+    session.share._budget.update = fails
     for _ in range(2):
         session.after_step(SECONDS_OF_A_WINDOW, 0.5, 1)
     assert controller.cpus == []
