@@ -28,7 +28,7 @@ BATCH, MOMENTUM = 48, 0.9
 RATE, PLAIN_RATE = 0.01, 0.1
 SAMPLES, WARM_UP_BATCHES, STEPS_BETWEEN_LOOKS = 14400, 96, 4
 TIMEOUT_SECONDS = 240
-PERIOD = "auto"  # of exchanges, where the mode does not say it: "hybrid:delta:4"
+PERIOD = "2"  # of exchanges, where the mode does not say it, as "hybrid:delta:auto" does
 
 
 def command(mode: str, seed: int, samples: int, result: Path, *more: str) -> list[str]:
@@ -116,9 +116,10 @@ def train(options: argparse.Namespace) -> None:
 
     clock = Clock()
     rule, _, period = options.mode.partition(":")[2].partition(":")
+    period = period or PERIOD
     callbacks: list[Any] = [
         keras_het.callbacks.HybridAggregation(
-            rule or "delta", period=int(period) if period else PERIOD, timeout_seconds=5
+            rule or "delta", period=period if period == "auto" else int(period), timeout_seconds=5
         )
     ]
     if options.mode == "balanced":

@@ -257,6 +257,7 @@ REFUSED = {
             tf.data.Dataset.range(20)
             .interleave(
                 lambda i: tf.data.Dataset.range(i, i + 2),
+                cycle_length=2,
                 num_parallel_calls=2,
                 deterministic=False,
             )
