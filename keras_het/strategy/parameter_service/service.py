@@ -236,7 +236,7 @@ class ParameterService:
             # one pass over the values; a sum of finite ones beyond float32 is as useless
             finite = tf.math.is_finite(tf.reduce_sum(change)) & tf.math.is_finite(samples)
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
-            known &= (sequence >= 0) & (samples >= 0)
+            known &= (sequence >= 0) & ~(samples < 0)  # what is not a number is told apart below
             return tf.cond(
                 self._gate.admits(credential),
                 lambda: tf.cond(
