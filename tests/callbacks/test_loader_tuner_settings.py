@@ -1,0 +1,212 @@
+"""LoaderTuner: trainings that end in an error, its settings, its report, its arguments."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import pytest
+import tensorflow as tf
+from loader_training import (
+    BATCH,
+    ROWS,
+    Eager,
+    EveryStep,
+    build,
+    dense,
+    done,
+    long,
+    moving,
+    slow,
+    train,
+    train_under_strategy,
+)
+
+import keras_het
+from keras_het.callbacks import LoaderTuner
+from keras_het.loader import AdjustablePipeline, Knobs, pipeline
+from keras_het.planning.loader import LoaderPlan
+
+
+def test_an_error_in_training_leaves_a_model_that_works():
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("on purpose")
+
+    model, tuner = dense(), moving()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails()])
+    model.fit(slow(0.001), verbose=0)
+    model.fit(slow(0.001), verbose=0, callbacks=[tuner])
+    assert not hasattr(model.train_function, "keras_het_original")
+
+
+class Fails(keras.callbacks.Callback):
+    """Ends a training in its second step, as Ctrl-C does."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise KeyboardInterrupt
+
+
+def host_entries(folder):
+    (path,) = folder.glob("*/loaders.json")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("callbacks", [[], [keras.callbacks.History()]])
+def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model, tuner = dense(), LoaderTuner(Eager)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails(), *callbacks])
+    assert len(host_entries(tmp_path)) == 1
+    steps = tuner.meter.steps
+    model.fit(slow(0.001), epochs=2, verbose=0, callbacks=callbacks)
+    assert tuner.meter.steps == steps
+    assert tuner._session is None
+    assert not hasattr(model.train_function, "keras_het_original")
+    assert host_entries(tmp_path) == {}
+
+
+def test_an_error_in_a_step_ends_the_tuning_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def fails_late(row):
+        with tf.control_dependencies([tf.debugging.assert_less(row, tf.constant(40, tf.int64))]):
+            return tf.fill([3], tf.cast(row, tf.float32)), tf.zeros([1])
+
+    model, tuner = dense(), LoaderTuner(Eager)
+    data = tf.data.Dataset.range(ROWS).map(fails_late).batch(BATCH)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        model.fit(data, verbose=0, callbacks=[tuner])
+    assert tuner.meter.steps >= 8
+    assert tuner._session is None
+    assert not hasattr(model.train_function, "keras_het_original")
+    assert host_entries(tmp_path) == {}
+    assert tuner.best_settings() is not None
+
+
+def test_settings_are_code():
+    def settings_of(data):
+        tuner = moving()
+        model = dense()
+        model.fit(data, epochs=2, verbose=0, callbacks=[tuner])
+        return tuner.best_settings()
+
+    names = {"keras_het": keras_het, "build": build, "tf": tf, "dataset": build(Knobs(2, 2, 2))}
+    settings = settings_of(pipeline(build))
+    exec(settings.code, names)
+    assert isinstance(names["dataset"], AdjustablePipeline)
+    assert names["dataset"].knobs == settings.knobs
+    assert str(settings) == settings.code
+
+    names["dataset"] = build(Knobs(2, 2, 2))
+    settings = settings_of(names["dataset"])
+    exec(settings.code, names)
+    options = names["dataset"].options()
+    assert options.threading.private_threadpool_size == settings.knobs.threads
+
+
+class Unconfirmed(EveryStep):
+    """Moves twice; only the first move, or only the first plan, is confirmed."""
+
+    kept = 1
+
+    def __init__(self, plan, cpus):
+        super().__init__(plan, cpus)
+        self.tried = [plan]
+
+    @property
+    def confirmed_plan(self):
+        return self.tried[min(self.kept, len(self.tried) - 1)]
+
+    def observe(self, window):
+        if len(self.tried) == 3:
+            return None
+        self.tried.append(super().observe(window))
+        return self.tried[-1]
+
+
+class NothingConfirmed(Unconfirmed):
+    kept = 0
+
+
+@pytest.mark.parametrize("with_strategy", [True, False])
+@pytest.mark.parametrize(
+    ("controller", "expected"),
+    [(Unconfirmed, Knobs(10, 3, 5)), (NothingConfirmed, Knobs(3, 2, 2))],
+)
+def test_a_move_that_was_not_confirmed_is_no_setting(
+    controller, expected, with_strategy, cpu_devices
+):
+    tuner = LoaderTuner(controller, share_host=False)
+    tf.random.set_seed(5)
+    data = pipeline(long, Knobs(3, 2, 2))
+    if with_strategy:
+        train_under_strategy(cpu_devices, data, [tuner])
+    else:
+        train(data, [tuner])
+    assert [move.plan for move in done(tuner)] == [LoaderPlan(5, 3), LoaderPlan(1, 1)]
+    # the buffer of a strategy's data path stays as long as it was
+    assert tuner.best_settings().knobs == expected
+
+
+def test_settings_need_a_training():
+    with pytest.raises(RuntimeError, match="Call fit"):
+        LoaderTuner().best_settings()
+    with pytest.raises(RuntimeError, match="within fit"):
+        LoaderTuner().inspect()
+
+
+@pytest.mark.parametrize("kind", ["heterogeneous", "mirrored"])
+def test_under_a_strategy_there_is_not_one_pipeline_to_inspect(kind, cpu_devices):
+    class Inspects(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            with pytest.raises(RuntimeError, match=r"input of a distribution strategy .*Iterator"):
+                tuner.inspect()
+            inspected.append(batch)
+
+    inspected = []
+    tuner = LoaderTuner(share_host=False)
+    if kind == "heterogeneous":
+        train_under_strategy(cpu_devices, long(Knobs(2, 2, 2)), [tuner, Inspects()], epochs=1)
+    else:
+        with tf.distribute.MirroredStrategy(list(cpu_devices[:2])).scope():
+            model = dense()
+        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Inspects()])
+    assert inspected
+
+
+def test_everything_is_kept_as_json(tmp_path):
+    tuner = moving()
+    train(pipeline(build), [tuner], epochs=2)
+    tuner.save(tmp_path / "loader.json")
+    kept = json.loads((tmp_path / "loader.json").read_text())
+    assert kept["train"]["steps"] == tuner.meter.steps
+    assert len(kept["moves"]) == len(tuner.moves) > 0
+    assert kept["moves"][0]["plan"]["loaders"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"controller": "best"}, "controller='best'"),
+        ({"max_memory": 0}, "max_memory must be"),
+        ({"nice": 20}, "nice=20"),
+    ],
+)
+def test_arguments_are_checked(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        LoaderTuner(**arguments)
+
+
+def test_a_pipeline_needs_a_data_set():
+    with pytest.raises(TypeError, match="build must return"):
+        pipeline(lambda knobs: [1, 2])
+
+
+@pytest.mark.parametrize("knobs", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_knobs_are_checked(knobs):
+    with pytest.raises(ValueError, match="1 or more"):
+        Knobs(*knobs)
