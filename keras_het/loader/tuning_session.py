@@ -380,7 +380,7 @@ class TuningSession:
             known = self._built.get(knobs)
             is_plain = self._plain is not None and self._plain[1] is self.pipeline
             work = (self.pipeline.build, knobs, known, is_plain)
-            future = self._background().submit(_prepare, *work)
+            future = self._background().submit(prepare_iterator, *work)
             self._building = (knobs, move, future)
 
     def _background(self) -> concurrent.futures.ThreadPoolExecutor:
@@ -435,7 +435,7 @@ class TuningSession:
         self._begin_window()
 
 
-def _prepare(build: Any, knobs: Knobs, known: Any, is_plain: bool) -> tuple[Any, Any]:
+def prepare_iterator(build: Any, knobs: Knobs, known: Any, is_plain: bool) -> tuple[Any, Any]:
     """Does in the background what a handover needs: traces the functions, makes an iterator."""
     dataset = build_tuned(build, knobs) if known is None else known
     # the parts of an ordinary data set are those that run: an iterator would disturb its shuffles

@@ -23,6 +23,7 @@ from loader_training import (
     long,
     long_slices,
     moving,
+    noting_load,
     slow,
     train,
     train_under_strategy,
@@ -141,16 +142,9 @@ def in_epochs(model, epochs):
 
 def test_a_full_cache_is_left_alone():
     calls = []
+    load = noting_load(calls)
 
     def cached(knobs):
-        def note(row):
-            calls.append(int(row))
-            return row
-
-        def load(row):
-            row = tf.ensure_shape(tf.numpy_function(note, [row], tf.int64), [])
-            return tf.fill([3], tf.cast(row, tf.float32)), tf.cast(row, tf.float32)
-
         rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls).cache()
         return rows.batch(BATCH).prefetch(knobs.prefetch)
 
@@ -162,14 +156,7 @@ def test_a_full_cache_is_left_alone():
 
 def test_an_ordinary_cached_data_set_is_cached_still():
     calls = []
-
-    def note(row):
-        calls.append(int(row))
-        return row
-
-    def load(row):
-        row = tf.ensure_shape(tf.numpy_function(note, [row], tf.int64), [])
-        return tf.fill([3], tf.cast(row, tf.float32)), tf.cast(row, tf.float32)
+    load = noting_load(calls)
 
     rows = tf.data.Dataset.range(ROWS).map(load, 2).cache().batch(BATCH).prefetch(2)
     tuned = train(rows, [moving()], epochs=5)
@@ -180,14 +167,7 @@ def test_an_ordinary_cached_data_set_is_cached_still():
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_cache_in_files_is_only_observed(is_built, tmp_path):
     calls = []
-
-    def note(row):
-        calls.append(int(row))
-        return row
-
-    def load(row):
-        row = tf.ensure_shape(tf.numpy_function(note, [row], tf.int64), [])
-        return tf.fill([3], tf.cast(row, tf.float32)), tf.cast(row, tf.float32)
+    load = noting_load(calls)
 
     def build_cached(knobs):
         rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls)

@@ -132,6 +132,17 @@ def test_another_secret_is_refused(start_workers: Any, tmp_path: Path) -> None:
     assert cluster.result("worker_0")["used"] == [2 * SAMPLES, 0]
 
 
+def test_a_rule_for_another_number_of_workers_is_refused(
+    start_workers: Any, tmp_path: Path
+) -> None:
+    settings = {"learning_rate": 0.02, "compensation": 0.04, "num_workers": 7}
+    rule = {"class_name": "DelayCompensated", "config": settings}
+    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1}, rule=rule)
+    (leader,) = cluster.start("worker_0").wait()
+    assert leader.exit_code != 0
+    assert "was made for 7 workers. Received: a TF_CONFIG with 2" in leader.output
+
+
 def test_a_lost_service_on_another_task_is_an_error(start_workers: Any, tmp_path: Path) -> None:
     cluster = Cluster(
         start_workers, tmp_path, {"worker": 1, "async": 1, "ps": 1}, timeout_seconds=2

@@ -163,15 +163,8 @@ class ParameterClient:
         Raises:
             ConnectionError: if a part is not answered in time.
         """
-        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
-        indices = range(len(self.partitions.sizes))
-        calls = [self._ask("latest", index, [self._client], specs) for index in indices]
-        for call in calls:
-            if not bool(call.is_ok()):
-                raise ConnectionError(
-                    f"The parameter service did not answer in time. Received: {_error_of(call)}."
-                )
-        return max(int(call.get_value()[1]) for call in calls)
+        numbers = self._ask_all("latest", [self._client], tf.TensorSpec([], tf.int64))
+        return max(int(number) for number in numbers)
 
     def export(self) -> list[Any]:
         """Version and the rule's state of each partition, vectors of serialized tensors.
@@ -179,10 +172,13 @@ class ParameterClient:
         Raises:
             ConnectionError: if a part is not answered in time.
         """
-        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None], tf.string))
-        calls = [
-            self._ask("export", index, [], specs) for index in range(len(self.partitions.sizes))
-        ]
+        return self._ask_all("export", [], tf.TensorSpec([None], tf.string))
+
+    def _ask_all(self, method: str, arguments: list[Any], spec: Any) -> list[Any]:
+        """What each partition answers after its status."""
+        specs = (tf.TensorSpec([], tf.int32), spec)
+        indices = range(len(self.partitions.sizes))
+        calls = [self._ask(method, index, arguments, specs) for index in indices]
         for call in calls:
             if not bool(call.is_ok()):
                 raise ConnectionError(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from consumers import TIMEOUT, Consumer, child_environment, started_together
+from numbers_model import model_of_zeros, pairs_of_numbers
 
 import keras_het
 from keras_het.loader import DataService, service
@@ -161,13 +162,8 @@ def test_a_model_trains_from_the_service_and_others_may_join() -> None:
 
 def test_a_strategy_uses_each_element_once() -> None:
     strategy = keras_het.HeterogeneousStrategy(devices=["CPU:0", "CPU:1"], shares=[3, 1])
-    numbers = tf.data.Dataset.range(64).map(lambda number: tf.cast(number, tf.float32)[None])
     with service() as data, strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        shared = data.distribute(numbers.batch(8), "train").map(lambda x: (x, x))
-        metric = keras.metrics.MeanSquaredError(name="seen")
-        model.compile("sgd", "mse", metrics=[metric])
-        model.layers[0].kernel.assign([[0.0]])
+        model, shared = model_of_zeros(), pairs_of_numbers(data)
         seen = model.evaluate(shared, verbose=0, return_dict=True)["seen"]
     assert seen == pytest.approx(np.mean(np.arange(64.0) ** 2))
 

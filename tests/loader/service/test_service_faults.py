@@ -6,12 +6,12 @@ import subprocess
 import sys
 import threading
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
 from consumers import TIMEOUT, child_environment
+from numbers_model import model_of_zeros, pairs_of_numbers
 
 import keras_het
 from keras_het.loader import service
@@ -21,13 +21,8 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_fit_under_a_strategy_trains_each_element_once_an_epoch() -> None:
     strategy = keras_het.HeterogeneousStrategy(devices=["CPU:0", "CPU:1"], shares=[3, 1])
-    numbers = tf.data.Dataset.range(64).map(lambda number: tf.cast(number, tf.float32)[None])
     with service() as data, strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        shared = data.distribute(numbers.batch(8), "train").map(lambda x: (x, x))
-        metric = keras.metrics.MeanSquaredError(name="seen")
-        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[metric])
-        model.layers[0].kernel.assign([[0.0]])
+        model, shared = model_of_zeros(), pairs_of_numbers(data)
         history = model.fit(shared, epochs=2, verbose=0).history
         steps = int(model.optimizer.iterations.numpy())
     assert steps == 2 * 8

@@ -298,3 +298,13 @@ REFUSED = {
         "operations differ",
     ),
 }
+
+
+def flat(epochs):
+    return [sorted(value for batch in epoch for value in values(batch)) for epoch in epochs]
+
+
+def values(batch):
+    if isinstance(batch, dict):
+        batch = batch["x"]
+    return np.ravel(batch[0] if isinstance(batch, tuple) else batch).tolist()

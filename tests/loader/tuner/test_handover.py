@@ -16,6 +16,7 @@ from handover_pipelines import (
     REFUSED,
     UNORDERED,
     cached,
+    flat,
     plain,
     records_of,
     write_records,
@@ -72,16 +73,6 @@ def epochs_of(build, moves=(), epochs=EPOCHS):
         result.append(elements)
         release(iterator)
     return result
-
-
-def flat(epochs):
-    return [sorted(value for batch in epoch for value in values(batch)) for epoch in epochs]
-
-
-def values(batch):
-    if isinstance(batch, dict):
-        batch = batch["x"]
-    return np.ravel(batch[0] if isinstance(batch, tuple) else batch).tolist()
 
 
 @pytest.mark.parametrize("name", ORDERED)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import tensorflow as tf
-from handover_pipelines import FIRST_ROUND, ORDERED, UNORDERED, records_of, write_records
+from handover_pipelines import FIRST_ROUND, ORDERED, UNORDERED, flat, records_of, write_records
 
 from keras_het.loader import Knobs
 from keras_het.loader.adjustable_pipeline import pipeline
 from keras_het.loader.live_iterator import LiveIterator
-from keras_het.loader.tuning_session import _prepare
+from keras_het.loader.tuning_session import prepare_iterator
 
 FIRST, EPOCHS = Knobs(2, 2, 2), 2
 # epoch, batches taken before, knobs from then on: some come again, also the first ones
@@ -31,7 +30,7 @@ def epochs_of(build, moves=(), epochs=EPOCHS):
         live, elements = LiveIterator(iter(source)), []
         while True:
             for knobs in [knobs for *place, knobs in moves if place == [epoch, len(elements)]]:
-                built[knobs], prepared = _prepare(build, knobs, built.get(knobs), False)
+                built[knobs], prepared = prepare_iterator(build, knobs, built.get(knobs), False)
                 assert prepared is not None
                 live.move_to(built[knobs], prepared)
                 assert live.iterator is prepared
@@ -44,16 +43,6 @@ def epochs_of(build, moves=(), epochs=EPOCHS):
         result.append(elements)
         live.let_go()
     return result
-
-
-def flat(epochs):
-    return [sorted(value for batch in epoch for value in values(batch)) for epoch in epochs]
-
-
-def values(batch):
-    if isinstance(batch, dict):
-        batch = batch["x"]
-    return np.ravel(batch[0] if isinstance(batch, tuple) else batch).tolist()
 
 
 @pytest.fixture(scope="module")

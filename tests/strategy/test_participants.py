@@ -1,0 +1,88 @@
+"""What callbacks see of the center, and when a service ends that only async workers use."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from keras_het.strategy.hybrid import ServiceTask, service_task
+from keras_het.strategy.hybrid.participant import HybridOptions
+from keras_het.strategy.parameter_service.sample_ledger import Presence
+from keras_het.strategy.rules import AsyncEASGD, AsyncSGD, Delta
+
+
+class Vectors:
+    """Weights of a model."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def read(self):
+        return list(self.values)
+
+    def write(self, values):
+        self.values = list(values)
+
+
+class Task(ServiceTask):
+    """A participant without model and strategy, whose center is 9."""
+
+    def __init__(self, rule, **options):
+        self.rule, self.options = rule, HybridOptions(rule, **options)
+        self.model = SimpleNamespace(stop_training=False)
+        self.vectors = SimpleNamespace(weights=Vectors([1.0]), state=None)
+        self.host, self._own, self._epoch, self._passed_over = None, None, 0, set()
+
+    def meet_center(self):
+        return [9.0]
+
+
+@pytest.mark.parametrize("rule", [Delta(), AsyncEASGD(0.3), AsyncSGD(0.1)])
+def test_callbacks_see_the_center_and_training_goes_on_from_its_own(rule):
+    task = Task(rule)
+    for _ in range(2):
+        task.show_center()
+        assert task.vectors.weights.values == [9.0]
+    task.hide_center()
+    assert task.vectors.weights.values == [1.0]
+
+
+class Ledger:
+    """One async worker that was silent for some seconds, which pass while the service asks."""
+
+    claimed = np.array([3])
+
+    def __init__(self, silences):
+        self.silences, self.asked = list(silences), 0
+
+    def is_handed_out(self, epoch):
+        return False
+
+    def present(self, presence, within_seconds):
+        assert presence == Presence.TRAINING
+        silence = self.silences[min(self.asked, len(self.silences) - 1)]
+        self.asked += 1
+        return [0] if silence < within_seconds else []
+
+
+def serve(monkeypatch, silences):
+    ledger = Ledger(silences)
+    host = SimpleNamespace(
+        ledger=ledger,
+        start_epoch=lambda epoch: None,
+        # what the others go by: silent for two time-outs
+        training_clients=lambda: ledger.present(Presence.TRAINING, 4.0),
+    )
+    monkeypatch.setattr(service_task, "join_service", lambda task: SimpleNamespace(host=host))
+    task = Task(Delta(), timeout_seconds=2.0, end_seconds=60.0)
+    task.start_epoch(0)
+    assert task.model.stop_training
+    return ledger.asked
+
+
+def test_a_silent_worker_may_come_back(monkeypatch):
+    assert serve(monkeypatch, [0.0, 30.0, 0.0, 30.0, 61.0]) == 5
+
+
+def test_a_worker_that_has_said_its_end_is_not_waited_for(monkeypatch):
+    assert serve(monkeypatch, [0.0, float("inf")]) == 2
