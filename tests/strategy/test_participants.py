@@ -4,9 +4,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from addresses import free_address
 
 from keras_het.strategy.hybrid import ServiceTask, service_task
 from keras_het.strategy.hybrid.participant import HybridOptions
+from keras_het.strategy.parameter_service import (
+    FloatWire,
+    ParameterClient,
+    ParameterService,
+    Partitions,
+    TopKWire,
+    credential,
+)
 from keras_het.strategy.parameter_service.sample_ledger import Presence
 from keras_het.strategy.rules import AsyncEASGD, AsyncSGD, Delta
 
@@ -30,7 +39,9 @@ class Task(ServiceTask):
     def __init__(self, rule, **options):
         self.rule, self.options = rule, HybridOptions(rule, **options)
         self.model = SimpleNamespace(stop_training=False)
-        self.vectors = SimpleNamespace(weights=Vectors([1.0]), state=None)
+        self.vectors = SimpleNamespace(
+            weights=Vectors([1.0]), state=None, fingerprint=lambda rule: f"model {rule.name}"
+        )
         self.host, self._own, self._epoch, self._passed_over = None, None, 0, set()
 
     def meet_center(self):
@@ -86,3 +97,26 @@ def test_a_silent_worker_may_come_back(monkeypatch):
 
 def test_a_worker_that_has_said_its_end_is_not_waited_for(monkeypatch):
     assert serve(monkeypatch, [0.0, float("inf")]) == 2
+
+
+def proof_of(wire):
+    return credential(b"0123456789abcdef", Task(Delta(), wire=wire).service_fingerprint)
+
+
+def test_tasks_agree_on_the_format_of_messages(cpu_devices):
+    wires = [FloatWire(dtype) for dtype in ("float32", "float16", "bfloat16")]
+    wires += [TopKWire(ratio) for ratio in (0.1, 0.2)]
+    assert len({proof_of(wire) for wire in wires}) == len(wires)
+    assert proof_of(None) == proof_of(FloatWire("float32"))
+    partitions = Partitions(((3,),))
+    service = ParameterService(
+        free_address(), partitions, Delta(), proof_of(wires[1]), 1, wire=wires[1]
+    )
+    service.start()
+    for wire in wires:
+        connect = (service.address, partitions, proof_of(wire), 0)
+        if wire is wires[1]:
+            ParameterClient(*connect, wire=wire)
+        else:
+            with pytest.raises(PermissionError, match="refused this worker"):
+                ParameterClient(*connect, wire=wire)
