@@ -35,9 +35,11 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.experimental.rpc import rpc_ops
 from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import random_seed
 from tensorflow.python.framework import type_spec as type_spec_lib
 
+ConcreteFunction = concrete_function.ConcreteFunction
 Mirrored = distribute_values.Mirrored
 PerReplica = distribute_values.PerReplica
 StrategyExtended = distribute_lib.StrategyExtendedV2
@@ -53,6 +55,7 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "CollectiveKeys",
     "CommunicationOptions",
+    "ConcreteFunction",
     "KerasTensorFlowVariable",
     "Mirrored",
     "PerReplica",
@@ -61,6 +64,7 @@ __all__ = [
     "StrategyExtended",
     "UnchangedElementsDataset",
     "abort_collectives",
+    "bind_captures",
     "data_set_variant",
     "distribute_lib",
     "distribute_utils",
@@ -76,6 +80,7 @@ __all__ = [
     "keras_seed_generator",
     "keras_step_kind",
     "keras_tf_optimizer",
+    "mutex_of",
     "peer_is_healthy",
     "regroup",
     "restart_iterator",
@@ -110,6 +115,16 @@ class RpcClient(rpc_ops.GrpcClient):
         answer = super().call(*args, **kwargs)
         answer.__class__ = RpcAnswer
         return answer
+
+
+def bind_captures(function: Any, captures: list[Any]) -> None:
+    """Has a concrete function run on `captures` in the place of what it captured."""
+    function.set_external_captures(captures)
+
+
+def mutex_of(section: Any) -> Any:
+    """The resource handle of a `tf.CriticalSection`'s lock."""
+    return section._handle
 
 
 def keras_step_kind(function: Any) -> str | None:

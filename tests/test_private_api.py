@@ -106,6 +106,7 @@ SIGNATURES = [
         ["self", "per_replica_values", "axis", "options"],
     ),
     (private_api.CollectiveKeys, "__init__", ["self", "group_key_start"]),
+    (private_api.ConcreteFunction, "set_external_captures", ["self", "captures"]),
     (private_api.RpcServer, "__init__", ["self", "address"]),
     (private_api.RpcServer, "register", ["self", "method_name", "func"]),
     (private_api.RpcServer, "start", ["self"]),
@@ -182,6 +183,26 @@ def test_operation_seeds_depend_on_the_global_seed(cpu_devices):
     tf.random.set_seed(5)
     assert private_api.global_seed_is_set()
     assert private_api.operation_seeds(3) == (5, 3)
+
+
+def test_a_function_runs_on_what_it_is_bound_to(cpu_devices):
+    variables = [tf.Variable(1), tf.Variable(10)]
+    sections = [tf.CriticalSection() for _ in variables]
+    mutexes = [private_api.mutex_of(section) for section in sections]
+    assert mutexes[0] is not mutexes[1]
+
+    @tf.function(input_signature=[])
+    def count():
+        return sections[0].execute(lambda: variables[0].assign_add(1))
+
+    function = count.get_concrete_function()
+    captures = function.captured_inputs
+    own = {id(variables[0].handle): variables[1].handle, id(mutexes[0]): mutexes[1]}
+    assert {id(capture) for capture in captures} == set(own)
+    private_api.bind_captures(function, [own[id(capture)] for capture in captures])
+    assert int(function()) == 11 and int(variables[0]) == 1
+    private_api.bind_captures(function, captures)
+    assert int(function()) == 2 and int(variables[1]) == 11
 
 
 def test_an_iterator_goes_on_in_another(cpu_devices):

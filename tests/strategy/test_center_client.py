@@ -151,3 +151,16 @@ def test_the_group_beside_the_center_can_be_stale_too(cpu_devices):
     before = flat(service.center_partitions())
     service.exchange_locally(0, 8, ONES)
     np.testing.assert_allclose(before - flat(service.center_partitions()), 1 / 4)
+
+
+def test_a_change_that_comes_after_the_end_is_left_where_it_is(cpu_devices, caplog):
+    service = start(Delta())
+    worker = join(service)
+    push(worker, ONES)
+    service.close_training()
+    for _ in range(2):
+        weights = moved(worker, ONES)
+        np.testing.assert_array_equal(flat(push(worker, ONES)), flat(weights))
+    np.testing.assert_array_equal(flat(worker.pull()), 1)  # the final center
+    np.testing.assert_array_equal(service.versions(), 1)
+    assert caplog.text.count("Training ended before this worker's last change came") == 1

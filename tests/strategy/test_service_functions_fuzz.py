@@ -27,6 +27,7 @@ GOOD = credential(SECRET, "model")
 NUM_CLIENTS, NUM_BAD = 3, 600
 STATUS = tf.TensorSpec([], tf.int32)
 NUMBERS = tf.TensorSpec(None, tf.float64)
+BOOL = (STATUS, tf.TensorSpec([], tf.bool))
 FLOATS = {
     "ledger_lead": (STATUS, NUMBERS),
     "ledger_pace": (STATUS, NUMBERS, NUMBERS),
@@ -43,11 +44,10 @@ class Requests:
     def make(self):
         """Credential, function and arguments."""
         function, arguments, wrong = self.one_of(self.kinds())
-        if self.random.integers(3) == 0:
+        if not wrong or self.random.integers(3) == 0:
             return self.wrong_credential(), function, arguments
         place, value = self.one_of(wrong)
-        if isinstance(place, int):
-            arguments[place] = value
+        arguments[place] = value
         return GOOD, function, arguments
 
     def kinds(self):
@@ -84,6 +84,7 @@ class Requests:
             ("ledger_lead", [np.int32(0), number(3), facts],
              [(0, np.int32(1)), (0, np.int32(bad_client)), (1, number(-1)), (2, bad_epoch),
               (2, bad_stage), (2, facts[:5])]),
+            ("close_0", [], []),
         ]  # fmt: skip
 
     def one_of(self, choices):
@@ -126,6 +127,8 @@ def test_bad_requests_change_nothing(service):
         specs = tf.nest.map_structure(lambda spec: spec or tf.TensorSpec(None, tf.int64), specs)
         if function == "signal_0":
             specs = (STATUS, STATUS)
+        elif function == "close_0":
+            specs = BOOL
         elif function in FLOATS:
             specs = FLOATS[function]
         answer = clients[proof].call(function, [tf.constant(a) for a in arguments], specs)
@@ -150,6 +153,7 @@ def test_the_same_requests_without_a_fault_are_accepted(service):
         "ledger_claim": (STATUS, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)),
         "ledger_report": pairs,
         "latest_0": pairs,
+        "close_0": BOOL,
         **FLOATS,
     }
     for function, arguments, _ in Requests(seed=4).kinds():

@@ -63,7 +63,9 @@ class RemoteHost(Host):
         self._try(self._open, None)
 
     def set_stage(self, stage: Stage) -> None:
-        """Tells all async workers how far training is."""
+        """Tells all async workers how far training is; in its last stage they change nothing."""
+        if stage == Stage.CLOSED:
+            self._try(self._parts.close_training, None)
         self.ledger.note(stage)
         self._try(self.ledger.tell, None)
 

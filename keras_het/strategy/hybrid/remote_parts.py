@@ -125,6 +125,19 @@ class RemoteParts:
         except NoAnswerError as error:
             raise ServiceLostError(f"The parameter service at {error}") from error
 
+    def close_training(self) -> None:
+        """Has all processes take no push any more.
+
+        Raises:
+            ServiceLostError: if one of them does not answer.
+        """
+        try:
+            for client in (self.weights, self.state):
+                if client is not None:
+                    client.close_training()
+        except ConnectionError as error:
+            raise ServiceLostError(str(error)) from error
+
     def close(self) -> None:
         """Tells the tasks of the service that training is over."""
         for address in self._tasks:

@@ -121,6 +121,7 @@ class CenterClient:
         """Waits for the answer and combines it with the weights of now.
 
         A part whose push was too stale starts from the center again with the worker's own progress.
+        One that came after the end of training stays as it is: what follows is the final center.
 
         Args:
             pending: what `send` gave; after a loss it may be given again.
@@ -169,8 +170,8 @@ class CenterClient:
         others have pushed since.
         """
         statuses = pending.push.answer(self.seen).statuses.numpy()
-        for index in np.flatnonzero(np.isin(statuses, (NO_ANSWER, int(Status.WAIT)))):
-            self._client.push_again(pending.push, int(index))
+        again = np.flatnonzero(np.isin(statuses, (NO_ANSWER, int(Status.WAIT))))
+        self._client.push_again(pending.push, again.tolist())
 
     def _check_statuses(self, statuses: Any) -> None:
         if np.isin(statuses, (Status.REFUSED, Status.UNKNOWN_CLIENT)).any():
@@ -178,6 +179,12 @@ class CenterClient:
                 "The parameter service refused this worker's push. Received: statuses "
                 f"{statuses.tolist()}. Use the same script, TF_CONFIG cluster and secret on every "
                 "task."
+            )
+        if (statuses == int(Status.CLOSED)).any() and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "Training ended before this worker's last change came, which is not in the center. "
+                "A larger end_seconds gives slow workers more time."
             )
         if (statuses == int(Status.NOT_FINITE)).any() and not self._has_warned:
             self._has_warned = True

@@ -54,7 +54,11 @@ class ServiceHost(Host):
         self._parts.tell_addresses([self._parts.address])
 
     def set_stage(self, stage: Stage) -> None:
-        """Tells all async workers how far training is."""
+        """Tells all async workers how far training is; in its last stage they change nothing."""
+        if stage == Stage.CLOSED:
+            for service in (self._weights, self._state):
+                if service is not None:
+                    service.close_training()
         self.ledger.set_stage(stage)
 
     def exchange(

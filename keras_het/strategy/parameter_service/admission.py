@@ -25,6 +25,7 @@ class Status(enum.IntEnum):
     WAIT = 4
     STALE = 5
     REPEATED = 6
+    CLOSED = 7
 
 
 def read_secret(environ: Mapping[str, str] | None = None) -> bytes:

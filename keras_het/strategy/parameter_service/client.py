@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -28,25 +29,39 @@ class Answer:
             [num_partitions].
         versions: version of each partition, -1 where there is no answer; int64 likewise.
         partitions: the values of each partition; where there is no answer, those given as fallback.
-        residuals: what a push did not carry, for each partition; empty for a pull.
+        find_residuals: gives `residuals`.
     """
 
     statuses: Any
     versions: Any
     partitions: list[Any]
-    residuals: list[Any] = dataclasses.field(default_factory=list)
+    find_residuals: Callable[[], list[Any]] = list
+
+    @property
+    def residuals(self) -> list[Any]:
+        """What a push did not carry, for each partition; empty for a pull."""
+        return self.find_residuals()
 
 
 NO_ANSWER = -1
+PARTITIONS_UNDER_WAY = 2
+"""Messages that a client has under way to each process of the service; more are slower."""
+_SHORTEST_SECONDS = 1e-3
 _TAKEN = (int(Status.OK), int(Status.REPEATED))
+_VALUES = (
+    tf.TensorSpec([], tf.int32),
+    tf.TensorSpec([], tf.int64),
+    tf.TensorSpec([None], tf.float32),
+)
 
 
 class ParameterClient:
     """Pulls from and pushes to a `ParameterService`.
 
-    `pull` and `push` may be called in a `tf.function`: all partitions are on their way at once, and
-    the graph goes on until an answer is read. Nothing raises in the graph; an answer that did not
-    come in time has the status `NO_ANSWER`.
+    `pull` and `push` may be called in a `tf.function`: the messages are sent one after the other as
+    answers come, and the graph goes on until an answer is read. Few are under way at a time: each
+    is kept several times while it travels, by both sides. Nothing raises in the graph; an answer
+    that did not come in time has the status `NO_ANSWER`, and what was to follow is not waited for.
 
     Args:
         address: "host:port" of the service, or of each of several that share the partitions
@@ -79,6 +94,7 @@ class ParameterClient:
         self._client = tf.constant(client, tf.int32)
         addresses = [address] if isinstance(address, str) else list(address)
         self._places = place_partitions(partitions.sizes, len(addresses))
+        self._loads = [self._places.count(place) for place in range(len(addresses))]
         self._services = [FunctionClient(at, credential, timeout_seconds) for at in addresses]
         self.greet()
 
@@ -124,11 +140,8 @@ class ParameterClient:
         """
         nothing = tf.zeros([0], tf.string)
         states = [nothing] * len(center) if states is None else states
-        spec = tf.TensorSpec([], tf.int32)
-        calls = [
-            self._ask("restore", index, [values, state], spec)
-            for index, (values, state) in enumerate(zip(center, states, strict=True))
-        ]
+        messages = [[values, state] for values, state in zip(center, states, strict=True)]
+        calls = self._call_each("restore", messages, tf.TensorSpec([], tf.int32))
         for index, call in enumerate(calls):
             if not bool(call.is_ok()) or int(call.get_value()) != Status.OK:
                 raise ConnectionError(
@@ -149,13 +162,19 @@ class ParameterClient:
         specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32))
         about = self._client if client is None else tf.constant(client)
         arguments = [about, tf.constant(int(signal))]
-        indices = range(len(self.partitions.sizes))
-        if signal == Signal.NOTHING:
-            indices = range(1)
-        calls = [self._ask("signal", index, arguments, specs) for index in indices]
+        count = 1 if signal == Signal.NOTHING else len(self.partitions.sizes)
+        calls = self._call_each("signal", [arguments] * count, specs)
         if not all(bool(call.is_ok()) for call in calls):
             return None
         return int(calls[0].get_value()[1])
+
+    def close_training(self) -> None:
+        """Has the service take no push any more; returns when the last one is through.
+
+        Raises:
+            ConnectionError: if a part is not answered in time.
+        """
+        self._ask_all("close", [], tf.TensorSpec([], tf.bool))
 
     def latest_sequence(self) -> int:
         """The largest number of a push that the service knows of this worker; 0 for none.
@@ -177,8 +196,7 @@ class ParameterClient:
     def _ask_all(self, method: str, arguments: list[Any], spec: Any) -> list[Any]:
         """What each partition answers after its status."""
         specs = (tf.TensorSpec([], tf.int32), spec)
-        indices = range(len(self.partitions.sizes))
-        calls = [self._ask(method, index, arguments, specs) for index in indices]
+        calls = self._call_each(method, [arguments] * len(self.partitions.sizes), specs)
         for call in calls:
             if not bool(call.is_ok()):
                 raise ConnectionError(
@@ -192,7 +210,7 @@ class ParameterClient:
         Args:
             fallback: values of each partition to go on with where no answer comes.
         """
-        calls = [self._call("pull", index, []) for index in range(len(self.partitions.sizes))]
+        calls = self._call_each("pull", [[]] * len(self.partitions.sizes), _VALUES)
         return _collect(calls, fallback, self._wire)
 
     def push(
@@ -238,30 +256,64 @@ class ParameterClient:
             [self._client, samples, versions[index], sequence, *sent]
             for index, (sent, _) in enumerate(encoded)
         ]
-        calls = [self._call("push", index, message) for index, message in enumerate(messages)]
         residuals = [residual for _, residual in encoded]
-        return PendingPush(calls, list(changes), residuals, self._wire, messages)
+        push = PendingPush([], list(changes), residuals, self._wire, messages)
+        if tf.executing_eagerly() and max(self._loads) > PARTITIONS_UNDER_WAY:
+            push.send(lambda: self._call_each("push", messages, _VALUES, push.calls))
+        else:
+            self._call_each("push", messages, _VALUES, push.calls)
+        return push
 
-    def push_again(self, push: PendingPush, index: int) -> None:
-        """Sends a partition again, which was not answered, or was told to wait.
+    def push_again(self, push: PendingPush, indices: Sequence[int]) -> None:
+        """Sends partitions again that were not answered, or were told to wait.
 
         Args:
             push: what was sent, with a number, so that it counts once.
-            index: of the partition.
+            indices: of the partitions.
         """
-        push.calls[index] = self._call("push", index, push.messages[index])
+        push.wait()
+        messages = [push.messages[index] for index in indices]
+        for index, call in zip(
+            indices, self._call_each("push", messages, _VALUES, indices=indices), strict=True
+        ):
+            push.calls[index] = call
 
-    def _call(self, method: str, index: int, arguments: list[Any]) -> Any:
-        specs = (
-            tf.TensorSpec([], tf.int32),
-            tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([None], tf.float32),
-        )
-        return self._ask(method, index, arguments, specs)
+    def _call_each(
+        self,
+        method: str,
+        messages: Sequence[list[Any]],
+        specs: Any,
+        calls: list[Any] | None = None,
+        indices: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Calls a function of several partitions, each when an earlier call has its answer.
 
-    def _ask(self, method: str, index: int, arguments: list[Any], specs: Any) -> Any:
-        service = self._services[self._places[index]]
-        return service.call(f"{self._prefix}{method}_{index}", arguments, specs)
+        Eagerly, this waits until the last ones are under way.
+
+        Args:
+            method: name of the function.
+            messages: arguments for each partition.
+            specs: types of an answer.
+            calls: list to add the calls to.
+            indices: of the partitions; the first ones by default.
+        """
+        calls = [] if calls is None else calls
+        under_way: list[list[Any]] = [[] for _ in self._services]
+        for place, message in enumerate(messages):
+            index = place if indices is None else indices[place]
+            name, at = f"{self._prefix}{method}_{index}", self._places[index]
+            earlier, seconds = under_way[at], float(self._services[at].timeout_seconds)
+            if len(earlier) < PARTITIONS_UNDER_WAY:
+                call = self._services[at].call(name, message, specs)
+            else:
+                is_ok = earlier[-PARTITIONS_UNDER_WAY].is_ok()
+                with tf.control_dependencies([is_ok]):
+                    # a service that is gone is not waited for once more with each message
+                    seconds = tf.where(is_ok, seconds, _SHORTEST_SECONDS)
+                    call = self._services[at].call(name, message, specs, seconds)
+            earlier.append(call)
+            calls.append(call)
+        return calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +323,7 @@ class PendingPush:
     Args:
         calls: one for each partition.
         changes: what was to be sent.
-        residuals: what the format did not carry.
+        residuals: what the format did not carry; zero where it carries all.
         wire: the format.
         messages: what was sent for each partition.
     """
@@ -281,9 +333,21 @@ class PendingPush:
     residuals: list[Any]
     wire: Wire
     messages: list[list[Any]]
+    _thread: list[threading.Thread] = dataclasses.field(default_factory=list)
+
+    def send(self, work: Callable[[], Any]) -> None:
+        """Sends beside what this process does.
+
+        Args:
+            work: sends all messages, and adds their calls.
+        """
+        self._thread.append(threading.Thread(target=work, name="keras_het-push", daemon=True))
+        self._thread[0].start()
 
     def wait(self) -> None:
-        """Waits for the answer, at most for the time-out of a message."""
+        """Waits for the answer."""
+        for thread in self._thread:
+            thread.join()
         for call in self.calls:
             call.is_ok()
 
@@ -293,14 +357,18 @@ class PendingPush:
         Args:
             fallback: values of each partition to go on with where no answer comes.
         """
+        for thread in self._thread:
+            thread.join()
         answer = _collect(self.calls, fallback, self.wire)
-        residuals = [
-            tf.where(tf.reduce_any(tf.equal(answer.statuses[index], _TAKEN)), residual, change)
-            for index, (residual, change) in enumerate(
-                zip(self.residuals, self.changes, strict=True)
-            )
-        ]
-        return dataclasses.replace(answer, residuals=residuals)
+
+        def residuals() -> list[Any]:
+            pairs = zip(self.residuals, self.changes, strict=True)
+            return [
+                tf.where(tf.reduce_any(tf.equal(answer.statuses[index], _TAKEN)), left, change)
+                for index, (left, change) in enumerate(pairs)
+            ]
+
+        return dataclasses.replace(answer, find_residuals=residuals)
 
 
 def _collect(calls: Sequence[Any], fallback: Sequence[Any], wire: Wire) -> Answer:

@@ -53,7 +53,7 @@ class FunctionClient:
         )
 
     def call(
-        self, function: str, arguments: list[Any], specs: Any, timeout_seconds: float | None = None
+        self, function: str, arguments: list[Any], specs: Any, timeout_seconds: Any = None
     ) -> Any:
         """Sends a call, also in a `tf.function`, and does not wait for the answer.
 
@@ -61,7 +61,7 @@ class FunctionClient:
             function: its name.
             arguments: after the credential.
             specs: types of the answer.
-            timeout_seconds: for this call.
+            timeout_seconds: for this call, number or tensor.
 
         Returns:
             TensorFlow's status-or-value, which is there when the answer is.
@@ -100,5 +100,7 @@ def error_of(answer: Any) -> tuple[int, str]:
     return int(code), message.numpy().decode(errors="replace")
 
 
-def _milliseconds(seconds: float) -> int:
+def _milliseconds(seconds: Any) -> Any:
+    if tf.is_tensor(seconds):
+        return tf.cast(tf.maximum(seconds * 1000, 1), tf.int64)
     return max(1, int(seconds * 1000))

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.strategy.parameter_service.bound_function import BoundFunction
 
 _LONGEST_START_SECONDS = 60.0
 _LONGEST_END_SECONDS = 5.0
@@ -44,7 +45,7 @@ class FunctionServer:
 
         Args:
             name: that clients call it by.
-            function: `tf.function` with an input signature.
+            function: `tf.function` with an input signature, or a `BoundFunction`.
         """
         self._methods[name] = function
 
@@ -93,7 +94,8 @@ class FunctionServer:
         @tf.function
         def serve() -> Any:
             for name, function in self._methods.items():
-                self._server.register(name, function)
+                is_bound = isinstance(function, BoundFunction)
+                self._server.register(name, function.concrete() if is_bound else function)
             self._server.start()
             self._is_started.assign(True)
             return self._end.dequeue()

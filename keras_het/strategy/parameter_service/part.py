@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het import private_api
+
 
 class Part:
     """Variables of a partition, in this process.
@@ -23,8 +25,22 @@ class Part:
         self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         # What a client in this process saw last, which sends no message that says it.
         self.seen_here = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        self.is_closed = tf.Variable(False, trainable=False)
         self.slots = rule.create_slots(self.center)
         self.lock = tf.CriticalSection()
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What the functions of partitions must have in common to be traced once for all."""
+        slots = sorted(self.slots.items())
+        return self.size, *((name, tuple(slot.shape), slot.dtype.name) for name, slot in slots)
+
+    def resources(self) -> list[Any]:
+        """Handles of the variables and of the lock, in an order that depends on the kind only."""
+        own = (self.center, self.version, self.sequences, self.seen_here, self.is_closed)
+        slots = (self.slots[name] for name in sorted(self.slots))
+        handles = [variable.handle for variable in (*own, *slots)]
+        return [*handles, private_api.mutex_of(self.lock)]
 
     def serialized_state(self) -> Any:
         """Version and the rule's variables, by name, as a vector of strings; in the graph."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.bound_function import BoundFunction, PartFunction
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
 from keras_het.strategy.parameter_service.part import Part
@@ -24,7 +26,7 @@ class ParameterService:
     the worker last saw. Rules that are atomic update a partition under a lock of its own, so that
     no push is lost and versions count every one. A push may carry a number: one whose answer was
     lost can be sent again, and counts once. A request with the wrong credential, an unknown
-    client or a value that is not finite changes nothing.
+    client or a value that is not finite changes nothing, and after `close_training` no push does.
 
     Args:
         address: "host:port" to listen on; use 127.0.0.1 unless other machines must connect.
@@ -64,18 +66,26 @@ class ParameterService:
         self.indices = tuple(range(len(partitions.sizes)) if indices is None else indices)
         with tf.init_scope(), tf.device("CPU:0"):
             self._parts = [Part(partitions.sizes[i], rule, num_clients) for i in self.indices]
+        self._server = FunctionServer(address) if server is None else server
         # One function for each partition: with several critical sections in one, TensorFlow waits
         # forever.
-        self._exchanges = [self._exchange_function(part) for part in self._parts]
-        self._server = FunctionServer(address) if server is None else server
-        for index, part in zip(self.indices, self._parts, strict=True):
-            self._server.register(f"{prefix}push_{index}", self._push_function(part))
-            self._server.register(f"{prefix}pull_{index}", self._pull_function(part))
-            self._server.register(f"{prefix}export_{index}", self._export_function(part))
-            self._server.register(f"{prefix}restore_{index}", self._restore_function(part))
-            self._server.register(f"{prefix}signal_{index}", self._signal_function(part))
-            self._server.register(f"{prefix}latest_{index}", self._latest_function(part))
+        for name, make in self._served().items():
+            function = PartFunction(make)
+            for index, part in zip(self.indices, self._parts, strict=True):
+                self._server.register(f"{prefix}{name}_{index}", function.of(part))
         self._server.register(f"{prefix}hello", self._hello_function())
+
+    def _served(self) -> dict[str, Any]:
+        """What clients call of each partition: name, and what makes the function of a partition."""
+        return {
+            "push": self._push_function,
+            "pull": self._pull_function,
+            "export": self._export_function,
+            "restore": self._restore_function,
+            "signal": self._signal_function,
+            "latest": self._latest_function,
+            "close": self._close_function,
+        }
 
     def start(self) -> None:
         """Starts to answer."""
@@ -167,10 +177,19 @@ class ParameterService:
             for exchange, change in zip(self._exchanges, changes, strict=True)
         ]
 
+    def close_training(self) -> None:
+        """Takes no push from others any more; returns when the last one is through."""
+        for part in self._parts:
+            self._close(part)
+
     def prepare_local_exchange(self) -> None:
         """Traces `exchange_locally`, so that the first one does not hold up a training step."""
-        for exchange in self._exchanges:
-            exchange.get_concrete_function()
+        _ = self._exchanges
+
+    @functools.cached_property
+    def _exchanges(self) -> list[BoundFunction]:
+        exchange = PartFunction(self._exchange_function)
+        return [exchange.of(part) for part in self._parts]
 
     def _exchange_function(self, part: Part) -> Any:
         signature = [
@@ -292,6 +311,19 @@ class ParameterService:
 
         return signal
 
+    def _close(self, part: Part) -> Any:
+        return part.lock.execute(lambda: part.is_closed.assign(True, read_value=True))
+
+    def _close_function(self, part: Part) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+        def close(credential: Any) -> Any:
+            admitted = self._gate.admits(credential)
+            is_closed = tf.cond(admitted, lambda: self._close(part), lambda: tf.constant(False))
+            refused = tf.constant(int(Status.REFUSED))
+            return tf.where(admitted, int(Status.OK), refused), is_closed
+
+        return close
+
     def _latest_function(self, part: Part) -> Any:
         @tf.function(input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int32)])
         def latest(credential: Any, client: Any) -> Any:
@@ -369,11 +401,12 @@ class ParameterService:
     def _unless_known(
         self, part: Part, client: Any, version: Any, sequence: Any, update: Any
     ) -> tuple[Any, Any, Any]:
-        """Takes a push unless it was taken before (its answer was lost), or is too stale."""
+        """Takes a push unless it was taken before (its answer was lost), or comes too late."""
         numbered = sequence > 0
         repeated = numbered & (sequence <= part.sequences[client])
         bound = self._staleness_bound
         stale = tf.constant(False) if bound is None else part.version - version > bound
+        closed = part.is_closed.read_value()
 
         def take() -> tuple[Any, Any, Any]:
             status, new_version, answer = update()
@@ -383,10 +416,11 @@ class ParameterService:
                 return tf.identity(status), new_version, answer
 
         def leave() -> tuple[Any, Any, Any]:
-            status = tf.where(repeated, int(Status.REPEATED), int(Status.STALE))
+            status = tf.where(closed, int(Status.CLOSED), int(Status.STALE))
+            status = tf.where(repeated, int(Status.REPEATED), status)
             return status, part.version.read_value(), part.center.read_value()
 
-        result: tuple[Any, Any, Any] = tf.cond(repeated | stale, leave, take)
+        result: tuple[Any, Any, Any] = tf.cond(repeated | stale | closed, leave, take)
         return result
 
     def _apply(self, part: Part, change: Any, meta: PushMeta) -> tuple[Any, Any, Any]:

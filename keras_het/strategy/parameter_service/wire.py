@@ -22,7 +22,11 @@ class Wire(Protocol):
         """Types of a push of `size` elements."""
 
     def encode(self, values: Any) -> tuple[list[Any], Any]:
-        """Tensors to send for float32 values of shape [size], and the residual likewise."""
+        """Tensors to send for float32 values of shape [size].
+
+        Returns:
+            The tensors; and the residual, float32 of shape [size] or a scalar for all elements.
+        """
 
     def decode(self, tensors: list[Any], size: int) -> Any:
         """The float32 values of shape [size] that were sent; the rest is zero."""
@@ -70,7 +74,7 @@ class FloatWire:
     def encode(self, values: Any) -> tuple[list[Any], Any]:
         """Rounds the values."""
         if self.is_exact:
-            return [values], tf.zeros_like(values)
+            return [values], tf.constant(0.0)  # of any shape: a vector would take memory
         rounded = tf.cast(values, self._dtype)
         return [_in_pairs(rounded)], values - tf.cast(rounded, tf.float32)
 

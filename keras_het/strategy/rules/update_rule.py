@@ -41,9 +41,10 @@ class UpdateRule(abc.ABC):
     """Combines what one worker sends with one part of the center, and the answer with the worker.
 
     The center is cut into parts (partitions); a rule works element by element, so that parts are
-    independent. The server side (`create_slots`, `is_turn`, `update`) is traced once for each part
-    and runs where the center is. The worker side (`message`, `after_sending`, `receive`) are pure
-    functions of float32 tensors, for one vector or one variable as well as for a part of it:
+    independent. The server side (`create_slots`, `is_turn`, `update`) runs where the center is, and
+    is traced once for all parts of one size: they differ in their variables only. The worker side
+    (`message`, `after_sending`, `receive`) are pure functions of float32 tensors, for one vector or
+    one variable as well as for a part of it:
 
     1. the worker sends `message(weights, seen)`, where `seen` is the answer of its last exchange
        (the center at first);
