@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
+from keras_het.strategy.hybrid.leader_ledger import LeaderLedger
 from keras_het.strategy.parameter_service import Status
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
@@ -149,6 +150,54 @@ def test_negative_samples_are_refused(service):
     with pytest.raises(PermissionError):
         connect(address).report(Presence.TRAINING, used=-5)
     assert ledger.used.sum() == 0
+
+
+class LosesAnswers(LedgerClient):
+    """Some requests arrive, and their answers do not."""
+
+    num_lost = 0
+
+    def ask(self, method, arguments, specs):
+        values = super().ask(method, arguments, specs)
+        if self.num_lost:
+            self.num_lost -= 1
+            raise ServiceLostError("lost")
+        return values
+
+
+def lose(num_lost, report):
+    for _ in range(num_lost):
+        with pytest.raises(ServiceLostError):
+            report()
+
+
+@pytest.mark.parametrize("num_lost", [1, 3])
+def test_samples_of_a_report_whose_answer_was_lost_count_once(service, num_lost):
+    address, _, ledger = service
+    remote = LosesAnswers(address, GOOD, 1, 10)
+    remote.report(Presence.TRAINING, used=5)
+    remote.num_lost = num_lost
+    lose(num_lost, lambda: remote.report(Presence.TRAINING, used=7))
+    remote.report(Presence.TRAINING, used=100)
+    assert ledger.used.tolist() == [0, 5 + 7 * num_lost + 100, 0, 0]
+    again = connect(address)  # another process of the same worker
+    again.report(Presence.TRAINING, used=1000)
+    assert ledger.used[1] == 1105 + 7 * num_lost
+
+
+def test_samples_of_the_leader_count_once(service):
+    address, _, ledger = service
+    remote = LosesAnswers(address, GOOD, 0, 10)
+    leader = LeaderLedger(remote)
+    leader.note_used(5)
+    leader.tell_used()
+    leader.note_used(7)
+    remote.num_lost = 2
+    lose(2, leader.tell_used)
+    assert ledger.used[0] == 12  # it came, and the leader does not know
+    leader.note_used(100)
+    leader.tell_used()
+    assert ledger.used.tolist() == [112, 0, 0, 0] == leader.used.tolist()
 
 
 def test_a_service_that_is_not_there(cpu_devices):

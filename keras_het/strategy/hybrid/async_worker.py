@@ -294,11 +294,7 @@ class AsyncWorker(Participant):
 
     def _report(self, presence: Presence) -> LedgerFacts:
         used, self._unreported = self._unreported, 0
-        try:
-            facts: LedgerFacts = self._ledger.report(presence, used)
-        except ServiceLostError:
-            self._unreported += used
-            raise
+        facts: LedgerFacts = self._ledger.report(presence, used)
         return facts
 
     def _lose(self, error: ServiceLostError) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient
 from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage, TrainingFacts
+from keras_het.strategy.parameter_service.used_samples import UsedSamples
 
 _NO_CHANGE = -1
 
@@ -28,7 +29,8 @@ class LeaderLedger:
         self._client = client
         self._stage, self._epoch = Stage.STARTING, 0
         self._training = TrainingFacts(0)
-        self._latest = np.zeros([0, 5])
+        self._latest = np.zeros([0, 6])
+        self._used = UsedSamples()
         self._is_kept = False
 
     def note(
@@ -63,10 +65,18 @@ class LeaderLedger:
         """Whether all batches of an epoch were handed out."""
         return bool(epoch == self._epoch and self._ask()[0, 4] <= 0)
 
-    def add_used(self, client: int, samples: int) -> None:
-        """Counts samples that the leader's group has used."""
-        del client
-        self._ask(samples)
+    def note_used(self, samples: int) -> None:
+        """Keeps samples that the leader's group has used for `tell_used`.
+
+        Args:
+            samples: how many, since the last call.
+        """
+        self._used.add(samples)
+
+    def tell_used(self) -> None:
+        """Has all samples counted that were noted, each once."""
+        while not (self._used.is_empty or self._is_kept):
+            self._ask()
 
     def pace(self, client: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
         """Says how fast the leader's group is, and asks how fast all are: `SampleLedger.pace`."""
@@ -93,10 +103,12 @@ class LeaderLedger:
         """Does not ask any more: the last answer stays, when the other process is gone."""
         self._is_kept = True
 
-    def _ask(self, used: int = 0, stage: int = _NO_CHANGE, taken_until: int = 0) -> np.ndarray:
+    def _ask(self, stage: int = _NO_CHANGE, taken_until: int = 0) -> np.ndarray:
         if not self._is_kept:
             facts = [stage, taken_until, self._epoch, *self._training]
-            specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None, 5], tf.float64))
-            arguments: list[Any] = [tf.constant(used, tf.int64), tf.constant(facts, tf.int64)]
+            specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None, 6], tf.float64))
+            used = tf.constant(self._used.report(), tf.int64)
+            arguments: list[Any] = [used, tf.constant(facts, tf.int64)]
             self._latest = self._client.ask("lead", arguments, specs)[1].numpy()
+            self._used.answered(int(self._latest[0, 5]))
         return self._latest

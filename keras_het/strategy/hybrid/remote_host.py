@@ -51,7 +51,7 @@ class RemoteHost(Host):
         seconds = self._options.timeout_seconds
         self.ledger = LeaderLedger(LedgerClient(addresses[0], group.credential, LEADER, seconds))
         self._pending: Pending | None = None
-        self._taken_until = self._uncounted = 0
+        self._taken_until = 0
         self._is_closed = self._is_lost = False
         self._next_try = 0.0
         _logger.info("The parameter service is at %s.", ", ".join(addresses))
@@ -94,8 +94,8 @@ class RemoteHost(Host):
 
     def add_used(self, samples: int) -> None:
         """Counts samples that the group has used."""
-        self._uncounted += samples
-        self._try(self._count, None)
+        self.ledger.note_used(samples)
+        self._try(self.ledger.tell_used, None)
 
     def pace(self, pace: Sequence[float]) -> tuple[Any, Any] | None:
         """Says how fast the group is, and asks how fast all are."""
@@ -146,10 +146,6 @@ class RemoteHost(Host):
     def _open(self) -> None:
         self.ledger.tell(self._taken_until)
         self._parts.open_directory()
-
-    def _count(self) -> None:
-        self.ledger.add_used(LEADER, self._uncounted)
-        self._uncounted = 0
 
     def _exchange(
         self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool

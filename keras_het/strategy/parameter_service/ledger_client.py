@@ -17,6 +17,7 @@ from keras_het.strategy.parameter_service.sample_ledger import (
     Stage,
     TrainingFacts,
 )
+from keras_het.strategy.parameter_service.used_samples import UsedSamples
 
 
 class ServiceLostError(RuntimeError):
@@ -63,6 +64,7 @@ class LedgerClient:
     ) -> None:
         self._service = FunctionClient(address, credential, timeout_seconds)
         self._client = tf.constant(client)
+        self._used = UsedSamples()
 
     def claim(self, epoch: int, count: int = 1) -> tuple[Status, int, int]:
         """Takes the next batches of an epoch.
@@ -84,15 +86,24 @@ class LedgerClient:
 
         Args:
             presence: what this worker is doing.
-            used: samples used since the last report.
+            used: samples used since the last report. After an error they are reported with the next
+                ones: do not give them again.
 
         Raises:
             ServiceLostError: if there is no answer in time.
         """
-        arguments = [tf.constant(used, tf.int64), tf.constant(int(presence))]
-        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([7], tf.int64))
+        self._used.add(used)
+        facts = self._report(presence)
+        while not self._used.is_empty:
+            facts = self._report(presence)
+        return facts
+
+    def _report(self, presence: Presence) -> LedgerFacts:
+        arguments = [tf.constant(self._used.report(), tf.int64), tf.constant(int(presence))]
+        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([8], tf.int64))
         _, facts = self.ask("report", arguments, specs)
-        stage, epoch, *numbers = (int(fact) for fact in facts)
+        stage, epoch, *numbers, latest = (int(fact) for fact in facts)
+        self._used.answered(latest)
         return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))
 
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

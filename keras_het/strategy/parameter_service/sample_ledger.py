@@ -57,7 +57,8 @@ class SampleLedger:
     Clients take batches in their own time: who is faster takes more, nobody waits. An epoch is over
     when all its batches were handed out. A client may begin the next epoch at once, but is never
     more than one epoch ahead of the sync group. A batch that a killed client held is not handed out
-    again: `claimed` minus `used` says what was lost.
+    again: `claimed` minus `used` says what was lost. A report of samples carries a number: one
+    whose answer was lost can be sent again, and counts once.
 
     Args:
         server: `FunctionServer` to answer on.
@@ -79,6 +80,7 @@ class SampleLedger:
             self._num_epochs = _variable(tf.constant(LARGEST_EPOCH, tf.int64))
             self._claimed = _variable(tf.zeros([num_clients], tf.int64))
             self._used = _variable(tf.zeros([num_clients], tf.int64))
+            self._counted = _variable(tf.zeros([num_clients], tf.int64))
             self._last_seen = _variable(tf.zeros([num_clients], tf.float64))
             self._presence = _variable(tf.zeros([num_clients], tf.int32))
             self._paces = _variable(tf.zeros([num_clients, 3], tf.float64))
@@ -226,18 +228,18 @@ class SampleLedger:
             input_signature=[
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([2], tf.int64),
                 tf.TensorSpec([], tf.int32),
             ]
         )
         def report(credential: Any, client: Any, used: Any, presence: Any) -> Any:
-            known = (client >= 0) & (client < self._num_clients) & (used >= 0)
+            known = (client >= 0) & (client < self._num_clients) & tf.reduce_all(used >= 0)
             known &= (presence >= 0) & (presence <= max(Presence))
 
             def note() -> Any:
                 place = [[client]]
                 notes = [
-                    self._used.scatter_nd_add(place, [used]),
+                    self._lock.execute(lambda: self._count(client, used)),
                     self._last_seen.scatter_nd_update(place, [tf.timestamp()]),
                     self._presence.scatter_nd_update(place, [presence]),
                 ]
@@ -253,8 +255,9 @@ class SampleLedger:
             with tf.control_dependencies([code]):
                 admitted = tf.equal(code, int(Status.OK))
                 numbers = [self._epoch.read_value(), *(f.read_value() for f in self._facts())]
-                facts = tf.stack([tf.cast(self._stage, tf.int64), *numbers])
-                return code, tf.where(admitted, facts, tf.fill([7], tf.constant(-1, tf.int64)))
+                latest = self._counted[tf.where(admitted, client, 0)]
+                facts = tf.stack([tf.cast(self._stage, tf.int64), *numbers, latest])
+                return code, tf.where(admitted, facts, tf.fill([8], tf.constant(-1, tf.int64)))
 
         return report
 
@@ -308,7 +311,7 @@ class SampleLedger:
             input_signature=[
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([2], tf.int64),
                 tf.TensorSpec([8], tf.int64),
             ]
         )
@@ -316,12 +319,14 @@ class SampleLedger:
             """Sets the facts, unless the stage is negative, and tells what clients are doing."""
             stage, taken_until, epoch, *numbers = tf.unstack(facts)
 
-            def pass_on() -> Any:
-                following = tf.maximum(self._next[epoch], taken_until)
-                return self._next.scatter_nd_update([[epoch]], [following])[epoch]
+            def count_and_pass_on() -> Any:
+                counted = self._count(client, used)
+                until = tf.where(stage >= 0, taken_until, 0)
+                following = tf.maximum(self._next[epoch], until)
+                with tf.control_dependencies([counted]):
+                    return self._next.scatter_nd_update([[epoch]], [following])[epoch]
 
             def note() -> Any:
-                self._lock.execute(pass_on)  # before others may claim
                 places = (self._epoch, *self._facts())
                 for place, number in zip(places, (epoch, *numbers), strict=True):
                     place.assign(number)
@@ -329,27 +334,43 @@ class SampleLedger:
                 return tf.constant(int(Status.OK))
 
             def take() -> Any:
-                counted = self._used.scatter_nd_add([[0]], [used])
-                noted = tf.cond(stage >= 0, note, lambda: tf.constant(int(Status.OK)))
-                with tf.control_dependencies([counted, noted]):
+                passed_on = self._lock.execute(count_and_pass_on)
+                with tf.control_dependencies([passed_on]):  # before others may claim
+                    noted = tf.cond(stage >= 0, note, lambda: tf.constant(int(Status.OK)))
+                with tf.control_dependencies([noted]):
                     return tf.constant(int(Status.OK)), self._overview()
 
-            known = tf.equal(client, 0) & (used >= 0) & (stage <= int(Stage.CLOSED))
+            known = tf.equal(client, 0) & tf.reduce_all(used >= 0) & (stage <= int(Stage.CLOSED))
             known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
             return tf.cond(
                 self._gate.admits(credential) & known,
                 take,
-                lambda: (tf.constant(int(Status.REFUSED)), tf.zeros([0, 5], tf.float64)),
+                lambda: (tf.constant(int(Status.REFUSED)), tf.zeros([0, 6], tf.float64)),
             )
 
         return lead
+
+    def _count(self, client: Any, used: Any) -> Any:
+        """Counts samples, unless their report was counted before; in the graph, under the lock.
+
+        Args:
+            client: who used them.
+            used: number of the report, 0 for none; and samples.
+        """
+        number, samples = tf.unstack(used)
+
+        is_new = tf.equal(number, 0) | (number > self._counted[client])
+        latest = tf.maximum(number, self._counted[client])
+        added = self._used.scatter_nd_add([[client]], [tf.where(is_new, samples, 0)])
+        with tf.control_dependencies([added]):
+            return self._counted.scatter_nd_update([[client]], [latest])[client]
 
     def _facts(self) -> tuple[Any, ...]:
         """Variables of `TrainingFacts`, in its order."""
         return (self._total, self._fingerprint, self._first_pass, self._run, self._num_epochs)
 
     def _overview(self) -> Any:
-        """Presence, seconds of silence, batches and samples of each client; batches left."""
+        """Of each client presence, silence in seconds, batches, samples, batches left, report."""
         left = self._total - self._next[self._epoch]
         columns = (
             self._presence.read_value(),
@@ -357,6 +378,7 @@ class SampleLedger:
             self._claimed.read_value(),
             self._used.read_value(),
             tf.fill([self._num_clients], left),
+            self._counted.read_value(),
         )
         return tf.stack([tf.cast(column, tf.float64) for column in columns], axis=1)
 
