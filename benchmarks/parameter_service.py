@@ -6,8 +6,10 @@ Clients are processes of their own that exchange as fast as they can: each sends
 weight and gets the center back. Peers in the same run, in turn with ours: (a) `remote_variables`,
 the same bytes through variables on a standard `tf.distribute.Server`; (b) `socket`, a raw loopback
 connection that sends and returns the same bytes, the physical limit here. `gb_per_s` counts both
-directions of all clients. `memory_ratio`: what the service's process has more after all exchanges
-than before it made the variables, over their bytes.
+directions of all clients. `memory_ratio`: the largest resident memory of the service's process,
+less what it had with TensorFlow loaded and before it made the variables, over the variables' bytes;
+so it has all that serving costs: variables, functions, messages and what the allocator keeps.
+`server_memory_mb` is the whole of that process, `client_memory_mb` that of the largest client.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]
         for group in groups:
             group.run(exchanges)  # warms up
         times = [[group.run(exchanges) for group in groups] for _ in range(rounds)]
-        memory = groups[0].server_memory_mb()
+        memory, client_memory = groups[0].largest_memory_mb()
         before = groups[0].memory_before_mb
     finally:
         for group in groups:
@@ -82,7 +84,8 @@ def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]
             "ratio_to_socket": round(statistics.median(to_socket), 3),
             "remote_variables_gb_per_s": round(statistics.median(variables), 3),
             "socket_gb_per_s": round(statistics.median(raw), 3),
-            "server_memory_mb": memory,
+            "server_memory_mb": round(memory),
+            "client_memory_mb": round(client_memory),
             "memory_ratio": round((memory - before) / size_mb, 2),
             "num_runs": rounds,
         }
@@ -112,11 +115,10 @@ class Group:
             client.stdin.flush()
         return max(float(_read(client)) for client in self._clients) / exchanges
 
-    def server_memory_mb(self) -> int:
-        """Resident memory of the server process."""
-        import psutil
-
-        return round(psutil.Process(self._server.pid).memory_info().rss / 1e6)
+    def largest_memory_mb(self) -> tuple[float, float]:
+        """Largest resident memory so far of the server, and of the clients the largest one's."""
+        clients = [_memory_mb(client.pid, "VmHWM") for client in self._clients]
+        return _memory_mb(self._server.pid, "VmHWM"), max(clients)
 
     def close(self) -> None:
         """Ends all processes."""
@@ -124,6 +126,13 @@ class Group:
             process.kill()
             process.wait()
         self._ports.close()
+
+
+def _memory_mb(pid: int | str, name: str) -> float:
+    """A process's resident memory by Linux: VmRSS that of now, VmHWM the largest so far."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 def _start(role: str, *arguments: Any) -> subprocess.Popen[str]:
@@ -158,14 +167,14 @@ def _elements(size_mb: str) -> int:
 
 
 def service_server(size_mb: str, address: str, *_: str) -> None:
-    import psutil
     import tensorflow as tf
 
     from keras_het.strategy.parameter_service import ParameterService, Partitions
     from keras_het.strategy.rules import Delta
 
     tf.config.list_logical_devices()  # its own memory is not the service's
-    before = psutil.Process().memory_info().rss / 1e6
+    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is that of now
+    before = _memory_mb("self", "VmRSS")
     service = ParameterService(address, Partitions(((_elements(size_mb),),)), Delta(), SECRET, 4)
     service.start()
     print(f"ready {before}", flush=True)
