@@ -41,6 +41,7 @@ FIELDS = {
         "speedup_over_ps",
         "predicted_speedup",
     },
+    "stall_meter": {"added_microseconds", "part_of_1_ms"},
     "overhead": {"mode", "step_time_ratio", "lowest_ratio", "highest_ratio"},
 }
 
