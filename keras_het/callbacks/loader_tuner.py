@@ -111,6 +111,8 @@ class LoaderTuner(keras.callbacks.Callback):
         self._last_start = None
         if self._fit is not None:
             self._fit.begin_epoch()
+        if self._session is not None:
+            self._session.begin_epoch(self._steps_before_another_epoch(epoch))
         self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -183,10 +185,15 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def _end_of_steps(self) -> None:
         """What follows, a validation for instance, is no part of the last step."""
-        self._account()
+        self._account(is_last=True)
         self._last_start = None
 
-    def _account(self) -> None:
+    def _steps_before_another_epoch(self, epoch: int) -> int | None:
+        parameters = self.params or {}
+        epochs, steps = parameters.get("epochs"), parameters.get("steps")
+        return steps if epochs is not None and epoch + 1 < epochs else None
+
+    def _account(self, is_last: bool = False) -> None:
         """Takes note of the execution before, whose time ends now."""
         if self._last_start is None or self._session is None:
             return
@@ -196,7 +203,7 @@ class LoaderTuner(keras.callbacks.Callback):
         if steps:
             self.meter.add(seconds, wait, steps)
             moves = len(self._session.moves)
-            self._session.after_step(seconds, wait, steps)
+            self._session.after_step(seconds, wait, steps, is_last)
             if self._verbose:
                 for move in self._session.moves[moves:]:
                     sys.stdout.write(f"\nstep {move.step}: {move.plan}\n")

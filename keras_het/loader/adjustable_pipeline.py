@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,7 @@ from keras_het.loader.iterator_functions import hold_functions_of
 from keras_het.loader.knobs import Build, Knobs
 from keras_het.loader.loader_threads import start
 from keras_het.loader.replayable import draws_an_order
+from keras_het.loader.spare_iterators import SpareIterators
 
 
 def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
@@ -71,11 +73,13 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
         self.build = build
         self.knobs = self._first_knobs = knobs
         self._original = self._current = dataset
-        self._is_direct = (
-            has_memory_cache(dataset)
-            or any(adapter.is_repeat(node) for node in adapter.upstream_of(dataset))
-            or not draws_an_order(dataset)
-        )
+        has_cache, draws = has_memory_cache(dataset), draws_an_order(dataset)
+        repeats = any(adapter.is_repeat(node) for node in adapter.upstream_of(dataset))
+        self._is_direct = has_cache or repeats or not draws
+        # an iterator that is made while a cache fills would fill it again, and one that is made
+        # before the later rounds of a `repeat` would take the order of one of them
+        self._can_have_spares = not has_cache and not (repeats and draws)
+        self._spares = SpareIterators()
         super().__init__(dataset, private_api.data_set_variant(dataset))
 
     @property
@@ -99,17 +103,40 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
         """
         is_first = knobs == self._first_knobs and not self._is_direct
         self.knobs, self._current = knobs, self._original if is_first else dataset
+        if self._is_direct:
+            self._spares.clear()
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
             return super().__iter__()
-        if self._current is self._original or self._is_direct:
-            iterator = start(self._current)
-        else:
-            iterator = hand_over(iter(self._original), self._current)
+        dataset, iterator = self._spares.take() or (None, None)
+        if iterator is None or (dataset is not self._current and self._is_direct):
+            iterator = self._make()[1]
+        elif dataset is not self._current:
+            iterator = hand_over(iterator, self._current)
         hold_functions_of(iterator, self._current)
         iterator.keras_het_pipeline = self
         return iterator
+
+    def make_spares(self, count: int, executor: concurrent.futures.Executor) -> None:
+        """Begins to make the next iterators, which the next calls of `iter` then give.
+
+        Orders are those without: a shuffle gives them to its iterators as these are made. Pipelines
+        where they would not be have no spares.
+
+        Args:
+            count: how many may wait.
+            executor: one thread that works in the background.
+        """
+        if self._can_have_spares:
+            self._spares.begin(self._make, count, executor)
+
+    def _make(self) -> tuple[Any, Any]:
+        """A new iterator, after the data set that it iterates."""
+        dataset = self._current
+        if dataset is self._original or self._is_direct:
+            return dataset, start(dataset)
+        return dataset, hand_over(iter(self._original), dataset)
 
 
 def pipeline_of(iterator: Any) -> AdjustablePipeline | None:

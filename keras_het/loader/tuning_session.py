@@ -26,6 +26,7 @@ from keras_het.loader.knobs import Knobs
 from keras_het.loader.live_iterator import LiveIterator
 from keras_het.loader.loader_threads import LoaderThreads, threads_of
 from keras_het.loader.order_tuning import OrderTuning
+from keras_het.loader.pass_end import PassEnd
 from keras_het.loader.preparation import Preparation
 from keras_het.loader.step_iterator import StepIterator
 from keras_het.planning.loader import (
@@ -44,6 +45,9 @@ MakeController = Callable[[LoaderPlan, float, int | None], LoaderController]
 
 _STEPS_TO_START = 4
 """Steps of an epoch before its pipeline's throughput can be judged."""
+
+_ITERATORS_OF_AN_EPOCH = 2
+"""Keras makes one at the end of an epoch, which it does not use, and one when the next begins."""
 
 
 @dataclasses.dataclass
@@ -117,6 +121,15 @@ class TuningSession:
         self.job: JobModel | None = None
         self._confirmed: LoaderPlan | None = None
         self._first_knobs: Knobs | None = None
+        self._end = PassEnd()
+
+    def begin_epoch(self, steps: int | None) -> None:
+        """Takes note of an epoch, before its first step.
+
+        Args:
+            steps: its steps; None if they are not known, or it is the last one.
+        """
+        self._end.begin(steps)
 
     def open(self, iterator: Any) -> LiveIterator:
         """Begins to read an iterator that the training loop was given.
@@ -159,23 +172,28 @@ class TuningSession:
         if self._batch_bytes is None:
             self._batch_bytes = count_bytes(batch)
 
-    def after_step(self, seconds: float, input_wait: float, steps: int) -> None:
+    def after_step(
+        self, seconds: float, input_wait: float, steps: int, is_last: bool = False
+    ) -> None:
         """Takes note of one execution; now and then decides, or puts a plan into effect.
 
         Args:
             seconds: its time.
             input_wait: part of it in which it waited for its batches.
             steps: number of its steps.
+            is_last: whether the epoch ends here: what can be done within the next one has time.
         """
         self._steps += steps
         self._use(self.share.stay())
+        if self._end.is_near(seconds, steps) and not is_last:
+            self._make_spares()
         if self.order is not None:
             self.order.give_way(self._nice)
         if self._preparation is not None:
             self._poll(*self._preparation)
             return
         if self._building is not None:
-            if self._building[2].done():
+            if self._building[2].done() and not is_last:
                 self._put_into_effect()
             return
         sums = self._sums
@@ -382,6 +400,15 @@ class TuningSession:
             work = (self.pipeline.build, knobs, known, is_plain)
             future = self._background().submit(prepare_iterator, *work)
             self._building = (knobs, move, future)
+
+    def _make_spares(self) -> None:
+        """Makes the iterators of the next epoch while this one still trains.
+
+        Where Keras makes none because the user's number of steps is not a whole pass, they wait.
+        """
+        pipeline = self.live.pipeline if self.live is not None else None
+        if self.observes_only is None and pipeline is not None:
+            pipeline.make_spares(_ITERATORS_OF_AN_EPOCH, self._background())
 
     def _background(self) -> concurrent.futures.ThreadPoolExecutor:
         if self._executor is None:

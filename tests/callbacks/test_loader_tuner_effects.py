@@ -237,3 +237,39 @@ def test_the_ceiling_for_batches_reaches_the_controller(max_memory, most, monkey
     plan = controller.observe(window)
     assert f"at most {most} bytes" in plan.reason
     assert plan.loaders + plan.prefetch == most // 10_000
+
+
+class MovesAtTheEnd(AtEveryStep):
+    """Counts the moves behind the last step of an epoch, and once the epoch has ended."""
+
+    def __init__(self, tuner):
+        super().__init__(tuner, lambda: None)
+        self.before, self.after = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch)
+        if batch == self.params["steps"] - 1:
+            self.before.append(len(self._tuner.moves))
+            assert self._tuner._session._building is not None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.after.append(len(self._tuner.moves))
+
+
+def test_no_pipeline_is_moved_between_two_epochs():
+    class Last(FixedController):
+        """Wants another plan after the last step but one of each epoch."""
+
+        next_window = WindowSize(0, 29, 0.0)
+
+        def __init__(self, plan, cpus=None):
+            super().__init__(plan)
+
+        def observe(self, window):
+            self.next_window = WindowSize(0, 60, 0.0)
+            return LoaderPlan(THREADS, 2, "on purpose")
+
+    tuner = LoaderTuner(Last, share_host=False)
+    moves = MovesAtTheEnd(tuner)
+    dense().fit(pipeline(build), epochs=1, verbose=0, callbacks=[tuner, moves])
+    assert moves.before == moves.after == [0]
