@@ -21,6 +21,7 @@ _WITHOUT_STATE = {
     "DataService": "the tf.data service cannot save its iterators",
     "PrefetchToDevice": "prefetch_to_device cannot save its iterators",
     "CopyToDevice": "copy_to_device cannot save its iterators",
+    "Snapshot": "its snapshot in files can be written by one iterator only",
 }
 
 

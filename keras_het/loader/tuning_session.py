@@ -122,6 +122,7 @@ class TuningSession:
         self._confirmed: LoaderPlan | None = None
         self._first_knobs: Knobs | None = None
         self._end = PassEnd()
+        self._epochs_begun = 0
 
     def begin_epoch(self, steps: int | None) -> None:
         """Takes note of an epoch, before its first step.
@@ -130,6 +131,10 @@ class TuningSession:
             steps: its steps; None if they are not known, or it is the last one.
         """
         self._end.begin(steps)
+        self._epochs_begun += 1
+        if self._epochs_begun == 2:
+            # an iterator of cache().repeat() stays over epochs: no other one tells
+            self._freeze_if_cached()
 
     def open(self, iterator: Any) -> LiveIterator:
         """Begins to read an iterator that the training loop was given.

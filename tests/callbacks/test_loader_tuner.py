@@ -154,6 +154,21 @@ def test_a_full_cache_is_left_alone():
     assert len(calls) <= 3 * ROWS, "the cache is of use from the third epoch on"
 
 
+def test_a_full_cache_that_repeats_is_left_alone():
+    calls = []
+    load = noting_load(calls)
+
+    def cached(knobs):
+        rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls).cache()
+        return rows.repeat().batch(BATCH).prefetch(knobs.prefetch)
+
+    tuner = moving()
+    tuned = train(pipeline(cached), [tuner], epochs=6, steps_per_epoch=STEPS)
+    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 6))
+    assert "cache in memory" in tuner.observes_only
+    assert len(calls) <= 3 * ROWS, "the cache is of use from the third epoch on"
+
+
 def test_an_ordinary_cached_data_set_is_cached_still():
     calls = []
     load = noting_load(calls)
@@ -162,6 +177,24 @@ def test_an_ordinary_cached_data_set_is_cached_still():
     tuned = train(rows, [moving()], epochs=5)
     assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 5))
     assert len(calls) <= 3 * ROWS
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_snapshot_is_only_observed(is_built, tmp_path):
+    calls = []
+    load = noting_load(calls)
+
+    def build_snapshot(knobs):
+        rows = tf.data.Dataset.range(ROWS).map(load, knobs.num_parallel_calls)
+        return rows.snapshot(str(tmp_path / "rows")).batch(BATCH).prefetch(knobs.prefetch)
+
+    tuner = moving()
+    first = Knobs(2, 2, 2)
+    tuned = train(pipeline(build_snapshot, first) if is_built else build_snapshot(first), [tuner])
+    assert "snapshot" in tuner.observes_only
+    assert tuner.moves == []
+    assert all(sorted(np.concatenate(epoch)) == list(range(ROWS)) for epoch in in_epochs(tuned, 3))
+    assert len(calls) <= 2 * ROWS, "the snapshot of the first epoch is read in the others"
 
 
 @pytest.mark.parametrize("is_built", [True, False])
