@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ def service(
     workers: int | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
+    work_dir: str | Path | None = None,
 ) -> DataService:
     """Starts a tf.data service, or joins one.
 
@@ -43,6 +45,9 @@ def service(
             unless told otherwise.
         host: name or address under which others reach what is started here.
         port: port of the new dispatcher; 0 takes a free one.
+        work_dir: folder in which the new dispatcher keeps a journal. One that is started again
+            with the same folder and `port` goes on where the last one was; give the workers
+            processes of their own then (`workers=0`). None keeps no journal.
 
     Returns:
         The service, a context manager that stops what it started.
@@ -51,13 +56,13 @@ def service(
         ValueError: if an argument is none of these.
         ConnectionError: if no dispatcher answers at `address`.
     """
-    _check(address, workers, port)
+    _check(address, workers, port, work_dir)
     if address is not None:
         split_address(address)
         address = address.removeprefix("grpc://")
         check_reachable(address, _CONNECT_SECONDS)
         return DataService(address, None, workers or 0, host)
-    dispatcher, bound_port = start_dispatcher(port)
+    dispatcher, bound_port = start_dispatcher(port, None if work_dir is None else str(work_dir))
     return DataService(f"{host}:{bound_port}", dispatcher, 1 if workers is None else workers, host)
 
 
@@ -147,7 +152,9 @@ class DataService:
         self.close()
 
 
-def _check(address: str | None, workers: int | None, port: int) -> None:
+def _check(
+    address: str | None, workers: int | None, port: int, work_dir: str | Path | None
+) -> None:
     if workers is not None and (not isinstance(workers, int) or workers < 0):
         raise ValueError(f"workers must be a whole number of at least 0. Received: {workers!r}.")
     if not isinstance(port, int) or not 0 <= port < 65536:
@@ -156,6 +163,12 @@ def _check(address: str | None, workers: int | None, port: int) -> None:
         raise ValueError(
             "port is that of a new dispatcher: leave it out to join one at an address. Received: "
             f"address={address!r}, port={port!r}."
+        )
+    if work_dir is not None and port == 0:
+        raise ValueError(
+            "A dispatcher with a journal needs a fixed port, at which others find it when it is "
+            "started again: give service a port. It takes no work_dir to join one at an address. "
+            f"Received: work_dir={str(work_dir)!r}, port=0, address={address!r}."
         )
 
 

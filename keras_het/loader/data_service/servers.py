@@ -13,11 +13,12 @@ _HEARTBEAT_MS = 1_000
 _LOOK_SECONDS = 2.0
 
 
-def start_dispatcher(port: int) -> tuple[Any, int]:
+def start_dispatcher(port: int, work_dir: str | None = None) -> tuple[Any, int]:
     """Starts a dispatcher in this process.
 
     Args:
         port: its port, 0 for a free one.
+        work_dir: folder of its journal, from which it goes on if it was there before.
 
     Returns:
         The server and its port.
@@ -32,7 +33,10 @@ def start_dispatcher(port: int) -> tuple[Any, int]:
             "does. Give a free port, or 0, or join a dispatcher that runs there by its address."
         )
     config = tf.data.experimental.service.DispatcherConfig(
-        port=port, worker_timeout_ms=_WORKER_TIMEOUT_MS
+        port=port,
+        work_dir=work_dir,
+        fault_tolerant_mode=work_dir is not None,
+        worker_timeout_ms=_WORKER_TIMEOUT_MS,
     )
     try:
         server = tf.data.experimental.service.DispatchServer(config)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from numbers_model import model_of_zeros, pairs_of_numbers
 
 import keras_het
 from keras_het.loader import service
+
+PROGRAM = Path(__file__).parent / "program_dispatcher.py"
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -30,23 +34,20 @@ def test_fit_under_a_strategy_trains_each_element_once_an_epoch() -> None:
     np.testing.assert_allclose(history["seen"], [np.mean(np.arange(64.0) ** 2)] * 2, rtol=1e-5)
 
 
-class Worker:
-    """A worker of a data service in a process of its own."""
+class Server:
+    """A part of a data service in a process of its own, ready when it has said so."""
 
-    def __init__(self, dispatcher: str, port: str) -> None:
-        command = [sys.executable, "-m", "keras_het.launch", "loader-worker"]
+    def __init__(self, command: list[str], ready: str) -> None:
         self._process = subprocess.Popen(
-            [*command, "--dispatcher", dispatcher, "--port", port, "--patience", "1"],
-            env=child_environment(),
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, *command], env=child_environment(), stdout=subprocess.PIPE, text=True
         )
+        self._ready = ready
         self._is_ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def wait_until_ready(self) -> None:
-        assert self._is_ready.wait(TIMEOUT), "the worker said nothing"
+        assert self._is_ready.wait(TIMEOUT), "it said nothing"
 
     def kill(self) -> None:
         self._process.kill()  # SIGKILL: it takes leave of nobody
@@ -55,28 +56,69 @@ class Worker:
 
     def _read(self) -> None:
         for line in self._process.stdout:
-            if "ready for the dispatcher" in line:
+            if self._ready in line:
                 self._is_ready.set()
+
+
+def worker(dispatcher: str, port: str, patience: int = 1) -> Server:
+    options = ["--dispatcher", dispatcher, "--port", port, "--patience", str(patience)]
+    command = ["-m", "keras_het.launch", "loader-worker", *options]
+    return Server(command, "ready for the dispatcher")
+
+
+def dispatcher_at(port: str, work_dir: Path | None) -> Server:
+    settings = {"port": int(port), "work_dir": work_dir and str(work_dir)}
+    return Server([str(PROGRAM), json.dumps(settings)], "READY")
 
 
 def test_a_killed_worker_that_comes_back_costs_what_it_was_reading() -> None:
     samples, batch, port = 400, 4, free_address().rpartition(":")[2]
     numbers = tf.data.Dataset.range(samples).map(lambda number: number * 1).batch(batch)
     with service(workers=0) as data:
-        workers = [Worker(data.address, port)]
+        workers = [worker(data.address, port)]
         try:
             workers[0].wait_until_ready()
             shared = iter(data.distribute(numbers, "job"))
             got = [next(shared).numpy() for _ in range(3)]
             workers[0].kill()
             # at the same address, where TensorFlow keeps asking
-            workers.append(Worker(data.address, port))
+            workers.append(worker(data.address, port))
             got += [element.numpy() for element in shared]
         finally:
-            for worker in workers:
-                worker.kill()
+            for one in workers:
+                one.kill()
     found = np.concatenate(got).tolist()
     lost = sorted(set(range(samples)) - set(found))
     assert len(found) == len(set(found)), "an element came twice"
     # what is on the way, what waits to be taken, and what was being read
     assert len(lost) <= 4 * batch, lost
+
+
+def test_a_killed_dispatcher_with_a_journal_goes_on(tmp_path: Path) -> None:
+    samples, batch = 400, 4
+    ports = [free_address().rpartition(":")[2] for _ in range(2)]
+    numbers = tf.data.Dataset.range(samples).map(lambda number: number * 1).batch(batch)
+    servers = [dispatcher_at(ports[0], tmp_path)]
+    try:
+        servers[0].wait_until_ready()
+        address = f"127.0.0.1:{ports[0]}"
+        servers.append(worker(address, ports[1], TIMEOUT))
+        servers[1].wait_until_ready()
+        shared = service(address).distribute(numbers, "job")
+        epoch = iter(shared)
+        got = [next(epoch).numpy() for _ in range(3)]
+        servers[0].kill()
+        servers.append(dispatcher_at(ports[0], tmp_path))
+        servers[2].wait_until_ready()
+        got += [element.numpy() for element in epoch]
+        again = [element.numpy() for element in shared]
+    finally:
+        for server in servers:
+            server.kill()
+    assert sorted(np.concatenate(got)) == list(range(samples))
+    assert sorted(np.concatenate(again)) == list(range(samples)), "the next epoch is a whole one"
+
+
+def test_a_journal_needs_a_port(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs a fixed port"):
+        service(work_dir=tmp_path)
