@@ -49,9 +49,13 @@ test-variants: .venv/installed ## Further variants of the tests with several pro
 # One test of each way to train; a variant is another path through the same calls of TensorFlow.
 OLDEST := callbacks_across_workers exact_across_workers hybrid local_training lost_worker mistakes \
   summation_across_workers
-test-oldest: .venv-oldest/installed ## Tests with several processes, on the oldest TensorFlow.
+# How iterators are saved, restored and made differs between versions of TensorFlow.
+OLDEST_LOADER := tests/callbacks/test_loader_tuner.py \
+  $(patsubst %,tests/loader/tuner/test_%.py,iterator_release prepared_handover spare_iterators)
+test-oldest: .venv-oldest/installed ## Several processes and the loader controller, on the oldest TensorFlow.
 	.venv-oldest/bin/python -m pytest $(SHARED) -m "not variant" \
 	  $(OLDEST:%=tests/multi_process/test_%.py)
+	.venv-oldest/bin/python -m pytest $(SHARED) -k "not change_no_bit" $(OLDEST_LOADER)
 
 # TensorFlow Data Validation needs Python 3.11 and TensorFlow 2.16.
 test-validation: check-validation .venv-oldest/installed ## Data validation, in the environment of test-oldest.
