@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
@@ -23,7 +24,9 @@ class Case:
     """What is measured.
 
     `make(steps)` gives a builder; the consumer sleeps `device_seconds` (the device's part) and
-    spins for `host_seconds` in each step; `burst` steps come at once, then as long a pause.
+    spins for `host_seconds` in each step; `burst` steps come at once, then as long a pause. With
+    `shares` the step runs under `HeterogeneousStrategy` on as many devices of this process, which
+    have these parts of each batch. `is_ordinary`: `LoaderTuner` gets what "autotune" trains with.
     """
 
     make: object
@@ -32,6 +35,8 @@ class Case:
     workers: int = 1
     burst: int = 1
     epochs: int = 1
+    shares: tuple[int, ...] = ()
+    is_ordinary: bool = False
 
 
 def sleeping(value):
@@ -143,6 +148,8 @@ CASES = {
     "e: bursts of 1 MB": Case(megabytes, device_seconds=0.004, burst=32),
     "f: epoch boundaries": Case(lambda steps: jpeg(steps, batch=2), 0.010, epochs=7),
     "g: perfect already": Case(in_memory, device_seconds=0.005),
+    "h: blocking I/O, strategy": Case(blocking_io, device_seconds=0.0025, shares=(3, 1)),
+    "i: blocking I/O, ordinary": Case(blocking_io, device_seconds=0.0025, is_ordinary=True),
 }
 
 
@@ -171,6 +178,17 @@ class Consumer(keras.callbacks.Callback):
         self.epochs.append(len(self.ends))
 
 
+def scope_of(case):
+    """The scope in which the model of a case is made."""
+    if not case.shares:
+        return contextlib.nullcontext()
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    devices = [tf.config.LogicalDeviceConfiguration() for _ in case.shares]
+    tf.config.set_logical_device_configuration(cpu, devices)
+    names = [f"CPU:{number}" for number in range(len(devices))]
+    return keras_het.HeterogeneousStrategy(names, shares=list(case.shares)).scope()
+
+
 def run(name, policy, steps, most_seconds, settings=None, barrier=None):
     """Trains with one policy in this process; returns what was measured.
 
@@ -179,18 +197,20 @@ def run(name, policy, steps, most_seconds, settings=None, barrier=None):
     """
     tf.config.threading.set_intra_op_parallelism_threads(1)
     case = CASES[name]
+    scope = scope_of(case)
     per_epoch = max(steps // case.epochs, 4)
     build = case.make(per_epoch)
     automatic = SimpleNamespace(num_parallel_calls=tf.data.AUTOTUNE, prefetch=tf.data.AUTOTUNE)
-    if policy == "autotune":
+    if policy == "autotune" or (policy == "tuner" and case.is_ordinary):
         dataset = build(automatic)
     elif policy == "ready":
         batch = next(iter(build(Knobs(2, 2, 2))))
         dataset = tf.data.Dataset.from_tensors(batch).repeat(per_epoch)
     else:
         dataset = keras_het.loader.pipeline(build, Knobs(*settings) if settings else None)
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    with scope:
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
     model.fit(build(Knobs(2, 2, 2)).take(2), verbose=0)  # traces the step
     consumer = Consumer(case, most_seconds)
     callbacks = [consumer]
