@@ -319,8 +319,7 @@ def _check_goes_on_alone(options: HybridOptions) -> None:
 
 def _check_number_of_workers(rule: UpdateRule, num_workers: int) -> None:
     """Refuses a rule that was made for another cluster: its workers would share their state."""
-    config = rule.get_config()
-    made_for = config.get("num_workers", len(config.get("data_shares", ())) or None)
+    made_for = rule.get_config().get("num_workers")
     if made_for not in (None, num_workers):
         raise ValueError(
             f"The rule {rule.name!r} was made for {made_for} workers. Received: a TF_CONFIG with "

@@ -21,18 +21,17 @@ SECRET = {"KERAS_HET_SERVICE_SECRET": "a secret that only tests know"}
 
 
 def environments(
-    jobs: dict[str, int], slow: float = 0.002, fast: float = 0.001
+    jobs: dict[str, int], slow: float | tuple[float, ...] = 0.002, fast: float = 0.001
 ) -> list[dict[str, str]]:
-    """One environment a task; async workers take `slow` seconds a sample."""
+    """One environment a task; async workers take `slow` seconds a sample, or each its own."""
     common = {**SECRET, "KERAS_HET_SERVICE_ADDRESS": free_address()}
     found = cluster_environments(jobs, common)
-    emulated = {
-        seconds: Emulation((1.0,), seconds_per_sample=seconds).environment_of(0)
-        for seconds in (slow, fast)
-    }
     for environment in found:
-        task = json.loads(environment["TF_CONFIG"])["task"]["type"]
-        environment.update(emulated[slow if task == "async" else fast])
+        task = json.loads(environment["TF_CONFIG"])["task"]
+        own = slow[task["index"]] if task["type"] == "async" and isinstance(slow, tuple) else slow
+        seconds = own if task["type"] == "async" else fast
+        emulation = Emulation((1.0,), seconds_per_sample=seconds)
+        environment.update(emulation.environment_of(0))
     return found
 
 
@@ -41,7 +40,7 @@ def run(
     folder: Path,
     jobs: dict[str, int],
     fast: float = 0.001,
-    slow: float = 0.002,
+    slow: float | tuple[float, ...] = 0.002,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains with all tasks at once; what each of them wrote, by its name."""

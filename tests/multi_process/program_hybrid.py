@@ -1,6 +1,7 @@
 """Program: trains with async workers and writes what each task did.
 
-Arguments: folder for the results, JSON of options: "rule", "period", "epochs", "fit" (extra).
+Arguments: folder for the results, JSON of options: "rule", "period", "epochs", "wire" (its name)
+and others; what is not the program's is given to `HybridAggregation`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import tensorflow as tf
 import keras_het
 from keras_het.callbacks import HybridAggregation
 from keras_het.strategy import rules
+from keras_het.strategy.hybrid.local_plan import LocalPlan
+from keras_het.strategy.parameter_service.wire import wire_named
 
 SAMPLES, BATCH = 360, 12
 
@@ -83,6 +86,20 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
     return x, np.concatenate([y, np.arange(SAMPLES, dtype=np.float32)[:, None]], axis=1)
 
 
+def keep_plans() -> list[Any]:
+    """What each plan of ASHL was made from and what it says; filled while training goes on."""
+    plans: list[Any] = []
+    choose = LocalPlan.choose
+
+    def choose_and_keep(plan: LocalPlan, paces: Any, silence: Any, longest_silence: float) -> None:
+        choose(plan, paces, silence, longest_silence)
+        chosen = [(plan.steps(stage), plan.next_ratio(stage)) for stage in (0, 1)]
+        plans.append((paces.tolist(), (silence < longest_silence).tolist(), chosen))
+
+    LocalPlan.choose = choose_and_keep  # type: ignore[method-assign]
+    return plans
+
+
 def main() -> None:
     keras.config.disable_traceback_filtering()
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -93,6 +110,9 @@ def main() -> None:
     fits = options.pop("fits", 1)
     validates = options.pop("validates", True)
     steps_per_execution = options.pop("steps_per_execution", 1)
+    if "wire" in options:
+        options["wire"] = wire_named(options["wire"])
+    plans = keep_plans()
     if isinstance(rule, dict) and rule.get("optimizer"):
         rule = rules.AsyncSGD(optimizer=keras.optimizers.get(rule["optimizer"]))
     strategy = keras_het.HeterogeneousStrategy()
@@ -150,6 +170,7 @@ def main() -> None:
         "seconds": notes.seconds,
         "history": history.history,
         "weights": [np.array(weight).tolist() for weight in model.get_weights()],
+        "plans": plans,
         **service.counts,
     }
     (folder / f"{name}.json").write_text(json.dumps(result))

@@ -21,6 +21,7 @@ from hybrid_clusters import (
 )
 
 import keras_het
+from keras_het.planning import plan_local_steps
 from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
 from keras_het.strategy.parameter_service import TopKWire
 from keras_het.strategy.rules import AsyncSGD
@@ -147,6 +148,41 @@ def test_async_workers_alone(start_workers: Any, tmp_path: Path, name: str) -> N
     service = results["ps_0"]
     assert sum(service["used"]) == EPOCHS * SAMPLES and min(service["used"]) > 0
     assert service["history"]["val_loss"][-1] < 0.5 * VARIANCE
+
+
+def test_steps_and_compression_follow_from_measured_times(
+    start_workers: Any, tmp_path: Path
+) -> None:
+    settings = {"loss_threshold": 10.0, "preset_steps": 4, "preset_ratio": 0.25}
+    rule = {"class_name": "ashl", "config": settings}
+    jobs, options = {"ps": 1, "async": 2}, {"rule": rule, "epochs": MANY, "validates": False}
+    # a step takes the first one 36 ms, the second one 144 ms
+    results = run(start_workers, tmp_path, jobs, slow=(0.003, 0.012), **options)
+    assert sample_counts(results).tolist() == [MANY] * SAMPLES
+    assert_equal_weights(results)
+    for client, name in enumerate(("async_0", "async_1")):
+        plans = [plan for plan in results[name]["plans"] if min(plan[0])[0] > 0 and all(plan[1])]
+        assert plans  # of both workers
+        for paces, _, chosen in plans:
+            speeds, batches, exchanges, pulls = np.array(paces).T
+            times = (batches / speeds, exchanges - pulls, pulls)
+            for (steps, ratio), preset in zip(chosen, (4, 2), strict=True):
+                expected = plan_local_steps(*times, preset, 0.25)
+                assert steps == expected.steps[client]
+                assert ratio == pytest.approx(expected.compression_ratios[client])
+    fast, slowest = (results[name]["plans"][-1][2][0] for name in ("async_0", "async_1"))
+    assert fast[0] > 2 * slowest[0]
+
+
+@pytest.mark.variant
+def test_small_batches_of_async_workers_alone(start_workers: Any, tmp_path: Path) -> None:
+    # three steps for each batch of the data: Keras begins its next epoch before the data's
+    jobs, options = {"ps": 1, "async": 2}, {"async_batch_size": 4, "validates": False}
+    results = run(start_workers, tmp_path, jobs, period=2, **options)
+    counts = sample_counts(results)
+    assert counts.min() >= 1 and counts.max() <= EPOCHS
+    assert results["async_0"]["steps"] == results["async_1"]["steps"] == EPOCHS * SAMPLES // BATCH
+    assert_equal_weights(results)
 
 
 @pytest.mark.parametrize("rule", ["streaming_diloco", "diloco", "sync_easgd"])

@@ -112,6 +112,11 @@ def test_there_are_some_exchanges_in_an_epoch():
     assert longest_period(3) == 1
 
 
+def test_what_only_some_rules_measure_changes_nothing():
+    paces = [(800.0, 16, 0.0, 0.5), (20.0, 8, 0.1, 9.0)]
+    assert choose_period(paces, [HEARD] * 2, 0, LIMITS) == 20
+
+
 PACES = st.lists(
     st.tuples(st.floats(1, 500), st.integers(1, 64), st.floats(0, 3)), min_size=1, max_size=6
 )

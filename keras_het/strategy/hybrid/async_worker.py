@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_het.strategy.hybrid.claims import AsyncClaims
 from keras_het.strategy.hybrid.heartbeat import Heartbeat
+from keras_het.strategy.hybrid.local_plan import LocalPlan
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant, first_async_client
 from keras_het.strategy.hybrid.push_pace import PushPace, choose_period, longest_period
 from keras_het.strategy.hybrid.service_connection import Pending, connect, open_connection
@@ -54,15 +55,18 @@ class AsyncWorker(Participant):
         self._next_try = 0.0
         self._pace = PushPace()
         self._planned_period: int | None = None
+        self._plan = LocalPlan(self.rule, self._client) if self.rule.is_measured else None
 
     def start_epoch(self, epoch: int) -> None:
         """Connects before the first epoch; goes on with an epoch that is not used up."""
         if self._ledger is None:
             self._join()
-        if self._claims is not None and not self._claims.is_exhausted:
+        if self._claims is None:
+            epoch = max(epoch, self._epoch_of_the_group())
+        elif not self._claims.is_exhausted:
             epoch = self._epoch
-        else:
-            epoch = max(epoch, self._epoch + 1, self._epoch_of_the_group())
+        else:  # Keras may have counted several of its epochs in one of these: none is left out
+            epoch = max(self._epoch + 1, self._epoch_of_the_group())
         self._epoch, self._latest_batch = epoch, -1
         self._claims = AsyncClaims(self.passes_before(epoch), self._num_parts(), self._next_batch)
 
@@ -80,7 +84,8 @@ class AsyncWorker(Participant):
     @property
     def period(self) -> int:
         """Steps between two exchanges."""
-        return self._planned_period or self.options.period_of(self._worker, self._stage)
+        planned = self._plan.steps(self._stage) if self._plan is not None else None
+        return planned or self._planned_period or self.options.period_of(self._worker, self._stage)
 
     def steps_done(self, steps: int, samples: int) -> None:
         """Exchanges every `period` steps."""
@@ -106,10 +111,25 @@ class AsyncWorker(Participant):
                 self._receive()
             self._tell_loss()
             self._report(Presence.TRAINING)
+            if self._plan is not None:
+                self._make_plan(self._plan)
             if self.options.adapts_period and self._pace.is_due:
                 self._choose_period()
         except ServiceLostError as error:
             self._lose(error)
+
+    def _make_plan(self, plan: LocalPlan) -> None:
+        """Says how fast this worker is, asks how fast the others are, and plans by it."""
+        if self._pace.is_due:
+            plan.pull(self._center.pull)
+        own = self._pace.pace
+        pace = None if own is None else plan.pace(own)
+        if pace is None:
+            return
+        paces, silence = self._ledger.pace(pace)
+        plan.choose(paces, silence, self.options.presence_seconds)
+        if self.options.sends_planned_part:
+            self._center.compress(plan.next_ratio(self._stage))
 
     def _choose_period(self) -> None:
         """Measures the exchange under way, and asks how fast the others are."""
@@ -265,6 +285,8 @@ class AsyncWorker(Participant):
             state = self._state.send(self.vectors.state.read(), self._samples)
         self._samples = 0
         self._pace.sent()
+        if self._plan is not None:
+            self._plan.sent()
         self._pending = (pending, state)
         if self.rule.uses_gradients:
             self.vectors.weights.write(pending.sent)
@@ -276,7 +298,11 @@ class AsyncWorker(Participant):
         weights, state = self._pending
         with self._pace.waiting(measures):
             weights.push.wait()
+            if self._plan is not None:
+                self._plan.answered()
         self.vectors.weights.write(self._center.finish(weights, self.vectors.weights.read()))
+        if self._plan is not None and not weights.had_to_wait:
+            self._plan.took_at_once()
         if state is not None and self.vectors.state is not None:
             self.vectors.state.write(self._state.finish(state, self.vectors.state.read()))
         self._pending = None

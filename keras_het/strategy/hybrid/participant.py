@@ -66,6 +66,12 @@ class HybridOptions:
         ratio = None if self.wire else self.rule.compression_ratio(worker)
         return self.weights_wire if ratio is None else TopKWire(ratio)
 
+    @property
+    def sends_planned_part(self) -> bool:
+        """Whether the part of the values that a worker sends is measured."""
+        ratio = None if self.wire else self.rule.compression_ratio(0)
+        return self.rule.is_measured and ratio is not None
+
     def period_of(self, worker: int, stage: int) -> int:
         """Steps of an async worker between two exchanges.
 

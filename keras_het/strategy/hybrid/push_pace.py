@@ -29,12 +29,15 @@ class Pace(NamedTuple):
     Attributes:
         samples_per_second: while it computes.
         batch_samples: samples of one step.
-        exchange_seconds: least time between two pushes.
+        exchange_seconds: least time between two pushes; for rules that make their plan of times,
+            time of an exchange in which all values are sent.
+        pull_seconds: the part of it in which the center comes, for those rules.
     """
 
     samples_per_second: float
     batch_samples: float
     exchange_seconds: float
+    pull_seconds: float = 0.0
 
 
 class PushPace:
@@ -122,7 +125,7 @@ def choose_period(paces: Any, silence: Any, client: int, limits: tuple[float, in
     """Steps of one pusher between two exchanges, so that all push at about the same rate.
 
     Args:
-        paces: `Pace` of every client, float64 of shape [num_clients, 3]; zeros: not known.
+        paces: `Pace` of every client, float64 of shape [num_clients, 4]; zeros: not known.
         silence: seconds since each was heard of, float64 of shape [num_clients].
         client: whose period.
         limits: silence of a client that counts no more, in seconds, and the longest period.
@@ -135,7 +138,7 @@ def choose_period(paces: Any, silence: Any, client: int, limits: tuple[float, in
     counts[client] = paces[client, 0] > 0 and paces[client, 1] >= 1
     if not counts[client]:
         return FIRST_PERIOD
-    speeds, batches, exchanges = paces[counts].T
+    speeds, batches, exchanges = paces[counts].T[:3]
     batches = [round(batch) for batch in batches]
     plan = plan_pushes(speeds.tolist(), batches, exchanges.tolist())
     place = int(counts[:client].sum())

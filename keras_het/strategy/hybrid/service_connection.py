@@ -16,7 +16,7 @@ from keras_het.strategy.hybrid.participant import (
     WEIGHTS_PREFIX,
     first_async_client,
 )
-from keras_het.strategy.parameter_service import NO_ANSWER, ParameterClient, Status
+from keras_het.strategy.parameter_service import NO_ANSWER, ParameterClient, Status, TopKWire
 from keras_het.strategy.parameter_service.client import PendingPush
 from keras_het.strategy.parameter_service.function_client import FunctionClient
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
@@ -39,6 +39,7 @@ class Pending:
         versions: version of each partition that the worker had seen.
         sequence: number of the push.
         sent: weights that the worker went on with, for each partition.
+        had_to_wait: whether the worker was told that it is not its turn.
     """
 
     push: PendingPush
@@ -46,6 +47,7 @@ class Pending:
     versions: Any
     sequence: int
     sent: list[Any]
+    had_to_wait: bool = False
 
 
 class CenterClient:
@@ -91,6 +93,14 @@ class CenterClient:
             raise ServiceLostError(_lost(statuses))
         self._latest_versions = answer.versions.numpy()
         return list(answer.partitions)
+
+    def compress(self, ratio: float) -> None:
+        """Sends the largest values from now on; what is left over of earlier ones stays.
+
+        Args:
+            ratio: part of the values, where the service takes such messages.
+        """
+        self._client.use_wire(TopKWire(ratio))
 
     def adopt(self, center: list[Any]) -> None:
         """Takes the center that was pulled just now for what was seen last."""
@@ -160,6 +170,7 @@ class CenterClient:
                 raise ServiceLostError(_lost(statuses))
             if not (statuses == int(Status.WAIT)).any():
                 return answer
+            pending.had_to_wait = True
             time.sleep(_TURN_SECONDS)
             self.send_again(pending)
 

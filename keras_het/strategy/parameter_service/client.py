@@ -103,6 +103,14 @@ class ParameterClient:
         """Whether nothing is left of a message that was sent."""
         return self._wire.is_exact
 
+    def use_wire(self, wire: Wire) -> None:
+        """Sends in another form from now on.
+
+        Args:
+            wire: of a kind whose messages the service takes, such as another part of the values.
+        """
+        self._wire = wire
+
     def greet(self) -> None:
         """Asks whether this worker is let in.
 

@@ -14,6 +14,7 @@ from keras_het.strategy.parameter_service.gate import Gate
 
 LARGEST_EPOCH = 1 << 16
 PREFIX = "ledger_"
+PACE_NUMBERS = 4
 
 
 class Stage(enum.IntEnum):
@@ -83,7 +84,7 @@ class SampleLedger:
             self._counted = _variable(tf.zeros([num_clients], tf.int64))
             self._last_seen = _variable(tf.zeros([num_clients], tf.float64))
             self._presence = _variable(tf.zeros([num_clients], tf.int32))
-            self._paces = _variable(tf.zeros([num_clients, 3], tf.float64))
+            self._paces = _variable(tf.zeros([num_clients, PACE_NUMBERS], tf.float64))
             self._paced = _variable(tf.zeros([num_clients], tf.float64))
             self._lock = tf.CriticalSection()
         self._claim = self._claim_function()
@@ -124,10 +125,11 @@ class SampleLedger:
 
         Args:
             client: its number.
-            pace: samples per second, samples of a step, least seconds between two pushes.
+            pace: samples per second, samples of a step, least seconds between two pushes, and
+                those of a pull, 0 where nobody asks.
 
         Returns:
-            What each client said, float64 of shape [num_clients, 3], zeros where it said nothing;
+            What each client said, float64 of shape [num_clients, 4], zeros where it said nothing;
             and seconds since each was heard of, float64 of shape [num_clients].
         """
         paces, silence = self._pace(tf.constant(client), tf.constant(pace, tf.float64))
@@ -262,7 +264,9 @@ class SampleLedger:
         return report
 
     def _pace_function(self) -> Any:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([3], tf.float64)])
+        @tf.function(
+            input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([PACE_NUMBERS], tf.float64)]
+        )
         def pace(client: Any, pace: Any) -> Any:
             noted = [
                 self._paces.scatter_nd_update([[client]], [pace]),
@@ -279,7 +283,7 @@ class SampleLedger:
             input_signature=[
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([3], tf.float64),
+                tf.TensorSpec([PACE_NUMBERS], tf.float64),
             ]
         )
         def remote_pace(credential: Any, client: Any, pace: Any) -> Any:
@@ -287,13 +291,13 @@ class SampleLedger:
                 nothing = tf.zeros([self._num_clients], tf.float64)
                 return (
                     tf.constant(int(status)),
-                    tf.zeros([self._num_clients, 3], "float64"),
+                    tf.zeros([self._num_clients, PACE_NUMBERS], tf.float64),
                     nothing,
                 )
 
             known = (client >= 0) & (client < self._num_clients)
             known &= tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
-            known &= (pace[1] >= 1) & (pace[2] >= 0)
+            known &= (pace[1] >= 1) & (pace[2] >= 0) & (pace[3] >= 0)
             return tf.cond(
                 self._gate.admits(credential),
                 lambda: tf.cond(

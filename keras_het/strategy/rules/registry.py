@@ -94,8 +94,10 @@ def _find(name: Any) -> Any:
 
 def _create(kind: Any, config: dict[str, Any], num_workers: int | None) -> Rule:
     parameters = inspect.signature(kind).parameters
-    if num_workers is not None and "num_workers" in parameters:
-        config.setdefault("num_workers", num_workers)
+    # what is given for each worker says their number
+    needs_number = "num_workers" in parameters and config.get("data_shares") is None
+    if num_workers is not None and needs_number and config.get("num_workers") is None:
+        config["num_workers"] = num_workers
     unknown = sorted(set(config) - set(parameters))
     missing = [
         name

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import abc
 import enum
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import tensorflow as tf
+
+from keras_het.planning.local_steps import LocalStepsPlan
 
 
 class Signal(enum.IntEnum):
@@ -195,6 +198,29 @@ class UpdateRule(abc.ABC):
             stage: what `signal` gave.
         """
         del worker, stage
+        return None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `plan` says local steps and compression, from times that workers measure."""
+        return False
+
+    def plan(
+        self,
+        iteration_seconds: Sequence[float],
+        push_seconds: Sequence[float],
+        pull_seconds: Sequence[float],
+        stage: int,
+    ) -> LocalStepsPlan | None:
+        """Local steps and compression of every worker, None where nothing is measured.
+
+        Args:
+            iteration_seconds: time of one local step of every worker.
+            push_seconds: time in which every worker sends all values.
+            pull_seconds: time in which every worker receives the center.
+            stage: what `signal` gave.
+        """
+        del iteration_seconds, push_seconds, pull_seconds, stage
         return None
 
     def compression_ratio(self, worker: int) -> float | None:

@@ -20,6 +20,7 @@ ASHL_SETTINGS = {
 }
 ASYNCHRONOUS = {
     "ashl": ASHL_SETTINGS,
+    "ashl measured": {"loss_threshold": 0.5, "num_workers": WORKERS},
     "async_easgd": {"num_workers": WORKERS},
     "async_measgd": {"num_workers": WORKERS},
     "async_sgd": {"learning_rate": 0.1},
