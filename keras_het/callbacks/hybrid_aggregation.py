@@ -156,6 +156,7 @@ class HybridAggregation(keras.callbacks.Callback):
         num_workers = strategy.num_async_workers + strategy.cluster_config.has_sync_group
         rule = _asynchronous(self._rule, num_workers)
         _check_waiting(rule, strategy.cluster_config)
+        _check_spread(self._options, strategy.cluster_config)
         _check_number_of_workers(rule, num_workers)
         rule.check_optimizer(self.model.optimizer)
         epochs = min(self.params.get("epochs") or LARGEST_EPOCH, LARGEST_EPOCH)
@@ -301,10 +302,14 @@ def _check_waiting(rule: UpdateRule, config: Any) -> None:
             "sync group. Received: a TF_CONFIG with a sync group. Make all workers async, with a "
             'task of the job "ps" that holds the parameter service.'
         )
-    if rule.may_wait and len(config.parameter_services) > 1:
+
+
+def _check_spread(options: HybridOptions, config: Any) -> None:
+    if options.spreads_service and not config.has_sync_group:
         raise ValueError(
-            f"The rule {rule.name!r} needs its turns in one place. Received: "
-            f"{len(config.parameter_services)} tasks of the job ps. Keep one."
+            'service="spread" gives every member of the sync group a part of the service. '
+            "Received: a TF_CONFIG without sync group, in which the tasks of the job ps hold it. "
+            'Leave service="auto".'
         )
 
 

@@ -74,8 +74,9 @@ class Cluster:
 
     def __init__(self, start: Any, folder: Path, jobs: dict[str, int], **options: Any) -> None:
         self.folder = folder
+        self._has_group = "worker" in jobs
         self._start = start
-        self._arguments = [folder, json.dumps({"epochs": MANY, "period": 2, **options})]
+        self._options = {"epochs": MANY, "period": 2, **options}
         # slow enough that the test can act while they train
         environments_of_tasks = environments(jobs, slow=0.008, fast=0.008)
         if "ps" in jobs:
@@ -84,12 +85,13 @@ class Cluster:
         names = [f"{job}_{index}" for job, count in jobs.items() for index in range(count)]
         self.environments = dict(zip(names, environments_of_tasks, strict=True))
 
-    def start(self, *names: str) -> Any:
-        """Starts tasks; those of the job ps run `keras-het serve`."""
-        serves = names[0].startswith("ps")
+    def start(self, *names: str, **other_options: Any) -> Any:
+        """Starts tasks; those of the job ps run `keras-het serve`, or the first one the script."""
+        serves = names[0].startswith("ps") and (self._has_group or names[0] != "ps_0")
+        options = {**self._options, **other_options}
         return self._start(
             "program_serve.py" if serves else "program_hybrid.py",
-            arguments=["--once"] if serves else self._arguments,
+            arguments=["--once"] if serves else [self.folder, json.dumps(options)],
             environments=[self.environments[name] for name in names],
         )
 

@@ -126,6 +126,26 @@ def test_a_backup_has_center_versions_and_the_services_optimizer(
     assert_equal_weights(second)
 
 
+WIRES = ["float16", "bfloat16", "top-0.25"]
+
+
+@pytest.mark.parametrize("wire", with_variants(WIRES, "top-0.25"))
+def test_formats_of_messages(start_workers: Any, tmp_path: Path, wire: str) -> None:
+    jobs, options = {"worker": 1, "async": 1}, {"period": 2, "epochs": 6}
+    results = {}
+    for name in ("float32", wire):
+        folder = tmp_path / name
+        folder.mkdir()
+        results[name] = run(start_workers, folder, jobs, fast=0.004, wire=name, **options)
+        assert sample_counts(results[name]).tolist() == [6] * SAMPLES
+        assert_equal_weights(results[name])
+        assert min(results[name]["worker_0"]["used"]) > 0
+    plain, packed = (results[name]["worker_0"]["history"]["val_loss"][-1] for name in results)
+    # what a message leaves out comes with the next one; who takes which batch differs anyway
+    assert packed < 0.2 * VARIANCE
+    assert abs(packed - plain) < 0.1 * VARIANCE
+
+
 SHARES = {"data_shares": [0.4, 0.6], "steps": [2, 3], "second_steps": [1, 2]}
 ALONE = {
     "async_easgd": "async_easgd",

@@ -132,6 +132,17 @@ def test_another_secret_is_refused(start_workers: Any, tmp_path: Path) -> None:
     assert cluster.result("worker_0")["used"] == [2 * SAMPLES, 0]
 
 
+def test_another_format_of_messages_is_refused(start_workers: Any, tmp_path: Path) -> None:
+    cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1}, epochs=2)
+    group, worker = cluster.start("worker_0"), cluster.start("async_0", wire="float16")
+    (refused,) = worker.wait()
+    assert refused.exit_code != 0
+    assert "PermissionError" in refused.output and "format of messages" in refused.output
+    (leader,) = group.wait()
+    assert leader.exit_code == 0, leader.output
+    assert cluster.result("worker_0")["used"] == [2 * SAMPLES, 0]
+
+
 def test_a_rule_for_another_number_of_workers_is_refused(
     start_workers: Any, tmp_path: Path
 ) -> None:
@@ -154,6 +165,50 @@ def test_a_lost_service_on_another_task_is_an_error(start_workers: Any, tmp_path
     for worker in workers.wait():
         assert worker.exit_code != 0
         assert "ServiceLostError" in worker.output and "did not answer" in worker.output
+
+
+WAITING = {
+    "round robin": ("round_robin_easgd", {"ps": 1, "async": 2}),
+    "round robin, two tasks": ("round_robin_easgd", {"ps": 2, "async": 2}),
+    # in its second stage from the start
+    "ashl, two tasks": (
+        {"class_name": "ashl", "config": {"loss_threshold": 1e9, "largest_lead": 1}},
+        {"ps": 2, "async": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n.startswith("ashl") else pytest.mark.variant) for n in WAITING],
+)
+def test_a_worker_that_others_wait_for_is_given_up_and_returns(
+    start_workers: Any, tmp_path: Path, name: str
+) -> None:
+    rule, jobs = WAITING[name]
+    options = {"timeout_seconds": 2, "partition_bytes": 64, "rule": rule, "validates": False}
+    epochs = 2 * MANY
+    cluster = Cluster(start_workers, tmp_path, jobs, epochs=epochs, **options)
+    serving = [cluster.start(f"ps_{index}") for index in range(jobs["ps"])]
+    stays, victim = cluster.start("async_0"), cluster.start("async_1")
+    cluster.wait_for_step("async_1", 3)
+    victim.send_signal(0)
+    victim.wait_for(0)
+    # so many steps it takes only if nobody waits for the other any more
+    cluster.wait_for_step("async_0", cluster.step("async_0") + 20)
+    (tmp_path / "async_1.step").unlink()
+    again = cluster.start("async_1")
+    cluster.wait_for_step("async_1", 3)
+    for each in [*stays.wait(), *again.wait(), *(done for s in serving for done in s.wait())]:
+        assert each.exit_code == 0, each.output
+    (service,) = serving[0].wait()
+    assert "Async worker 1 is gone; the others do not wait for it." in service.output
+    results = {task: cluster.result(task) for task in ("ps_0", "async_0", "async_1")}
+    assert_equal_weights(results)
+    claimed, used = results["ps_0"]["claimed"], results["ps_0"]["used"]
+    assert sum(claimed) == epochs * SAMPLES // BATCH
+    assert claimed[0] * BATCH == used[0] and claimed[1] * BATCH > used[1] > 0
+    assert sample_counts(results).max() <= epochs
 
 
 @pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.variant)])

@@ -95,6 +95,20 @@ def test_a_silent_worker_may_come_back(monkeypatch):
     assert serve(monkeypatch, [0.0, 30.0, 0.0, 30.0, 61.0]) == 5
 
 
+def test_who_returns_and_goes_again_is_passed_over_again():
+    given_up, present = [], [[0], [0, 1], [0], [0], [0, 1]]
+    host = SimpleNamespace(
+        ledger=SimpleNamespace(claimed=np.array([3, 2, 0])),
+        training_clients=lambda: present.pop(),
+        waiting_clients=list,
+        pass_over=given_up.append,
+    )
+    task = Task(Delta())
+    for _ in range(5):
+        task._pass_over_the_gone(host)
+    assert given_up == [1, 1]  # 2 has not come yet
+
+
 def test_a_worker_that_has_said_its_end_is_not_waited_for(monkeypatch):
     assert serve(monkeypatch, [0.0, float("inf")]) == 2
 

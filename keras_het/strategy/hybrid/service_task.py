@@ -60,10 +60,11 @@ class ServiceTask(Participant):
         """Lets nobody wait for the turn of a worker that took batches and is silent now."""
         came = {int(client) for client in host.ledger.claimed.nonzero()[0]}
         here = {*host.training_clients(), *host.waiting_clients()}
-        for client in came - here - self._passed_over:
+        gone = came - here
+        for client in gone - self._passed_over:
             _logger.warning("Async worker %d is gone; the others do not wait for it.", client)
             host.pass_over(client)
-            self._passed_over.add(client)
+        self._passed_over = gone  # who is here again may go again
 
     def claims(self) -> GroupClaims:
         """No batch is this task's."""

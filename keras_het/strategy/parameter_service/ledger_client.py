@@ -140,7 +140,8 @@ class LedgerClient:
         if int(values[0]) in (Status.REFUSED, Status.UNKNOWN_CLIENT):
             raise PermissionError(
                 f"The parameter service at {self._service.address} refused this worker. Received: "
-                f"status {Status(int(values[0])).name}. Use the same script, TF_CONFIG cluster and "
-                "secret on every task."
+                f"status {Status(int(values[0])).name}: its secret, model, update rule with its "
+                "settings, format of messages (wire) or number differs. Use the same script, "
+                "TF_CONFIG cluster and secret on every task."
             )
         return values
