@@ -11,6 +11,7 @@ import keras
 
 from keras_het.callbacks.model_strategy import heterogeneous_strategy
 from keras_het.planning import RolePlan
+from keras_het.strategy.cluster_config import CHOSEN_ROLES
 from keras_het.strategy.hybrid import (
     AsyncWorker,
     HybridOptions,
@@ -19,7 +20,7 @@ from keras_het.strategy.hybrid import (
     SyncGroup,
 )
 from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
-from keras_het.strategy.hybrid.role_choice import CHOSEN_ROLES, RoleChoice, start_again
+from keras_het.strategy.hybrid.role_choice import RoleChoice, start_again
 from keras_het.strategy.parameter_service import TopKWire, Wire
 from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH

@@ -28,6 +28,8 @@ _SINGLE_TASK_JOBS = ("chief", "evaluator")
 # Tasks that are a cluster of their own, as far as TensorFlow's collectives are concerned.
 _LONE_JOBS = ("evaluator", "async", "ps", "summation")
 SERVICE_ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
+CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
+"""Environment variable: the plan of roles that this process was started again with."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +347,9 @@ def _check_async_workers(jobs: dict[str, tuple[str, ...]]) -> None:
         raise ValueError(
             'TF_CONFIG has a job "ps" and nobody who exchanges with it. Received: jobs '
             f'{sorted(jobs)}. List slow workers in the job "async", or remove "ps": '
-            "HeterogeneousStrategy has no parameter servers for a sync group alone."
+            "HeterogeneousStrategy has no parameter servers for a sync group alone, and with "
+            'roles="auto", which may find that nobody should be asynchronous, the sync group '
+            "itself holds the parameter service."
         )
 
 

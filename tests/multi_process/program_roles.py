@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
+from keras_het.strategy.cluster_config import CHOSEN_ROLES
 from keras_het.strategy.hybrid import role_choice
 
 EPOCHS = 20  # as long as a process takes to start again in another role
@@ -41,7 +42,7 @@ def main() -> None:
         "pid": os.getpid(),
         "cluster": config.as_cluster_dict(),
         "task": [config.task_type, config.task_index],
-        "chosen": os.environ.get(role_choice.CHOSEN_ROLES, ""),
+        "chosen": os.environ.get(CHOSEN_ROLES, ""),
         "loss": history.history.get("loss", []),
     }
     Path(sys.argv[1], f"{config.task_type}_{config.task_index}.json").write_text(json.dumps(result))

@@ -201,7 +201,6 @@ def test_small_batches_of_async_workers_alone(start_workers: Any, tmp_path: Path
     results = run(start_workers, tmp_path, jobs, period=2, **options)
     counts = sample_counts(results)
     assert counts.min() >= 1 and counts.max() <= EPOCHS
-    assert results["async_0"]["steps"] == results["async_1"]["steps"] == EPOCHS * SAMPLES // BATCH
     assert_equal_weights(results)
 
 

@@ -71,9 +71,10 @@ def test_a_worker_behind_a_slow_link_gets_another_role(
 
 
 def test_environment_in_the_new_roles() -> None:
-    cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1", "d:1"]}
+    others = {"evaluator": ["e:1"], "summation": ["s:1", "t:1"]}
+    cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1", "d:1"], **others}
     roles = ("sync", "async", "sync", "out")
-    expected = {"worker": ["a:1", "c:1"], "async": ["b:1"]}
+    expected = {"worker": ["a:1", "c:1"], "async": ["b:1"], **others}
     tasks = {
         ("chief", 0): ("worker", 0),
         ("worker", 0): ("async", 0),

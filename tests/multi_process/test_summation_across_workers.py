@@ -12,6 +12,8 @@ import pytest
 from forked_workers import cluster_environments
 from runs import Runs
 
+from keras_het.strategy.cluster_config import CHOSEN_ROLES
+
 SECRET = {"KERAS_HET_SERVICE_SECRET": "of these tests, not secret"}
 # Of float32 values: small enough that every machine gets several partitions.
 SETTINGS = {"partition_bytes": 16, "partitions_in_flight": 2}
@@ -124,6 +126,25 @@ def test_a_spare_machine_serves_the_next_run(start_workers: Any) -> None:
         for index in range(2):
             workers.wait_for_output(index, "training")
         workers.close()
+
+
+def test_a_spare_machine_sums_for_those_who_start_again_in_other_roles(start_workers: Any) -> None:
+    first = cluster_environments({"worker": 3, "summation": 1}, SECRET)
+    machine = start_workers("program_summation_fit.py", None, [FOR_EVER], environments=first[3:])
+    machine.wait_for_output(0, "is ready")
+    cluster = json.loads(first[0]["TF_CONFIG"])["cluster"]
+    again = [dict(environment) for environment in first[:2]]
+    for index, environment in enumerate(again):
+        jobs = {"worker": cluster["worker"][:2], "summation": cluster["summation"]}
+        task = {"type": "worker", "index": index}
+        environment["TF_CONFIG"] = json.dumps({"cluster": jobs, "task": task})
+    # of another number of workers, without a choice of roles: a mistake
+    for refused in start_workers("program_summation_fit.py", None, [20], environments=again).wait():
+        assert refused.exit_code == 1
+    chosen = [{**environment, CHOSEN_ROLES: "leave_out"} for environment in again]
+    workers = start_workers("program_summation_fit.py", None, [40], environments=chosen)
+    for result in workers.wait():
+        assert result.exit_code == 0 and "training" in result.output, result.output
 
 
 def test_without_a_secret_nothing_starts(start_workers: Any) -> None:

@@ -192,7 +192,7 @@ MALFORMED = {
     ),
     "a service for nobody": (
         config_of({"ps": ["p:1", "q:1"], **TWO_WORKERS}),
-        "nobody who exchanges with it",
+        r"nobody who exchanges with it.*with roles=\"auto\"",
     ),
     "nobody to exchange with": (
         config_of({"async": ["p:1"]}, task={"type": "async", "index": 0}),

@@ -14,14 +14,12 @@ import numpy as np
 
 from keras_het.planning import ClusterSpeeds, RolePlan, advise_roles
 from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
-from keras_het.strategy.cluster_config import TF_CONFIG, ClusterConfig
+from keras_het.strategy.cluster_config import CHOSEN_ROLES, TF_CONFIG, ClusterConfig
 from keras_het.strategy.compute_times import StepTimes
 from keras_het.strategy.departure import leave_together
 from keras_het.strategy.hybrid.link_rates import measure_link_rates
 
 _logger = logging.getLogger("keras_het")
-CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
-"""Environment variable: the plan that this process was started again with."""
 _ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
 _WARM_UP_STEPS = 4
 LARGEST_NOISE_SCALE = 1e9
@@ -106,6 +104,8 @@ def noise_scale_of(steps: Sequence[StepTimes]) -> float | None:
 def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str] | None:
     """TF_CONFIG of this process in the cluster with these roles.
 
+    Who does not train keeps its place: evaluator and summation machines.
+
     Args:
         config: the cluster in which all workers are in the sync group.
         roles: role of every worker, the chief first.
@@ -125,6 +125,8 @@ def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str
         jobs[job].append(address)
     if task is None:
         return None
+    before = config.as_cluster_dict()
+    jobs |= {job: before.get(job, []) for job in ("evaluator", "summation")}
     cluster = {job: listed for job, listed in jobs.items() if listed}
     return {TF_CONFIG: json.dumps({"cluster": cluster, "task": task})}
 

@@ -7,16 +7,21 @@ import signal
 import threading
 
 from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
+from keras_het.strategy.summation.group_size import GroupSize
 from keras_het.strategy.summation.service import SummationService, summation_credential
 
 _logger = logging.getLogger(__name__)
+_POLL_SECONDS = 0.1
 
 
-def start_machine(config: ClusterConfig | None) -> SummationService:
+def start_machine(
+    config: ClusterConfig | None, group_size: GroupSize | None = None
+) -> SummationService:
     """Starts the service of a task of the job `summation`.
 
     Args:
         config: the cluster, None if TF_CONFIG describes none.
+        group_size: says the number of workers, if it may change; by default it is TF_CONFIG's.
 
     Returns:
         The service; it answers until `close` or the end of the process.
@@ -31,20 +36,29 @@ def start_machine(config: ClusterConfig | None) -> SummationService:
             'workers, list this machine in "cluster" as job "summation", and give it "task": '
             '{"type": "summation", "index": 0}.'
         )
-    num_workers = len(config.workers) + (config.chief is not None)
+    num_workers = len(config.sync_group_addresses) if group_size is None else group_size.wanted
     proof = summation_credential(num_workers, len(config.summation_machines))
-    service = SummationService(config.address_of(0), num_workers, proof)
+    service = SummationService(config.address_of(0), num_workers, proof, group_size=group_size)
     service.start()
     _logger.info("%s sums for %d workers.", config.task_name, num_workers)
     return service
 
 
 def main() -> None:
-    """Sums until it is told to end (SIGTERM, SIGINT)."""
-    service = start_machine(read_cluster_config())
+    """Sums until it is told to end (SIGTERM, SIGINT); workers that start again may be fewer."""
+    config = read_cluster_config()
+    group_size = None
+    if config is not None and config.is_summation_machine:
+        group_size = GroupSize(len(config.sync_group_addresses), len(config.summation_machines))
+    service = start_machine(config, group_size)
     print(f"summation machine is ready at {service.address}", flush=True)  # noqa: T201
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    stop.wait()
+    num_workers = group_size.wanted if group_size is not None else 0
+    while not stop.wait(_POLL_SECONDS):
+        if group_size is not None and group_size.wanted != num_workers:
+            num_workers = group_size.wanted
+            service.close()
+            service = start_machine(config, group_size)
     service.close()

@@ -14,6 +14,7 @@ from keras_het.strategy.parameter_service.admission import (
 )
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
+from keras_het.strategy.summation.group_size import GroupSize
 from keras_het.strategy.summation.slots import NUM_SLOTS, SlotTable
 
 
@@ -42,6 +43,7 @@ class SummationService:
         num_workers: workers that contribute to every sum.
         credential: what every request must carry, see `summation_credential`.
         num_slots: partitions that can be summed.
+        group_size: what else it listens for, on a spare machine.
 
     Reference:
         Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
@@ -49,7 +51,12 @@ class SummationService:
     """
 
     def __init__(
-        self, address: str, num_workers: int, credential: bytes, num_slots: int = NUM_SLOTS
+        self,
+        address: str,
+        num_workers: int,
+        credential: bytes,
+        num_slots: int = NUM_SLOTS,
+        group_size: GroupSize | None = None,
     ) -> None:
         self.address = address
         self._gate = Gate(credential)
@@ -68,6 +75,8 @@ class SummationService:
         self._server.register("sum_hello", self._hello_function())
         self._server.register("sum_join", self._join_function())
         self._server.register("sum_exchange", self._exchange_function())
+        if group_size is not None:
+            group_size.register_on(self._server)
 
     def start(self) -> None:
         """Starts to answer."""

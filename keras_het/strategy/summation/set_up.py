@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from keras_het.strategy.cluster_address import free_port
-from keras_het.strategy.cluster_config import ClusterConfig
+from keras_het.strategy.cluster_config import CHOSEN_ROLES, ClusterConfig
 from keras_het.strategy.summation.group import SummationGroup
+from keras_het.strategy.summation.group_size import tell_group_size
 from keras_het.strategy.summation.options import Summation
 from keras_het.strategy.summation.service import SummationService, summation_credential
 
@@ -44,6 +46,8 @@ def start_summation(options: Summation, extended: Any, membership: Membership) -
     port = free_port(hosts[worker])
     service = SummationService(f"{hosts[worker]}:{port}", num_workers, proof)
     service.start()
+    if worker == 0 and spare and os.environ.get(CHOSEN_ROLES):
+        tell_group_size(spare, num_workers, proof)  # before the others join
     told = np.array([port, secrets.randbelow(2**62) + 1], np.int64)
     everyone = extended.gather_over_workers(told).reshape(-1, len(told))
     addresses = [f"{host}:{port}" for host, port in zip(hosts, everyone[:, 0], strict=True)]
