@@ -231,6 +231,16 @@ def test_wrong_arguments(arguments: dict[str, Any], match: str) -> None:
         keras_het.callbacks.HybridAggregation(**arguments)
 
 
+def test_async_workers_alone_do_not_spread_the_service(start_workers: Any, tmp_path: Path) -> None:
+    options = json.dumps({"service": "spread", "epochs": 1})
+    (service,) = start_workers(
+        "program_hybrid.py",
+        arguments=[tmp_path, options],
+        environments=environments({"ps": 1, "async": 1})[:1],
+    ).wait()
+    assert service.exit_code != 0 and "a TF_CONFIG without sync group" in service.output
+
+
 def run_with_service(
     start: Any, folder: Path, jobs: dict[str, int], **options: Any
 ) -> dict[str, Any]:

@@ -315,6 +315,9 @@ class AsyncWorker(Participant):
             self._center.send_again(weights)
             if state is not None:
                 self._state.send_again(state)
+        own = self.vectors.weights.read()
+        sent = self._pending[0] if self._pending is not None else None
+        self.vectors.weights.write(self._center.after_absence(own, sent, self.num_clients))
         self._is_lost = False
         _logger.warning("The parameter service answers again.")
 

@@ -78,6 +78,8 @@ class RemoteHost(Host):
         try:
             if self._is_lost:
                 self._attach_again()
+                clients = self._group.num_clients
+                weights = self._weights.after_absence(weights, self._pending, clients)
             return self._exchange(weights, state, samples, push, wait or self._waits)
         except ServiceLostError as error:
             self._lose(error)

@@ -107,6 +107,20 @@ class CenterClient:
         self.seen, self._residuals = center, None
         self._versions = self._latest_versions
 
+    def after_absence(
+        self, weights: list[Any], pending: Pending | None, num_workers: int
+    ) -> list[Any]:
+        """Weights to go on with when the service is back: `UpdateRule.after_absence`.
+
+        Args:
+            weights: the worker's weights now, for each partition.
+            pending: what it had sent before the service was lost, None for nothing.
+            num_workers: workers that exchange with the service.
+        """
+        starts = self.seen if pending is None else pending.sent
+        pairs = zip(weights, starts, strict=True)
+        return [self._rule.after_absence(own, start, num_workers) for own, start in pairs]
+
     def send(self, weights: list[Any], samples: int) -> Pending:
         """Sends the rule's message.
 

@@ -21,6 +21,10 @@ class Delta(SendsChange):
     one. It sends :math:`f \Delta_i`, so that a sample moves the center as much whoever uses it, and
     the learning rate for the global batch fits all.
 
+    Workers that train on alone while the service is away all start from the same weights. Their
+    changes would add up to n times one of them, and each may be long; so a worker keeps 1 / n of
+    what it learnt alone (`after_absence`).
+
     Args:
         scale: factor s; 1 / number of workers averages.
 
@@ -57,6 +61,10 @@ class Delta(SendsChange):
         """The change, as steps of the global batch would have made it."""
         change = super().message(weights, seen)
         return change if self.step_fraction == 1 else self.step_fraction * change
+
+    def after_absence(self, weights: Any, start: Any, num_workers: int) -> Any:
+        """The average of n such changes is what the center then moves by."""
+        return start + min(1.0, 1.0 / (num_workers * self.scale)) * (weights - start)
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Adds the change."""

@@ -176,6 +176,17 @@ class UpdateRule(abc.ABC):
             answer: what `update` returned.
         """
 
+    def after_absence(self, weights: Any, start: Any, num_workers: int) -> Any:
+        """Weights to exchange by after training without the service, as others may have, too.
+
+        Args:
+            weights: the worker's weights.
+            start: those that it sent last, or got if nothing is under way.
+            num_workers: workers that exchange with the service.
+        """
+        del start, num_workers
+        return weights
+
     def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
         """Takes note of what a worker says; called in the graph, under the part's lock.
 

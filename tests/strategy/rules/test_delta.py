@@ -42,6 +42,17 @@ def test_the_center_is_the_start_and_all_changes(cpu_devices):
     np.testing.assert_allclose(center.values, start + moved, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("scale", "moves"), [(1.0, 1.0), (0.25, 1.0), (0.1, 0.4)])
+def test_what_all_learnt_alone_counts_once(cpu_devices, scale, moves):
+    rule, start = Delta(scale), start_vector()
+    center = Center(rule, start)
+    learnt = np.random.default_rng(2).normal(size=SIZE).astype("float32")
+    for i in range(4):
+        own = rule.after_absence(start + learnt, start, 4)
+        center.push(i, 8, 0, rule.message(own, start))
+    np.testing.assert_allclose(center.values, start + moves * learnt, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("scale", [0, -1.0])
 def test_wrong_scale(scale):
     with pytest.raises(ValueError, match="scale must be positive"):
