@@ -2,24 +2,27 @@
 
     python recipes/update_rules.py --rule diloco [--seeds 3]
     python recipes/update_rules.py --rule all
+    python recipes/update_rules.py --rule async_sgd --validate --try '{"period": 2}'
 
 Handwritten digits, emulated devices of speed 2:1:1. Synchronous rules run in LocalTraining: all
 three workers take local steps and exchange at once. Asynchronous ones run in HybridAggregation: the
 fast worker trains with the parameter service beside it, the slow ones exchange with it whenever
 they are ready. Where workers wait for their turn, the first process only holds the service. Prints
-the test accuracy, mean of the seeds. A rule takes about a minute.
+the test accuracy, mean of the seeds. A rule takes about a minute. `--validate` trains without 287
+of the training images and prints the accuracy on those, to choose settings by (`--try` replaces
+some) without a look at the test data.
 """
 
 import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 SPEEDS = (2.0, 1.0, 1.0)
 SECONDS_PER_SAMPLE = 0.0002  # of a device of speed 1
@@ -33,6 +36,7 @@ class Setting:
     """How a rule trains.
 
     Args:
+        rule: name of the rule.
         rate: learning rate of the workers; not used by rules that send gradients.
         momentum: of the workers, likewise.
         config: settings of the rule.
@@ -41,6 +45,7 @@ class Setting:
         kind: "local", "hybrid", or "service" where workers wait for each other's turn.
     """
 
+    rule: str = ""
     rate: float = 0.1
     momentum: float = 0.9
     config: dict[str, Any] = field(default_factory=dict)
@@ -48,35 +53,45 @@ class Setting:
     kind: str = "hybrid"
 
 
+NUM_VALIDATION = 287  # the rest of the training data are 1150
 ONE_DEVICE = Setting()
 STREAMING = {"period": 8, "num_fragments": 2, "overlap": 2}
 SCALED = {"learning_rate": 0.15, "reference_samples": BATCH_SIZE, "warm_up_pushes": 100}
+DAMPED = {"learning_rate": 0.4, "momentum": 0.5, "damps_staleness": True}
+ADAM = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.006}}}
 ADAPTIVE = {"learning_rate": 0.2, "compensation": 2.0, "decay": 0.95}
+CONSTANT = {"learning_rate": 0.5, "compensation": 0.04}
 TWO_STAGES = {
     "data_shares": [0.5, 0.5],
     "steps": [4, 4],
     "second_steps": [2, 2],
     "loss_threshold": 0.2,
 }
-# Chosen by hand, from a few values each.
+MEASURED = {"loss_threshold": 0.2, "preset_steps": 4}
+# Chosen by hand, from a few values each: by `--validate` where docs/update_rules.md says so.
 SETTINGS = {
-    "sync_easgd": Setting(0.6, 0.0, {"num_workers": 3, "period": 2, "overlap": 1}, kind="local"),
-    "diloco": Setting(0.3, 0.0, {"period": 5}, kind="local"),
-    "streaming_diloco": Setting(0.1, 0.9, STREAMING, kind="local"),
-    "delta": Setting(0.2, 0.0),
-    "async_sgd": Setting(config=SCALED, period=2),
-    "delay_compensated": Setting(config=ADAPTIVE, period=1),
-    "async_easgd": Setting(0.6, 0.0),
-    "async_measgd": Setting(0.15, 0.9),
-    "hogwild_easgd": Setting(0.8, 0.0),
-    "round_robin_easgd": Setting(0.6, 0.0, period=2, kind="service"),
-    "ashl": Setting(0.5, 0.0, TWO_STAGES, kind="service"),
+    "sync_easgd": Setting(
+        "sync_easgd", 0.6, 0.0, {"num_workers": 3, "period": 2, "overlap": 1}, kind="local"
+    ),
+    "diloco": Setting("diloco", 0.3, 0.0, {"period": 5}, kind="local"),
+    "streaming_diloco": Setting("streaming_diloco", 0.1, 0.9, STREAMING, kind="local"),
+    "delta": Setting("delta", 0.2, 0.0),
+    "async_sgd": Setting("async_sgd", config=SCALED, period=2),
+    "async_sgd_staleness": Setting("async_sgd", config=DAMPED, period=2),
+    "async_sgd_adam": Setting("async_sgd", config=ADAM, period=2),
+    "delay_compensated": Setting("delay_compensated", config=ADAPTIVE, period=1),
+    "delay_compensated_constant": Setting("delay_compensated", config=CONSTANT, period=1),
+    "async_easgd": Setting("async_easgd", 0.6, 0.0),
+    "async_measgd": Setting("async_measgd", 0.15, 0.9),
+    "hogwild_easgd": Setting("hogwild_easgd", 0.8, 0.0),
+    "round_robin_easgd": Setting("round_robin_easgd", 0.6, 0.0, period=2, kind="service"),
+    "ashl": Setting("ashl", 0.5, 0.0, TWO_STAGES, kind="service"),
+    "ashl_measured": Setting("ashl", 0.5, 0.0, MEASURED, kind="service"),
 }
 
 
-def train(directory: Path, rule: str, seeds: list[int]) -> None:
+def train(directory: Path, rule: str, setting: Setting, seeds: list[int], validates: bool) -> None:
     """What each worker runs; the same script for all of them."""
-    setting = SETTINGS.get(rule, ONE_DEVICE)
     if setting.kind == "service":
         hold_the_service_in_the_first_task()
     import keras
@@ -86,6 +101,9 @@ def train(directory: Path, rule: str, seeds: list[int]) -> None:
     import keras_het
 
     (images, labels), test = load_digits()
+    if validates:
+        test = images[-NUM_VALIDATION:], labels[-NUM_VALIDATION:]
+        images, labels = images[:-NUM_VALIDATION], labels[:-NUM_VALIDATION]
     is_local = rule in SETTINGS and setting.kind == "local"
     strategy = keras_het.HeterogeneousStrategy(shares=SPEEDS if is_local else None)
     for seed in seeds:
@@ -99,7 +117,7 @@ def train(directory: Path, rule: str, seeds: list[int]) -> None:
                 metrics=["accuracy"],
             )
         batches = global_batches(images, labels, BATCH_SIZE)
-        callbacks = [callback(rule, setting)] if rule in SETTINGS else []
+        callbacks = [callback(setting)] if rule in SETTINGS else []
         model.fit(batches, epochs=EPOCHS, verbose=0, callbacks=callbacks)
         if strategy.is_async_worker:
             continue
@@ -108,11 +126,11 @@ def train(directory: Path, rule: str, seeds: list[int]) -> None:
             save(directory, f"{rule}-{seed}", {"accuracy": float(accuracy)}, [])
 
 
-def callback(rule: str, setting: Setting) -> Any:
+def callback(setting: Setting) -> Any:
     """What trains by the rule."""
     import keras_het
 
-    named = {"class_name": rule, "config": setting.config}
+    named = {"class_name": setting.rule, "config": setting.config}
     if setting.kind == "local":
         return keras_het.callbacks.LocalTraining(named)
     return keras_het.callbacks.HybridAggregation(named, period=setting.period)
@@ -127,13 +145,14 @@ def hold_the_service_in_the_first_task() -> None:
     os.environ["TF_CONFIG"] = json.dumps(config)
 
 
-def accuracies(console: Console, rule: str, seeds: int) -> list[float]:
-    """Test accuracy of each seed."""
+def accuracies(console: Console, rule: str, setting: Setting, options: Any) -> list[float]:
+    """Accuracy of each seed."""
     from workers import run_workers
 
     from keras_het.launch.emulation import Emulation
 
-    is_hybrid = rule in SETTINGS and SETTINGS[rule].kind != "local"
+    is_hybrid = rule in SETTINGS and setting.kind != "local"
+    seeds = options.seeds
     speeds = SPEEDS if rule in SETTINGS else SPEEDS[:1]
     emulation = Emulation(speeds, seconds_per_sample=SECONDS_PER_SAMPLE)
     # a parameter service lives as long as its process: one start for each seed
@@ -142,6 +161,8 @@ def accuracies(console: Console, rule: str, seeds: int) -> list[float]:
     for own in starts:
         names = [f"{rule}-{seed}" for seed in own]
         arguments = ["--worker", "--rule", rule, "--of-seeds", ",".join(map(str, own))]
+        arguments += ["--try", json.dumps(options.replaced)] if rule in SETTINGS else []
+        arguments += ["--validate"] if options.validate else []
         num_async_workers = len(SPEEDS) - 1 if is_hybrid else 0
         results = run_workers(
             console,
@@ -155,39 +176,56 @@ def accuracies(console: Console, rule: str, seeds: int) -> list[float]:
     return found
 
 
-def compare(rules: list[str], seeds: int) -> None:
+def compare(rules: list[str], options: Any) -> None:
     console = Console()
     speeds = ":".join(f"{speed:g}" for speed in SPEEDS)
-    console.print(f"EMULATED devices of speed {speeds}; mean of {seeds} seed(s)")
-    table = Table("rule", "kind", "test accuracy", "behind one device", "each seed")
-    one_device = accuracies(console, "one device", seeds)
+    console.print(f"EMULATED devices of speed {speeds}; mean of {options.seeds} seed(s)")
+    data = "validation" if options.validate else "test"
+    name = Column("rule", overflow="fold")
+    table = Table(name, "kind", f"{data} accuracy", "behind one device", "each seed")
+    one_device = accuracies(console, "one device", ONE_DEVICE, options)
     for rule in ["one device", *rules]:
-        found = one_device if rule == "one device" else accuracies(console, rule, seeds)
+        setting = setting_of(rule, options)
+        own = rule == "one device"
+        found = one_device if own else accuracies(console, rule, setting, options)
         mean = 100 * sum(found) / len(found)
         behind = 100 * sum(one_device) / len(one_device) - mean
         table.add_row(
             rule,
-            SETTINGS[rule].kind if rule in SETTINGS else "",
+            "" if own else setting.kind,
             f"{mean:.2f} %",
-            f"{behind:+.2f}" if rule in SETTINGS else "",
+            "" if own else f"{behind:+.2f}",
             " ".join(f"{100 * accuracy:.1f}" for accuracy in found),
         )
     console.print(table)
+
+
+def setting_of(rule: str, options: Any) -> Setting:
+    """The setting of a rule, with what was given on the command line."""
+    setting = SETTINGS.get(rule, ONE_DEVICE)
+    changed = dict(options.replaced) if rule in SETTINGS else {}
+    config = {**setting.config, **changed.pop("config", {})}
+    return replace(setting, config=config, **changed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rule", default="diloco", choices=[*SETTINGS, "all", "one device"])
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind")
+    parser.add_argument("--validate", action="store_true", help="leave the test data alone")
+    parser.add_argument(
+        "--try", dest="replaced", type=json.loads, default={}, help="JSON of other settings"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--of-seeds", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         seeds = [int(seed) for seed in options.of_seeds.split(",")]
-        train(options.directory, options.rule, seeds)
+        setting = setting_of(options.rule, options)
+        train(options.directory, options.rule, setting, seeds, options.validate)
     else:
-        compare(list(SETTINGS) if options.rule == "all" else [options.rule], options.seeds)
+        compare(list(SETTINGS) if options.rule == "all" else [options.rule], options)
 
 
 if __name__ == "__main__":
