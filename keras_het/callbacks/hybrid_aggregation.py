@@ -55,9 +55,8 @@ class HybridAggregation(keras.callbacks.Callback):
         rule: name, dict or instance of a `keras_het.strategy.rules.UpdateRule`.
         period: steps between two exchanges; for rules that send gradients, steps over which an
             async worker accumulates one. "auto": each worker's own, such that all exchange at about
-            the same rate (`planning.plan_pushes`), no exchange is waited for, and none costs more
-            than a tenth of the time, all as measured in training; for rules in which workers run
-            their own optimizer and do not wait.
+            the same rate (`planning.plan_pushes`), and none costs more than a tenth of the time,
+            all as measured in training; for rules in which workers do not wait for each other.
         async_batch_size: samples of an async worker's own steps. Default: global batch over number
             of workers of the sync group. A worker that takes more steps of an epoch than it has
             batches ends its last epoch early; the others use the rest.
@@ -170,7 +169,7 @@ class HybridAggregation(keras.callbacks.Callback):
         kind = next(kind for applies, kind in kinds if applies)
         self._participant = kind(self.model, strategy, self._options)
         if self._options.rule.uses_gradients:
-            self._send_gradients(strategy)
+            self._send_gradients(self._participant)
         self._starts = True
         data = self._participant.data
         strategy.take_claimed_batches(data, self._claims)
@@ -184,7 +183,7 @@ class HybridAggregation(keras.callbacks.Callback):
             return
         if self._starts:
             self._starts = False
-            self._forget_gradients()
+            self._participant.forget_gradients()
         self._participant.hide_center()
         self._participant.start_epoch(epoch)
 
@@ -253,34 +252,13 @@ class HybridAggregation(keras.callbacks.Callback):
         if any(role != "sync" for role in plan.roles):
             start_again(strategy, plan)
 
-    def _forget_gradients(self) -> None:
-        """Starts to accumulate anew: a backup may have brought back half a gradient."""
-        if self._user_optimizer is None:
-            return
-        for variable in self.model.optimizer.variables:
-            if not variable.path.endswith("learning_rate"):
-                variable.assign(keras.ops.zeros_like(variable))
-
     def _claims(self) -> Any:
         return self._participant.claims() if self._participant is not None else None
 
-    def _send_gradients(self, strategy: Any) -> None:
-        """Makes a step move the weights by the gradient alone; the optimizer is in the service."""
-        each = self.model.steps_per_execution
-        if self._options.period % each:
-            raise ValueError(
-                "Rules that send gradients exchange when a gradient is whole, between two "
-                f"executions. Received: period={self._options.period} and steps_per_execution="
-                f"{each}. Make the period a multiple of it."
-            )
+    def _send_gradients(self, participant: Participant) -> None:
+        """Makes steps sum gradients up; the optimizer that moves weights is in the service."""
         self._user_optimizer = self.model.optimizer
-        steps = self._options.period
-        with strategy.scope():
-            optimizer = keras.optimizers.SGD(
-                learning_rate=1.0, gradient_accumulation_steps=steps if steps > 1 else None
-            )
-            optimizer.build(self.model.trainable_variables)
-            self.model.optimizer = optimizer
+        self.model.optimizer = participant.sum_gradients()
         self.model.make_train_function(force=True)
 
 
@@ -344,11 +322,10 @@ def _check_wire(options: HybridOptions) -> None:
 
 def _check_adapts(options: HybridOptions) -> None:
     rule = options.rule
-    if options.adapts_period and (options.waits_for_answer or rule.local_steps(0, 0) is not None):
+    if options.adapts_period and (rule.may_wait or rule.local_steps(0, 0) is not None):
         raise ValueError(
-            'period="auto" needs a rule in which workers run their own optimizer and do not wait '
-            f"for each other. Received: {rule.name!r}. Give a number, such as "
-            "planning.plan_pushes chooses."
+            'period="auto" needs a rule in which workers do not wait for each other. Received: '
+            f"{rule.name!r}. Give a number, such as planning.plan_pushes chooses."
         )
 
 

@@ -58,11 +58,16 @@ def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
     assert fractions == {**dict.fromkeys(results, 1.0 / jobs["worker"]), **members}
 
 
-def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path) -> None:
+GRADIENTS = {"rule": {"class_name": "AsyncSGD", "config": {"learning_rate": 0.02}}}
+ADAPTING = {"changes": {"rule": "delta"}, "gradients": GRADIENTS}
+
+
+@pytest.mark.parametrize("rule", with_variants(ADAPTING, "changes"))
+def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path, rule: str) -> None:
     # a step takes the async worker 0.3 s, the group 0.07 s
     jobs = {"worker": 2, "async": 1}
     options = {"period": "auto", "epochs": MANY, "validates": False}
-    results = run(start_workers, tmp_path, jobs, 0.012, 0.05, **options)
+    results = run(start_workers, tmp_path, jobs, 0.012, 0.05, **options, **ADAPTING[rule])
     periods = {name: result["period"] for name, result in results.items()}
     assert periods["worker_0"] == periods["worker_1"] == 3  # the longest: 30 batches, 8 exchanges
     assert periods["async_0"] < FIRST_PERIOD
@@ -74,7 +79,7 @@ RULES = {
     "server-side Adam": {
         "rule": {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
     },
-    "gradients": {"rule": {"class_name": "AsyncSGD", "config": {"learning_rate": 0.02}}},
+    "gradients": GRADIENTS,
     "delay compensated": {
         "rule": {
             "class_name": "DelayCompensated",
@@ -84,6 +89,7 @@ RULES = {
     "elastic": {"rule": "async_easgd"},
     "bounded staleness": {"rule": "delta", "staleness_bound": 1},
     "several steps at once": {"rule": "delta", "steps_per_execution": 4},
+    "gradients, several steps at once": {**GRADIENTS, "steps_per_execution": 4},
 }
 
 
@@ -216,7 +222,6 @@ def test_rules_in_which_all_exchange_at_once_are_refused(rule: str) -> None:
         ({"rule": "gossip"}, "gossip"),
         ({"period": 0}, "period must be a whole number"),
         ({"period": "often"}, 'or "auto"'),
-        ({"period": "auto", "rule": AsyncSGD(0.1)}, 'period="auto" needs a rule'),
         ({"period": "auto", "rule": "round_robin_easgd"}, 'period="auto" needs a rule'),
         ({"wire": TopKWire(0.1), "rule": "async_easgd"}, "would count as 0"),
         ({"async_batch_size": 2.5}, "async_batch_size must be"),

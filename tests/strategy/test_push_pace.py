@@ -78,6 +78,20 @@ def test_a_hidden_exchange_still_costs_what_the_task_does_for_it():
     assert pace.pace.exchange_seconds == pytest.approx(0.2)
 
 
+def test_an_exchange_that_nothing_hides_costs_all_its_time():
+    clock = Clock()
+    pace = PushPace(clock, waits=True)
+    steps(pace, clock, 4, 0.1)
+    for seconds in (9.0, 0.6, 0.6):  # the first one is traced
+        with pace.exchanging():
+            clock.wait(0.1)
+            pace.sent()
+            with pace.waiting():
+                clock.wait(seconds - 0.1)
+    # a tenth of the time
+    assert pace.pace.exchange_seconds == pytest.approx(6.0)
+
+
 def test_it_is_measured_at_first_and_then_now_and_then():
     pace = PushPace(Clock())
     due = []

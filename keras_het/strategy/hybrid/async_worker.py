@@ -53,7 +53,7 @@ class AsyncWorker(Participant):
         self._latest_batch = -1
         self._is_lost = False
         self._next_try = 0.0
-        self._pace = PushPace()
+        self._pace = PushPace(waits=options.waits_for_answer)
         self._planned_period: int | None = None
         self._plan = LocalPlan(self.rule, self._client) if self.rule.is_measured else None
 
@@ -279,7 +279,7 @@ class AsyncWorker(Participant):
         return following if following < self.num_batches else None
 
     def _send(self) -> None:
-        pending = self._center.send(self.vectors.weights.read(), self._samples)
+        pending = self._center.send(self.weights_to_push(), self._samples)
         state = None
         if self._state is not None and self.vectors.state is not None:
             state = self._state.send(self.vectors.state.read(), self._samples)

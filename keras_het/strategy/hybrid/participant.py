@@ -6,6 +6,7 @@ import abc
 import dataclasses
 from typing import Any
 
+from keras_het.strategy.hybrid.gradient_sum import MeanGradient
 from keras_het.strategy.hybrid.model_vectors import ModelVectors
 from keras_het.strategy.parameter_service import FloatWire, TopKWire, Wire, credential
 from keras_het.strategy.parameter_service.admission import read_secret
@@ -119,12 +120,31 @@ class Participant(abc.ABC):
         self.fingerprint = int(data.fingerprint or 0)
         self.first_pass = len(data.position[0])
         self._own: list[Any] | None = None
+        self._mean_gradient: MeanGradient | None = None
         _check_data(data, self.num_batches)
 
     @property
     def service_fingerprint(self) -> str:
         """Of model, rule and format of messages, on which all tasks must agree."""
         return f"{self.vectors.fingerprint(self.rule)} {self.options.weights_wire.name}"
+
+    def sum_gradients(self) -> Any:
+        """An optimizer that sums gradients up; from now on they are what this task sends."""
+        variables, size = self.model.trainable_variables, self.options.partition_bytes // 4
+        self._mean_gradient = MeanGradient(variables, self.strategy, size)
+        return self._mean_gradient.optimizer
+
+    def forget_gradients(self) -> None:
+        """Starts to sum up anew: a backup may have brought back half a gradient."""
+        if self._mean_gradient is not None:
+            self._mean_gradient.forget()
+
+    def weights_to_push(self) -> list[Any]:
+        """Where this task has come since the last exchange: its weights, less what it summed up."""
+        weights = self.vectors.weights.read()
+        if self._mean_gradient is None:
+            return weights
+        return [w - g for w, g in zip(weights, self._mean_gradient.take(), strict=True)]
 
     @property
     def facts(self) -> TrainingFacts:

@@ -45,14 +45,17 @@ class PushPace:
 
     An exchange that takes e seconds, of which the task itself is busy for c, should lie behind
     computation, and cost a tenth of it at most: pushes are :math:`\max(e, 10 c)` seconds apart or
-    more.
+    more. A task that goes on only with the answer is busy all the while, c = e.
 
     Args:
         clock: in seconds.
+        waits: whether the task computes nothing while its message travels.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, waits: bool = False
+    ) -> None:
+        self._clock, self._waits = clock, waits
         self._since = clock()
         self._num_steps = self._num_exchanges = 0
         self._steps: deque[tuple[float, float]] = deque(maxlen=32)
@@ -77,12 +80,13 @@ class PushPace:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Around what this task does for an exchange; `waiting` in it is not its own work."""
+        """Around what this task does for an exchange; `waiting` in it may be hidden."""
         started, self._waited = self._clock(), 0.0
         yield
         self._since = self._clock()
+        hidden = 0.0 if self._waits else self._waited
         if self._num_exchanges:  # the first one is traced
-            self._overheads.append(self._since - started - self._waited)
+            self._overheads.append(self._since - started - hidden)
         self._num_exchanges += 1
 
     def sent(self) -> None:

@@ -43,7 +43,7 @@ class SyncGroup(Participant):
         self._ask = 2 * options.period
         self._counted = 0  # of the samples, those that the ledger knows
         self._sum = tf.function(self._sum_over_members, autograph=False)
-        self._pace = PushPace()
+        self._pace = PushPace(waits=options.waits_for_answer)
         self._period = options.period
 
     @property
@@ -120,7 +120,7 @@ class SyncGroup(Participant):
         """Exchanges with the center, and claims as many batches as were used."""
         asked = self._unclaimed + self._ask
         self._unclaimed = self._ask = 0
-        weights = self.vectors.weights.read()
+        weights = self.weights_to_push() if push else self.vectors.weights.read()
         state = self.vectors.state.read() if self.vectors.state is not None else []
         header = [0, 0, 0, 0]
         answer = [tf.zeros_like(part) for part in (*weights, *state)]

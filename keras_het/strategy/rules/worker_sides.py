@@ -10,8 +10,8 @@ from keras_het.strategy.rules.update_rule import UpdateRule
 class SendsGradient(UpdateRule):
     """The worker sends a mean gradient and goes on from the center.
 
-    It runs `SGD(learning_rate=1)` on accumulated mean gradients, so that `seen - weights` is the
-    gradient. Steps that it takes while the answer travels are not kept: the next gradient is that
+    What it gives for its weights is `seen` less the mean gradient of its steps, in which nothing
+    moved. Steps that it takes while the answer travels are not kept: the next gradient is that
     of the center it got.
     """
 

@@ -1,0 +1,80 @@
+"""Gradients that are summed up between two exchanges, against numpy."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_het
+from keras_het.strategy.hybrid.gradient_sum import MeanGradient
+
+FEATURES, SAMPLES = 3, 24
+PARTITION_SIZE = 3  # the four weights of the model travel as two parts
+
+
+def make_model(strategy, **compiled):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **compiled)
+    return model
+
+
+def data():
+    random = np.random.default_rng(1)
+    x = random.normal(size=(SAMPLES, FEATURES)).astype("float32")
+    return x, random.normal(size=(SAMPLES, 1)).astype("float32")
+
+
+def gradient(weights, x, y):
+    """Of the mean squared error, as one vector: the kernel's, then the bias's."""
+    kernel, bias = weights
+    errors = x @ kernel + bias - y
+    return np.append(2 * x.T @ errors / len(x), 2 * errors.mean())
+
+
+def replace_optimizer(model, strategy):
+    mean = MeanGradient(model.trainable_variables, strategy, PARTITION_SIZE)
+    model.optimizer = mean.optimizer
+    model.make_train_function(force=True)
+    return mean
+
+
+@pytest.mark.parametrize("shares", [None, [2, 1]])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_any_number_of_steps_is_one_large_batch(cpu_devices, shares, steps_per_execution):
+    devices = cpu_devices[: len(shares or [1])]
+    strategy = keras_het.HeterogeneousStrategy(devices, shares=shares)
+    model = make_model(strategy, steps_per_execution=steps_per_execution)
+    mean = replace_optimizer(model, strategy)
+    weights, (x, y) = model.get_weights(), data()
+    for first, last in ((0, 12), (12, 24), (0, 24)):  # of 6 samples: 2, 2 and 4 steps
+        model.fit(x[first:last], y[first:last], batch_size=6, verbose=0, shuffle=False)
+        parts = mean.take()
+        assert [len(part) for part in parts] == [3, 1]
+        expected = gradient(weights, x[first:last], y[first:last])
+        np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-5, atol=1e-6)
+    for after, before in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(after, before)
+
+
+def test_what_a_backup_brought_back_is_forgotten(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    model = make_model(strategy)
+    mean = replace_optimizer(model, strategy)
+    weights, (x, y) = model.get_weights(), data()
+    model.fit(x, y, batch_size=6, verbose=0)
+    mean.forget()
+    model.fit(x[:6], y[:6], batch_size=6, verbose=0)
+    expected = gradient(weights, x[:6], y[:6])
+    np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_callback_may_change_the_rate(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    model = make_model(strategy)
+    mean = replace_optimizer(model, strategy)
+    weights, (x, y) = model.get_weights(), data()
+    model.optimizer.learning_rate = 0.5
+    model.fit(x, y, batch_size=SAMPLES, verbose=0)
+    expected = 0.5 * gradient(weights, x, y)
+    np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
