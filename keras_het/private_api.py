@@ -69,6 +69,7 @@ __all__ = [
     "distribute_lib",
     "distribute_utils",
     "distribute_values",
+    "function_being_traced",
     "global_seed_is_set",
     "iterated_data_set",
     "iterator_model",
@@ -216,6 +217,21 @@ def run_independently(tensor: Any) -> Any:
     if manager is not None:
         manager.run_independently(tensor.op)
     return tensor
+
+
+def function_being_traced(graph: Any) -> Any:
+    """The outermost graph around `graph`, where that is of a `tf.function` that is being traced.
+
+    Args:
+        graph: the graph of the function itself, or of one inside of it (a branch, a loop's body).
+
+    Returns:
+        The graph; None for others, such as those in which Keras only infers shapes, which never
+        run.
+    """
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
+    return None if getattr(graph, "experimental_acd_manager", None) is None else graph
 
 
 def data_set_variant(dataset: Any) -> Any:

@@ -205,6 +205,31 @@ def test_a_function_runs_on_what_it_is_bound_to(cpu_devices):
     assert int(function()) == 2 and int(variables[1]) == 11
 
 
+def test_the_function_around_a_graph_is_found():
+    found = []
+
+    @tf.function
+    def traced(condition):
+        own = tf.compat.v1.get_default_graph()
+        tf.cond(condition, lambda: found.append(function_around() is own), lambda: None)
+        found.append(function_around() is own)
+
+    def function_around():
+        return private_api.function_being_traced(tf.compat.v1.get_default_graph())
+
+    traced(tf.constant(True))
+    assert found == [True, True]
+
+    class InfersItsShape(keras.layers.Layer):
+        def call(self, values):
+            found.append(function_around())
+            return values
+
+    InfersItsShape()(keras.Input(batch_shape=(1,)))
+    assert found == [True, True, None]
+    assert function_around() is None
+
+
 def test_an_iterator_goes_on_in_another(cpu_devices):
     def build(calls):
         numbers = tf.data.Dataset.range(20)

@@ -1,7 +1,7 @@
 """The checks that run on every worker of a cluster, and on one device to compare with.
 
-Each takes a `Recording` and does what a user's script would do. All clusters here have three
-replicas.
+Each takes a `Recording` and does what a user's script would do. Shares are those of three
+replicas; where a cluster has more, the others get the share 1.
 """
 
 from __future__ import annotations

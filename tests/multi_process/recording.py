@@ -47,8 +47,10 @@ class Recording:
             yield
 
     def set_shares(self, shares: Sequence[float]) -> None:
+        """Gives replicas beyond those of the check the share 1."""
         if self.strategy is not None:
-            self.strategy.set_shares(shares)
+            more = self.strategy.num_replicas_in_sync - len(shares)
+            self.strategy.set_shares([*shares, *[1] * more])
 
     def keep(self, name: str, structure: Any) -> None:
         """Keeps all leaves of a structure."""

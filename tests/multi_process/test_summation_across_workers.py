@@ -29,6 +29,14 @@ CHECKS = (
 )
 # One call that times out, and the answer of the watch by then; not a speed of this machine.
 LONGEST_SECONDS = 18.0
+# Of workers with several devices: what their replicas reduce among each other first.
+CHECKS_OF_DEVICES = (
+    "shares_and_partial_batch",
+    "zero_share",
+    "loss_scale_optimizer",
+    "gradient_accumulation_and_clipping",
+    "custom_training_loop",
+)
 FOR_EVER = 10_000_000
 pytestmark = pytest.mark.timeout(600)
 
@@ -37,12 +45,20 @@ class SummationRuns(Runs):
     """Workers and spare machines, and one device."""
 
     def __init__(
-        self, start: Any, folder: Path, num_workers: int, num_spare: int, devices: str, **more: Any
+        self,
+        start: Any,
+        folder: Path,
+        num_spare: int,
+        devices: str,
+        checks: tuple[str, ...] = CHECKS,
+        **more: Any,
     ) -> None:
+        num_workers = len(devices.split(","))
         self._folder = folder
         self._num_workers = num_workers
+        self.checks = checks
         self.single = start(
-            "program_exactness.py", None, [folder, "exactness_checks", "0", *CHECKS]
+            "program_exactness.py", None, [folder, "exactness_checks", "0", *checks]
         )
         jobs = {"worker": num_workers, "summation": num_spare}
         jobs = {job: count for job, count in jobs.items() if count}
@@ -50,7 +66,7 @@ class SummationRuns(Runs):
         self.workers = start(
             "program_summation.py",
             None,
-            [folder, "exactness_checks", devices, settings, *CHECKS],
+            [folder, "exactness_checks", devices, settings, *checks],
             environments=cluster_environments(jobs, SECRET),
         )
         self.single.wait()
@@ -68,32 +84,56 @@ def with_a_spare_machine(start_for_session: Any, tmp_path_factory: Any) -> Summa
     """Three workers on unequal links, and one spare machine."""
     folder = tmp_path_factory.mktemp("with_a_spare_machine")
     rates = {"link_rates": [1.2, 1.0, 1.1], "spare_link_rates": [0.9]}
-    return SummationRuns(start_for_session, folder, 3, 1, "1,1,1", **rates)
+    return SummationRuns(start_for_session, folder, 1, "1,1,1", **rates)
 
 
 @pytest.fixture(scope="module")
 def without_spare_machines(start_for_session: Any, tmp_path_factory: Any) -> SummationRuns:
     """Three workers, which sum everything themselves."""
     folder = tmp_path_factory.mktemp("without_spare_machines")
-    return SummationRuns(start_for_session, folder, 3, 0, "1,1,1")
+    return SummationRuns(start_for_session, folder, 0, "1,1,1")
+
+
+@pytest.fixture(scope="module")
+def with_unequal_devices(start_for_session: Any, tmp_path_factory: Any) -> SummationRuns:
+    """Two workers with two devices and one, and one spare machine."""
+    folder = tmp_path_factory.mktemp("with_unequal_devices")
+    return SummationRuns(start_for_session, folder, 1, "2,1", CHECKS_OF_DEVICES)
+
+
+@pytest.fixture(scope="module")
+def with_two_devices_each(start_for_session: Any, tmp_path_factory: Any) -> SummationRuns:
+    """Two workers with two devices each."""
+    folder = tmp_path_factory.mktemp("with_two_devices_each")
+    return SummationRuns(start_for_session, folder, 0, "2,2", CHECKS_OF_DEVICES)
 
 
 CLUSTERS = [
     "with_a_spare_machine",
     pytest.param("without_spare_machines", marks=pytest.mark.variant),
+    pytest.param("with_unequal_devices", marks=pytest.mark.variant),
+    pytest.param("with_two_devices_each", marks=pytest.mark.variant),
 ]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", CLUSTERS[:2])
 def test_equals_one_device(cluster: str, check: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(cluster).assert_as_one_device(check)
+
+
+@pytest.mark.parametrize("check", CHECKS_OF_DEVICES)
+@pytest.mark.parametrize("cluster", CLUSTERS[2:])
+def test_workers_with_several_devices_equal_one_device(
+    cluster: str, check: str, request: pytest.FixtureRequest
+) -> None:
     request.getfixturevalue(cluster).assert_as_one_device(check)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_every_machine_sums(cluster: str, request: pytest.FixtureRequest) -> None:
     runs = request.getfixturevalue(cluster)
-    assert min(runs.num_partitions()) > len(CHECKS)
+    assert min(runs.num_partitions()) > len(runs.checks)
     assert all(result.exit_code == 0 for result in runs.results), runs.workers.tails()
 
 

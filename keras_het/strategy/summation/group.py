@@ -70,7 +70,7 @@ class SummationGroup:
         for client in self._clients.values():
             client.join(_START_TIMEOUT_SECONDS)
         self._used_slots = [0] * len(addresses)
-        self._places: dict[tuple[str, str, int, int, bool], _Place | None] = {}
+        self._places: dict[tuple[str, int, int, bool], _Place | None] = {}
         # Sums of each outermost graph so far.
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -107,7 +107,10 @@ class SummationGroup:
         self._service.close()
 
     def can_sum(self, value: Any) -> bool:
-        """Whether a value is for this group: dense, float32, of known shape, in a graph.
+        """Whether a value is for this group: dense, float32, of known shape, in a `tf.function`.
+
+        Graphs that never run count for nothing: Keras infers shapes in one, where a worker with
+        several devices reduces its metrics and a worker with one does not.
 
         Args:
             value: tensor or `tf.IndexedSlices`.
@@ -115,6 +118,7 @@ class SummationGroup:
         return (
             isinstance(value, tf.Tensor)
             and not tf.executing_eagerly()
+            and private_api.function_being_traced(value.graph) is not None
             and value.dtype == tf.float32
             and bool(value.shape.num_elements())
         )
@@ -189,13 +193,13 @@ class SummationGroup:
             self._places[key] = self._make_place(num_elements, workers_sum)
         return self._places[key]
 
-    def _next_position(self) -> tuple[str, str, int]:
-        inner = outer = tf.compat.v1.get_default_graph()
-        while hasattr(getattr(outer, "outer_graph", None), "outer_graph"):
-            outer = outer.outer_graph
-        ordinal = self._ordinals.get(outer, 0)
-        self._ordinals[outer] = ordinal + 1
-        return str(outer.name), str(inner.name), ordinal
+    def _next_position(self) -> tuple[str, int]:
+        # Not the names of branches and loops inside: TensorFlow numbers these over all functions of
+        # a process, of which a worker with more devices makes more.
+        function = private_api.function_being_traced(tf.compat.v1.get_default_graph())
+        ordinal = self._ordinals.get(function, 0)
+        self._ordinals[function] = ordinal + 1
+        return str(function.name), ordinal
 
     def _make_place(self, num_elements: int, workers_sum: bool) -> _Place | None:
         workers, spare = self._rates

@@ -34,11 +34,6 @@ def start_summation(options: Summation, extended: Any, membership: Membership) -
         ConnectionError: if a machine does not answer.
         PermissionError: if a machine refuses this worker.
     """
-    if max(extended.layout.replicas_per_worker) > 1:
-        raise ValueError(
-            "aggregation='summation' works with one device per worker so far. Received: workers "
-            f"with {extended.layout.replicas_per_worker} devices. Start one worker for each device."
-        )
     hosts = _worker_hosts(membership.resolver)
     spare = () if membership.config is None else membership.config.summation_machines
     worker, num_workers = extended.layout.worker_index, extended.layout.num_workers
