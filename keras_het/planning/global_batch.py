@@ -36,7 +36,8 @@ def gain(scale: float, estimate: NoiseScaleEstimate) -> float:
     variance, norm = max(estimate.variance, 0.0), max(estimate.squared_norm, 0.0)
     if variance + norm == 0.0:
         return 1.0
-    return (variance + norm) / (variance / scale + norm)
+    noise = variance / (variance + norm)  # a part first: the smallest floats do not survive / s
+    return 1.0 / (noise / scale + (1.0 - noise))
 
 
 def learning_rate_factor(

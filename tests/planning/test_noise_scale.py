@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keras_het.planning.global_batch import (
@@ -123,6 +123,7 @@ def test_noise_scale_of_nothing():
     assert NoiseScaleEstimate(1.0, -1.0).noise_scale == 0.0
 
 
+@example(scale=2.0, norm=0.0, variance=5e-324)
 @given(scale=st.floats(1, 1e4), norm=st.floats(0, 1e3), variance=st.floats(0, 1e3))
 def test_gain_is_between_one_and_the_scale(scale, norm, variance):
     assert 1 - 1e-9 <= gain(scale, NoiseScaleEstimate(norm, variance)) <= scale * (1 + 1e-9)
