@@ -69,6 +69,12 @@ class ClaimedRun(Run):
             wanted = self._claims.owns(self._next)
             if not wanted and self._claims.is_over(self._next):
                 return
+            if not self._claims.is_known(self._next):  # to pass over it would lose it
+                raise RuntimeError(
+                    f"Batch {self._next} was asked for before it was known whose it is. Expected: "
+                    "at most `steps_per_execution` steps between two calls of "
+                    "`HybridAggregation.on_train_batch_end`. Iterate the data by `fit` only."
+                )
             self._announced.append(wanted)
             self._source.order(wanted)
             self._next += 1

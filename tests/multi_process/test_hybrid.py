@@ -90,6 +90,7 @@ RULES = {
     "elastic": {"rule": "async_easgd"},
     "bounded staleness": {"rule": "delta", "staleness_bound": 1},
     "several steps at once": {"rule": "delta", "steps_per_execution": 4},
+    "more steps at once than two periods": {"rule": "delta", "steps_per_execution": 10},
     "gradients, several steps at once": {**GRADIENTS, "steps_per_execution": 4},
 }
 

@@ -34,6 +34,11 @@ class GroupClaims:
             self._stops.append(grant.first + grant.count)
         self._is_complete |= grant.is_last
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the group's batches of this pass are known."""
+        return self._is_complete
+
     def is_known(self, batch: int) -> bool:
         """Whether it is known already whose batch this is."""
         return batch < self.known_until or self._is_complete

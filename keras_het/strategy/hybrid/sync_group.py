@@ -39,8 +39,8 @@ class SyncGroup(Participant):
         self._membership: Membership | None = None
         self._claims: GroupClaims | None = None
         self._epoch = 0
-        self._steps = self._samples = self._unclaimed = 0
-        self._ask = 2 * options.period
+        self._steps = self._samples = 0
+        self._num_known = 0  # batches of the group that it has not used
         self._counted = 0  # of the samples, those that the ledger knows
         self._sum = tf.function(self._sum_over_members, autograph=False)
         self._pace = PushPace(waits=options.waits_for_answer)
@@ -65,7 +65,7 @@ class SyncGroup(Participant):
             self._host.start_epoch(epoch)
         self._epoch = epoch
         self._claims = GroupClaims(self.passes_before(epoch))
-        self._ask = 2 * self._period
+        self._num_known = 0
         self._exchange(push=False)
 
     def claims(self) -> GroupClaims | None:
@@ -76,7 +76,7 @@ class SyncGroup(Participant):
         """Exchanges every `period` steps."""
         self._pace.computed(steps, samples)
         self._steps += steps
-        self._unclaimed += steps
+        self._num_known -= steps
         self._samples += samples
         if self._steps >= self._period:
             with self._pace.exchanging():
@@ -117,38 +117,45 @@ class SyncGroup(Participant):
             )
 
     def _exchange(self, push: bool, wait: bool = False) -> None:
-        """Exchanges with the center, and claims as many batches as were used."""
-        asked = self._unclaimed + self._ask
-        self._unclaimed = self._ask = 0
+        """Exchanges with the center, and claims the batches until after the next exchange."""
         weights = self.weights_to_push() if push else self.vectors.weights.read()
         state = self.vectors.state.read() if self.vectors.state is not None else []
+        claims = self._claims if self._claims is not None and not self._claims.is_complete else None
         header = [0, 0, 0, 0]
         answer = [tf.zeros_like(part) for part in (*weights, *state)]
         if self._host is not None:
             answer = self._host.exchange(weights, state, self._samples, push, wait)
-            if asked and self._claims is not None:
-                grant = self._host.claim(self._epoch, asked)
-                header = [grant.first, grant.count, int(grant.is_last), self._next_period()]
+            if claims is not None:
+                period = self._next_period()
+                grant = self._claim(self._host, period)
+                header = [grant.first, grant.count, int(grant.is_last), period]
             self._host.add_used(self._samples - self._counted)
         *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
         self._counted = self._samples
         if push or not self.rule.uses_gradients:  # gradients may be half accumulated
             self._steps = self._samples = self._counted = 0
         self._take(values[: len(weights)], values[len(weights) :])
-        if asked and self._claims is not None:
-            first, count, is_last, period = (int(number) for number in header.numpy())
-            self._claims.add(Grant(first, count, bool(is_last)))
-            # a longer period needs to know its batches further ahead
-            self._ask = 2 * max(period - self._period, 0)
-            self._period = period or self._period
+        if claims is not None:
+            first, count, is_last, self._period = (int(number) for number in header.numpy())
+            claims.add(Grant(first, count, bool(is_last)))
+            self._num_known += count
+
+    def _claim(self, host: Host, period: int) -> Grant:
+        """Batches for `period` steps, and for those by which the exchange after them may be late.
+
+        Keras calls back after whole executions. The group cannot wait within one until it knows
+        more batches.
+        """
+        wanted = period + max(period, int(self.model.steps_per_execution)) - self._num_known
+        return host.claim(self._epoch, wanted) if wanted > 0 else Grant(0, 0, False)
 
     def _next_period(self) -> int:
-        """The leader's choice, from the pace of all tasks; 0 to leave it as it is."""
+        """The leader's choice, from the pace of all tasks, or the one that it has."""
         pace, host = self._pace.pace, self._host
         may_choose = self.options.adapts_period and self._pace.is_due
         found = host.pace(pace) if may_choose and pace is not None and host is not None else None
         if found is None:
-            return 0
+            return self._period
         limits = self.options.presence_seconds, longest_period(self.num_batches)
         return choose_period(*found, 0, limits)
 
