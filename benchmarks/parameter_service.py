@@ -1,15 +1,17 @@
-"""Push and pull of all weights: the parameter service against two peers.
+"""Push and pull of all weights: the parameter service against its peers.
 
     python benchmarks/parameter_service.py [--json FILE] [--quick] [--size MB]
 
 Clients are processes of their own that exchange as fast as they can: each sends a change of every
 weight and gets the center back. Peers in the same run, in turn with ours: (a) `remote_variables`,
 the same bytes through variables on a standard `tf.distribute.Server`; (b) `socket`, a raw loopback
-connection that sends and returns the same bytes, the physical limit here. `gb_per_s` counts both
-directions of all clients. `memory_ratio`: the largest resident memory of the service's process,
-less what it had with TensorFlow loaded and before it made the variables, over the variables' bytes;
-so it has all that serving costs: variables, functions, messages and what the allocator keeps.
-`server_memory_mb` is the whole of that process, `client_memory_mb` that of the largest client.
+connection that sends and returns the same bytes, the physical limit here; (c) `echo`, the same
+messages to functions that return their argument and do nothing else: what TensorFlow's RPC costs
+by itself. `gb_per_s` counts both directions of all clients. `memory_ratio`: the largest resident
+memory of the service's process, less what it had with TensorFlow loaded and before it made the
+variables, over the variables' bytes; so it has all that serving costs: variables, functions,
+messages and what the allocator keeps. `server_memory_mb` is the whole of that process,
+`client_memory_mb` that of the largest client.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from _report import environment, print_table, write_report
 
 from keras_het.launch.free_ports import ReservedPorts
 
-KINDS = ("service", "remote_variables", "socket")
+KINDS = ("service", "remote_variables", "socket", "echo")
 SECRET = b"of this benchmark only"
 
 
@@ -69,9 +71,10 @@ def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]
         for group in groups:
             group.close()
     rates = [[2e-3 * size_mb * num_clients / seconds for seconds in turn] for turn in times]
-    ours, variables, raw = (list(rate) for rate in zip(*rates, strict=True))
+    ours, variables, raw, echo = (list(rate) for rate in zip(*rates, strict=True))
     to_variables = sorted(a / b for a, b in zip(ours, variables, strict=True))
     to_socket = sorted(a / b for a, b in zip(ours, raw, strict=True))
+    to_echo = sorted(a / b for a, b in zip(ours, echo, strict=True))
     return [
         {
             "case": f"{size_mb} MB, {num_clients} client(s)",
@@ -82,8 +85,10 @@ def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]
             "lowest_ratio": round(to_variables[0], 3),
             "highest_ratio": round(to_variables[-1], 3),
             "ratio_to_socket": round(statistics.median(to_socket), 3),
+            "ratio_to_echo": round(statistics.median(to_echo), 3),
             "remote_variables_gb_per_s": round(statistics.median(variables), 3),
             "socket_gb_per_s": round(statistics.median(raw), 3),
+            "echo_gb_per_s": round(statistics.median(echo), 3),
             "server_memory_mb": round(memory),
             "client_memory_mb": round(client_memory),
             "memory_ratio": round((memory - before) / size_mb, 2),
@@ -252,6 +257,50 @@ def remote_variables_client(size_mb: str, index: str, server: str, *clients: str
     _serve_blocks(run)
 
 
+def echo_server(size_mb: str, address: str, *_: str) -> None:
+    import tensorflow as tf
+
+    from keras_het.strategy.parameter_service import Partitions
+    from keras_het.strategy.parameter_service.function_server import FunctionServer
+
+    server = FunctionServer(address)
+    for index, size in enumerate(Partitions(((_elements(size_mb),),)).sizes):
+        signature = [tf.TensorSpec([], tf.string), tf.TensorSpec([size], tf.float32)]
+        echo = tf.function(lambda _, values: tf.identity(values), input_signature=signature)
+        server.register(f"echo_{index}", echo)
+    server.start()
+    print("ready", flush=True)
+    threading.Event().wait()
+
+
+def echo_client(size_mb: str, index: str, address: str, *_: str) -> None:
+    import tensorflow as tf
+
+    from keras_het.strategy.parameter_service import Partitions
+    from keras_het.strategy.parameter_service.client import PARTITIONS_UNDER_WAY
+    from keras_het.strategy.parameter_service.function_client import FunctionClient
+
+    client = FunctionClient(address, SECRET, timeout_seconds=60)
+    change = [tf.ones([size]) for size in Partitions(((_elements(size_mb),),)).sizes]
+
+    @tf.function
+    def exchange(change: Any) -> Any:
+        calls: list[Any] = []
+        for index, values in enumerate(change):
+            earlier = calls[-PARTITIONS_UNDER_WAY:]
+            waits = [earlier[0].is_ok()] if len(earlier) == PARTITIONS_UNDER_WAY else []
+            with tf.control_dependencies(waits):
+                calls.append(client.call(f"echo_{index}", [values], tf.TensorSpec([None])))
+        return [call.get_value() for call in calls]
+
+    def run() -> None:
+        if sum(int(values.shape[0]) for values in exchange(change)) != _elements(size_mb):
+            raise RuntimeError("not all came back")
+
+    run()
+    _serve_blocks(run)
+
+
 def socket_server(size_mb: str, address: str, *_: str) -> None:
     host, port = address.rsplit(":", 1)
     size = 4 * _elements(size_mb)
@@ -300,6 +349,8 @@ ROLES = {
     "service-client": service_client,
     "remote_variables-server": remote_variables_server,
     "remote_variables-client": remote_variables_client,
+    "echo-server": echo_server,
+    "echo-client": echo_client,
     "socket-server": socket_server,
     "socket-client": socket_client,
 }

@@ -29,7 +29,12 @@ FIELDS = {
     },
     "loader_advice": {"unit", "before", "after", "gain", "advised_gain", "advised_again"},
     "easgd": {"speedup", "communication_share_before", "communication_share_after"},
-    "parameter_service": {"gb_per_s", "ratio_to_socket", "ratio_to_remote_variables"},
+    "parameter_service": {
+        "gb_per_s",
+        "ratio_to_socket",
+        "ratio_to_remote_variables",
+        "ratio_to_echo",
+    },
     "hybrid": {"mode", "time_to_target", "samples_per_s", "ratio_to_best_other", "advised"},
     "hybrid_faults": {"step_ms", "step_ms_p99", "ratio", "num_steps"},
     "solver": {"mode", "milliseconds", "optimal"},
