@@ -48,7 +48,7 @@ class ClaimedRun(Run):
         self._lookahead = lookahead
         self._announced: collections.deque[bool] = collections.deque()
         self._next = 0
-        self._parts: collections.deque[Element] = collections.deque()
+        self._parts = claims.left_over
 
     def _produce(self) -> Element:
         while not self._parts:

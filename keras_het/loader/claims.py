@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Protocol
+
+from keras_het.loader.run import Element
 
 
 class Claims(Protocol):
@@ -18,6 +21,14 @@ class Claims(Protocol):
     @property
     def num_parts(self) -> int:
         """Steps that one of the batches is cut into."""
+
+    @property
+    def left_over(self) -> collections.deque[Element]:
+        """Steps of own batches that are still to be delivered.
+
+        A pass begins with them, and leaves in it what it does not come to: Keras may end its epoch
+        in the middle of a batch.
+        """
 
     def is_known(self, batch: int) -> bool:
         """Whether it is known already whose batch this is.

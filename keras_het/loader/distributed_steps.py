@@ -35,6 +35,9 @@ class DistributedSteps(adapter.DistributedDataset):
             method `bound_to`, what that returns for this data set is used.
         can_rewind: whether an epoch may be handed over after a look.
         passes: counts the passes over the source, which other instances may have started.
+
+    Attributes:
+        samples_delivered: samples of all of its batches so far, over all replicas.
     """
 
     # The parent's constructor builds TensorFlow's own input pipeline, which ours replaces.
@@ -46,6 +49,7 @@ class DistributedSteps(adapter.DistributedDataset):
         can_rewind: bool,
         passes: PassCounter | None = None,
     ) -> None:
+        self.samples_delivered = 0
         self._spec = element_spec
         self._steps = np.int64(cardinality)
         self._wrap: Wrap = wrap.bound_to(self) if hasattr(wrap, "bound_to") else wrap
@@ -184,7 +188,7 @@ class DistributedSteps(adapter.DistributedDataset):
     def _drop(self, run: Run) -> None:
         # With a single step a look and a whole epoch are the same; only the first is a look.
         single = self._steps == 1 and self._runs_started > 1
-        if run.ended and run.first_step == 0 and run.delivered == 1:
+        if self._steps < 0 and run.ended and run.first_step == 0 and run.delivered == 1:
             self._steps = np.int64(1)
         if self._can_rewind and run is self._last and not single and run.rewind():
             self._looked_at = run

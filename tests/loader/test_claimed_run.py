@@ -175,3 +175,43 @@ def test_orders_are_the_same_whatever_a_participant_did_before(mapped, nested, v
     late = rows_of_epochs(source(), {0: False, 1: True, 2: False, 4: True}, validates)
     assert late[1] == group[1] and late[4] == group[4]
     assert len({str(epoch) for epoch in group.values()}) == 5 and late[0] == late[2] == []
+
+
+def test_keras_need_not_ask_on_to_learn_that_the_last_batch_is_taken():
+    numbers = iter(range(NUM_BATCHES))
+    claims = AsyncClaims((), 1, lambda: next(numbers, None), NUM_BATCHES)
+    iterator = iter(distributed(shuffled(True), claims, replicas=1, shares=(1,)))
+    for _ in range(NUM_BATCHES):
+        assert not claims.is_exhausted
+        next(iterator)
+    assert claims.is_exhausted and claims.is_over(NUM_BATCHES)
+    with pytest.raises(tf.errors.OutOfRangeError):
+        next(iter(iterator))  # as at the start of an execution
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5])
+@pytest.mark.parametrize("mapped", [False, True], ids=["cut", "mapped"])
+def test_what_keras_leaves_of_a_batch_comes_with_its_next_epoch(mapped, steps):
+    numbers = iter(range(NUM_BATCHES))
+    claims = AsyncClaims((), 3, lambda: next(numbers, None), NUM_BATCHES)
+    dataset = distributed(shuffled(mapped), None, replicas=1, shares=(1,))
+    dataset._get_claims = lambda dataset: claims
+    rows = []
+    while not claims.is_exhausted or claims.left_over:
+        iterator = iter(dataset)
+        for _, (local, _) in zip(range(steps), iterator, strict=False):
+            rows += local[0].numpy().tolist()
+        iterator.close()
+        left_over = claims.left_over
+        if not claims.is_exhausted:
+            claims = AsyncClaims((), 3, lambda: next(numbers, None), NUM_BATCHES, left_over)
+        else:
+            claims = AsyncClaims((), 3, lambda: None, NUM_BATCHES, left_over)
+            claims.is_exhausted = True
+    assert rows == [row for batch in shuffled(mapped) for row in batch.numpy()]
+
+
+def test_a_pass_with_one_own_batch_is_not_one_of_one_batch():
+    dataset = distributed(shuffled(True), group_claims((2, 1, 2)))
+    assert len(steps_of(dataset)) == 1
+    assert len(dataset) == NUM_BATCHES

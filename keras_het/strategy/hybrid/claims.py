@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import collections
 from collections.abc import Callable
+from typing import Any
 
 from keras_het.strategy.hybrid.host import Grant
 
@@ -19,6 +21,7 @@ class GroupClaims:
 
     def __init__(self, passes_before: tuple[bool, ...]) -> None:
         self.passes_before = passes_before
+        self.left_over: collections.deque[Any] = collections.deque()
         self._firsts: list[int] = []
         self._stops: list[int] = []
         self._is_complete = False
@@ -65,15 +68,29 @@ class AsyncClaims:
         passes_before: passes over the data before this one, for each whether it was iterated.
         num_parts: steps that a batch is cut into.
         claim: gives the next batch of the epoch, None at its end.
+        num_batches: of the epoch, None if not known.
+        left_over: steps of batches that an earlier pass claimed and did not come to.
+
+    Attributes:
+        is_exhausted: whether the epoch has no batch to claim any more.
     """
 
     def __init__(
-        self, passes_before: tuple[bool, ...], num_parts: int, claim: Callable[[], int | None]
+        self,
+        passes_before: tuple[bool, ...],
+        num_parts: int,
+        claim: Callable[[], int | None],
+        num_batches: int | None = None,
+        left_over: collections.deque[Any] | None = None,
     ) -> None:
         self.passes_before = passes_before
         self.num_parts = num_parts
+        self.left_over: collections.deque[Any] = (
+            collections.deque() if left_over is None else left_over
+        )
         self._claim = claim
         self._latest = -1
+        self._last = None if num_batches is None else num_batches - 1
         self.is_exhausted = False
 
     def is_known(self, batch: int) -> bool:
@@ -88,6 +105,8 @@ class AsyncClaims:
                 self.is_exhausted = True
             else:
                 self._latest = claimed
+                # Keras may end its epoch with this batch, and not ask for another
+                self.is_exhausted = claimed == self._last
         return batch == self._latest
 
     def is_over(self, batch: int) -> bool:
