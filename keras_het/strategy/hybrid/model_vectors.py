@@ -15,6 +15,9 @@ from keras_het.strategy.rules import serialize
 class VariableVectors:
     """Reads and writes variables as partitions of one vector.
 
+    What 16-bit variables cannot hold of the values is kept beside them, so that `read` gives what
+    was written: else workers would send the rounding as a change, which each of them makes anew.
+
     Args:
         variables: Keras variables of float type.
         strategy: the strategy under which they were made.
@@ -27,15 +30,25 @@ class VariableVectors:
         self.partitions = Partitions(tuple(tuple(v.shape) for v in variables), partition_size)
         self._read = tf.function(self._pack, autograph=False)
         self._write = tf.function(self._unpack, autograph=False)
+        self._rounds = any(tf.as_dtype(variable.dtype).size < 4 for variable in variables)
+        self._rest: list[Any] | None = None
 
     def read(self) -> list[Any]:
         """The values, a float32 vector for each partition."""
-        return list(self._read())
+        held = list(self._read())
+        if self._rest is None:
+            return held
+        return [own + rest for own, rest in zip(held, self._rest, strict=True)]
 
     def write(self, parts: Sequence[Any]) -> None:
         """Sets the values on every local replica."""
         with self._strategy.scope():
             self._write(list(parts))
+        if self._rounds:
+            self._rest = [
+                tf.where(tf.math.is_finite(value - own), value - own, 0.0)
+                for value, own in zip(parts, self._read(), strict=True)
+            ]
 
     def _pack(self) -> list[Any]:
         with tf.device("CPU:0"):
