@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -372,10 +373,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             options: `tf.distribute.RunOptions`.
         """
         kind = private_api.keras_step_kind(fn) if args and not kwargs else None
-        if kind is None or not self._needs_exact_step():
+        model = private_api.model_of_step(fn) if kind is not None else None
+        if kind is None or not self._needs_exact_step(model):
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         run = self._plain_run(options)
-        model = private_api.model_of_step(fn)
         self._check_can_compile(model)
         if self.num_workers > 1 and model is not None:
             self._name_lost_workers(model, f"{kind}_function")
@@ -422,12 +423,15 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
         return run
 
-    def _needs_exact_step(self) -> bool:
+    def _needs_exact_step(self, model: Any) -> bool:
+        optimizer = getattr(model, "optimizer", None)
         return (
             self.num_replicas_in_sync > 1
             or self.is_async_worker
             or self._emulated_devices is not None
             or self._compute_times.is_measuring
+            # its `cond` may not merge replicas, not even one
+            or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         )
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:

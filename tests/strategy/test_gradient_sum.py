@@ -78,3 +78,23 @@ def test_a_callback_may_change_the_rate(cpu_devices):
     model.fit(x, y, batch_size=SAMPLES, verbose=0)
     expected = 0.5 * gradient(weights, x, y)
     np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_float16_gradients_are_scaled(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = make_model(strategy)
+    finally:
+        keras.config.set_dtype_policy(before)
+    model.set_weights([np.zeros_like(weight) for weight in model.get_weights()])
+    variables = model.trainable_variables
+    mean = MeanGradient(variables, strategy, PARTITION_SIZE, model.optimizer)
+    model.optimizer = mean.optimizer
+    model.make_train_function(force=True)
+    # the gradient 2e-8 is 0 in float16
+    x = np.full((SAMPLES, FEATURES), 1e-3, np.float32)
+    model.fit(x, np.full((SAMPLES, 1), -1e-5), batch_size=SAMPLES, verbose=0, epochs=3)
+    assert isinstance(mean.optimizer, keras.optimizers.LossScaleOptimizer)
+    np.testing.assert_allclose(np.concatenate(mean.take())[:FEATURES], 2e-8, rtol=0.01)

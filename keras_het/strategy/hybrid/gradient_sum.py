@@ -53,13 +53,25 @@ class MeanGradient:
         variables: Keras variables that are trained.
         strategy: the strategy under which they were made.
         partition_size: float32 elements of a partition.
+        user_optimizer: what the model was compiled with. If it scales the loss, so does this:
+            float16 gradients would be rounded to zero. Steps that it skips do not count.
+
+    Attributes:
+        optimizer: what the model has meanwhile.
     """
 
-    def __init__(self, variables: list[Any], strategy: Any, partition_size: int) -> None:
+    def __init__(
+        self, variables: list[Any], strategy: Any, partition_size: int, user_optimizer: Any = None
+    ) -> None:
         with strategy.scope():
-            self.optimizer = GradientSum()
+            self._sum = GradientSum()
+            self.optimizer: keras.optimizers.Optimizer = self._sum
+            if isinstance(user_optimizer, keras.optimizers.LossScaleOptimizer):
+                self.optimizer = keras.optimizers.LossScaleOptimizer(
+                    self._sum, user_optimizer.initial_scale, user_optimizer.dynamic_growth_steps
+                )
             self.optimizer.build(variables)
-        self._vectors = VariableVectors(self.optimizer.sums, strategy, partition_size)
+        self._vectors = VariableVectors(self._sum.sums, strategy, partition_size)
         self._taken = 0
 
     def take(self) -> list[Any]:
@@ -75,4 +87,4 @@ class MeanGradient:
         self._taken = self._steps()
 
     def _steps(self) -> int:
-        return int(self.optimizer.iterations.numpy())
+        return int(self._sum.iterations.numpy())
