@@ -59,6 +59,7 @@ class GlobalBatchGrowth:
         largest: int | None,
         step_seconds: Callable[[int], float | None],
     ) -> None:
+        _check_cluster(strategy)
         _check(strategy, model)
         self._strategy, self._model = strategy, model
         self._step_seconds = step_seconds
@@ -200,3 +201,12 @@ def _innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def _check_cluster(strategy: Any) -> None:
+    if strategy.num_async_workers:
+        raise ValueError(
+            "Async workers take global batches by their number, which must mean the same samples "
+            "everywhere. Received: an adaptive global batch in a cluster with "
+            f"{strategy.num_async_workers} async workers. Leave global_batch='constant'."
+        )

@@ -4,6 +4,7 @@ import itertools
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 
 from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer, reading_interval
+from keras_het.callbacks.global_batch_growth import GlobalBatchGrowth
 from keras_het.planning.global_batch import learning_rate_factor
 from keras_het.planning.noise_scale import NoiseScaleEstimate, noise_scale_estimate
 
@@ -203,3 +205,9 @@ def test_arrays_are_refused(strategy):
     balancer = BatchBalancer(global_batch="adaptive")
     with pytest.raises(ValueError, match="whose last batch"):
         linear_model(strategy).fit(x, y, batch_size=16, verbose=0, callbacks=[balancer])
+
+
+def test_batches_that_async_workers_take_by_their_number_stay(strategy):
+    cluster = SimpleNamespace(num_async_workers=1)
+    with pytest.raises(ValueError, match="adaptive global batch in a cluster with 1 async"):
+        GlobalBatchGrowth(cluster, None, None, lambda size: None)
