@@ -39,6 +39,8 @@ def join(service, client=1, rule=None, wire=None):
 
 
 def moved(worker, change):
+    if worker._rule.uses_gradients:
+        return list(change)
     return [seen + delta for seen, delta in zip(worker.seen, change, strict=True)]
 
 
@@ -164,3 +166,34 @@ def test_a_change_that_comes_after_the_end_is_left_where_it_is(cpu_devices, capl
     np.testing.assert_array_equal(flat(worker.pull()), 1)  # the final center
     np.testing.assert_array_equal(service.versions(), 1)
     assert caplog.text.count("Training ended before this worker's last change came") == 1
+
+
+def test_a_small_gradient_is_not_rounded_away(cpu_devices):
+    rule = AsyncSGD(1e9)
+    service = start(rule)
+    service.set_partitions([tf.ones([size]) for size in PARTITIONS.sizes])
+    worker = join(service, 1, rule)
+    tiny = [np.full(size, 1e-9, np.float32) for size in PARTITIONS.sizes]
+    push(worker, tiny)  # 1 - 1e-9 is 1
+    np.testing.assert_allclose(flat(service.center_partitions()), 0.0, atol=1e-6)
+
+
+def test_the_final_center_has_all_bits(cpu_devices):
+    service = start(Delta(), wire=FloatWire("bfloat16"))
+    values = [np.float32(1 / 3) * part for part in RAMP]
+    service.set_partitions(values)
+    worker = join(service, 1, wire=FloatWire("bfloat16"))
+    np.testing.assert_array_equal(flat(worker.pull(exact=True)), flat(values))
+    assert (flat(worker.pull()) != flat(values)).any()
+
+
+def test_a_change_that_was_too_stale_is_told_of(cpu_devices):
+    service = start(Delta(), staleness_bound=0)
+    worker, other = join(service, 1), join(service, 2)
+    push(other, ONES)
+    weights = push(worker, ONES)
+    assert worker.has_own_progress
+    np.testing.assert_array_equal(flat(service.center_partitions()), 1)
+    weights = worker.finish(worker.send(weights, 0), weights)
+    assert not worker.has_own_progress
+    np.testing.assert_array_equal(flat(service.center_partitions()), 2)

@@ -42,7 +42,8 @@ class Task(ServiceTask):
         self.vectors = SimpleNamespace(
             weights=Vectors([1.0]), state=None, fingerprint=lambda rule: f"model {rule.name}"
         )
-        self.host, self._own, self._epoch, self._passed_over = None, None, 0, set()
+        self.host, self._own, self._epoch = None, None, 0
+        self._came, self._passed_over = set(), set()
 
     def meet_center(self):
         return [9.0]
@@ -107,6 +108,22 @@ def test_who_returns_and_goes_again_is_passed_over_again():
     for _ in range(5):
         task._pass_over_the_gone(host)
     assert given_up == [1, 1]  # 2 has not come yet
+
+
+def test_who_has_ended_is_waited_for_by_nobody(caplog):
+    given_up = []
+    here = [[0, 1, 2], [0]]  # 2 took no batch
+    host = SimpleNamespace(
+        ledger=SimpleNamespace(claimed=np.array([3, 2, 0, 0])),
+        training_clients=lambda: here.pop(0),
+        waiting_clients=lambda: [1] if not here else [],
+        pass_over=given_up.append,
+    )
+    task = Task(Delta())
+    for _ in range(2):
+        task._pass_over_the_gone(host)
+    assert sorted(given_up) == [1, 2]
+    assert "worker 2 is gone" in caplog.text and "worker 1 is gone" not in caplog.text
 
 
 def test_a_worker_that_has_said_its_end_is_not_waited_for(monkeypatch):

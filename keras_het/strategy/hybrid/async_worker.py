@@ -12,7 +12,12 @@ from keras_het.strategy.hybrid.heartbeat import Heartbeat
 from keras_het.strategy.hybrid.local_plan import LocalPlan
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant, first_async_client
 from keras_het.strategy.hybrid.push_pace import PushPace, choose_period, longest_period
-from keras_het.strategy.hybrid.service_connection import Pending, connect, open_connection
+from keras_het.strategy.hybrid.service_connection import (
+    LARGEST_TRIES,
+    Pending,
+    connect,
+    open_connection,
+)
 from keras_het.strategy.parameter_service import Status
 from keras_het.strategy.parameter_service.ledger_client import LedgerFacts, ServiceLostError
 from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
@@ -46,7 +51,8 @@ class AsyncWorker(Participant):
         self._state: Any = None
         self._ledger: Any = None
         self._heartbeat: Heartbeat | None = None
-        self._pending: tuple[Pending, Pending | None] | None = None
+        self._pending: Pending | None = None
+        self._pending_state: Pending | None = None
         self._claims: AsyncClaims | None = None
         self._epoch = -1
         self._steps = self._samples = self._unreported = 0
@@ -68,7 +74,14 @@ class AsyncWorker(Participant):
         else:  # Keras may have counted several of its epochs in one of these: none is left out
             epoch = max(self._epoch + 1, self._epoch_of_the_group())
         self._epoch, self._latest_batch = epoch, -1
-        self._claims = AsyncClaims(self.passes_before(epoch), self._num_parts(), self._next_batch)
+        left_over = self._claims.left_over if self._claims is not None else None
+        self._claims = AsyncClaims(
+            self.passes_before(epoch),
+            self._num_parts(),
+            self._next_batch,
+            self.num_batches,
+            left_over,
+        )
 
     def _epoch_of_the_group(self) -> int:
         try:
@@ -156,11 +169,16 @@ class AsyncWorker(Participant):
 
     def meet_center(self) -> list[Any]:
         """Sends what was not sent, and waits for the answer; its own weights without a service."""
+        return self._meet(sends=not self.rule.uses_gradients)
+
+    def _meet(self, sends: bool) -> list[Any]:
         try:
             if self._is_lost:
                 self._attach_again()
             self._receive()
-            if self._samples and not self.rule.uses_gradients:
+            for _ in range(LARGEST_TRIES if sends else 0):
+                if not (self._samples or self._center.has_own_progress):
+                    break
                 self._steps = 0
                 self._send()
                 self._receive()
@@ -171,7 +189,7 @@ class AsyncWorker(Participant):
 
     def end(self) -> None:
         """Sends the last change, waits for the sync group's end, and fetches the center."""
-        self.meet_center()
+        self._meet(sends=True)  # gradients too, that will not become more
         try:
             if self.rule.may_wait and not self._is_lost:
                 self._center.signal(Signal.LEAVE)
@@ -182,7 +200,7 @@ class AsyncWorker(Participant):
             self.leave()
 
     def leave(self) -> None:
-        """Stops what runs beside training; for an end that came by an error too."""
+        """Does not say any more that this worker is here."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
@@ -193,7 +211,7 @@ class AsyncWorker(Participant):
         while facts.stage != Stage.CLOSED:
             time.sleep(_POLL_SECONDS)
             facts = self._report(Presence.WAITING)
-        self.vectors.weights.write(self._center.pull())
+        self.vectors.weights.write(self._center.pull(exact=True))
         if self._state is not None and self.vectors.state is not None:
             self.vectors.state.write(self._state.pull())
         self._report(Presence.GONE)
@@ -279,45 +297,47 @@ class AsyncWorker(Participant):
         return following if following < self.num_batches else None
 
     def _send(self) -> None:
-        pending = self._center.send(self.weights_to_push(), self._samples)
-        state = None
+        pending = self._center.send(self.progress(), self._samples)
         if self._state is not None and self.vectors.state is not None:
-            state = self._state.send(self.vectors.state.read(), self._samples)
+            self._pending_state = self._state.send(self.vectors.state.read(), self._samples)
         self._samples = 0
         self._pace.sent()
         if self._plan is not None:
             self._plan.sent()
-        self._pending = (pending, state)
+        self._pending = pending
         if self.rule.uses_gradients:
             self.vectors.weights.write(pending.sent)
 
     def _receive(self, measures: bool = False) -> None:
         """Waits for the answer that is under way, if any, and goes on from it."""
-        if self._pending is None:
-            return
-        weights, state = self._pending
+        if self._pending is not None:
+            self._receive_weights(self._pending, measures)
+            self._pending = None
+        # an answer counts once: that of the weights may come, and that of the state be lost
+        if self._pending_state is not None and self.vectors.state is not None:
+            own = self.vectors.state.read()
+            self.vectors.state.write(self._state.finish(self._pending_state, own))
+            self._pending_state = None
+
+    def _receive_weights(self, pending: Pending, measures: bool) -> None:
         with self._pace.waiting(measures):
-            weights.push.wait()
+            pending.push.wait()
             if self._plan is not None:
                 self._plan.answered()
-        self.vectors.weights.write(self._center.finish(weights, self.vectors.weights.read()))
-        if self._plan is not None and not weights.had_to_wait:
+        self.vectors.weights.write(self._center.finish(pending, self.vectors.weights.read()))
+        if self._plan is not None and not pending.had_to_wait:
             self._plan.took_at_once()
-        if state is not None and self.vectors.state is not None:
-            self.vectors.state.write(self._state.finish(state, self.vectors.state.read()))
-        self._pending = None
 
     def _attach_again(self) -> None:
         """Finds the service again after a loss; what was under way is sent again."""
         self._report(Presence.TRAINING)
         if self._pending is not None:
-            weights, state = self._pending
-            self._center.send_again(weights)
-            if state is not None:
-                self._state.send_again(state)
+            self._center.send_again(self._pending)
+        if self._pending_state is not None:
+            self._state.send_again(self._pending_state)
         own = self.vectors.weights.read()
-        sent = self._pending[0] if self._pending is not None else None
-        self.vectors.weights.write(self._center.after_absence(own, sent, self.num_clients))
+        goes_on = self._center.after_absence(own, self._pending, self.num_clients)
+        self.vectors.weights.write(goes_on)
         self._is_lost = False
         _logger.warning("The parameter service answers again.")
 

@@ -57,7 +57,8 @@ class Host(abc.ABC):
         """Exchanges the group's weights and moving statistics with the center.
 
         Args:
-            weights: the group's weights, a vector for each partition.
+            weights: the group's weights, a vector for each partition; to push with rules that
+                send gradients, the mean gradient.
             state: its moving statistics, likewise.
             samples: samples behind the change.
             push: whether to push weights.

@@ -131,7 +131,8 @@ class Participant(abc.ABC):
     def sum_gradients(self) -> Any:
         """An optimizer that sums gradients up; from now on they are what this task sends."""
         variables, size = self.model.trainable_variables, self.options.partition_bytes // 4
-        self._mean_gradient = MeanGradient(variables, self.strategy, size)
+        own = self.model.optimizer
+        self._mean_gradient = MeanGradient(variables, self.strategy, size, own)
         return self._mean_gradient.optimizer
 
     def forget_gradients(self) -> None:
@@ -139,12 +140,11 @@ class Participant(abc.ABC):
         if self._mean_gradient is not None:
             self._mean_gradient.forget()
 
-    def weights_to_push(self) -> list[Any]:
-        """Where this task has come since the last exchange: its weights, less what it summed up."""
-        weights = self.vectors.weights.read()
+    def progress(self) -> list[Any]:
+        """What this task has to tell: its weights, or the mean gradient since it told the last."""
         if self._mean_gradient is None:
-            return weights
-        return [w - g for w, g in zip(weights, self._mean_gradient.take(), strict=True)]
+            return self.vectors.weights.read()
+        return self._mean_gradient.take()
 
     @property
     def facts(self) -> TrainingFacts:
@@ -184,6 +184,10 @@ class Participant(abc.ABC):
     @abc.abstractmethod
     def end(self) -> None:
         """Ends training; the model has the center's weights afterwards."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Stops what runs beside training; for an end that came by an error, too."""
 
     def show_center(self) -> None:
         """Gives the model the center's weights, to be evaluated or saved; idempotent."""

@@ -10,7 +10,7 @@ from typing import Any
 from keras_het.strategy.hybrid.host import Grant, Host
 from keras_het.strategy.hybrid.leader_ledger import LeaderLedger
 from keras_het.strategy.hybrid.remote_parts import LEADER, RemoteParts
-from keras_het.strategy.hybrid.service_connection import CenterClient, Pending
+from keras_het.strategy.hybrid.service_connection import LARGEST_TRIES, CenterClient, Pending
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
 from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
 from keras_het.strategy.rules import Signal
@@ -52,7 +52,7 @@ class RemoteHost(Host):
         self.ledger = LeaderLedger(LedgerClient(addresses[0], group.credential, LEADER, seconds))
         self._pending: Pending | None = None
         self._taken_until = 0
-        self._is_closed = self._is_lost = False
+        self._is_closed = self._is_lost = self._is_given_up = False
         self._next_try = 0.0
         _logger.info("The parameter service is at %s.", ", ".join(addresses))
 
@@ -107,7 +107,7 @@ class RemoteHost(Host):
     def center(self) -> list[Any]:
         """The center; the group's weights without a service."""
         own = self._group.vectors.weights.read()
-        return list(self._try(self._weights.pull, own))
+        return list(self._try(lambda: self._weights.pull(exact=True), own))
 
     def state_center(self) -> list[Any]:
         """The center of the moving statistics, likewise."""
@@ -143,7 +143,8 @@ class RemoteHost(Host):
 
     def close(self) -> None:
         """Tells the tasks of the service that training is over."""
-        self._parts.close()
+        if not self._is_given_up:
+            self._parts.close()
 
     def _open(self) -> None:
         self.ledger.tell(self._taken_until)
@@ -158,7 +159,18 @@ class RemoteHost(Host):
         if push:
             self._pending = self._weights.send(weights, samples)
             weights = self._pending.sent
-        return [*(self._finished(weights) if wait else weights), *state]
+        if wait:
+            weights = self._settled(self._finished(weights), samples)
+        return [*weights, *state]
+
+    def _settled(self, weights: list[Any], samples: int) -> list[Any]:
+        """Sends again what was too stale, so that the center has it."""
+        for _ in range(LARGEST_TRIES):
+            if not self._weights.has_own_progress:
+                break
+            self._pending = self._weights.send(weights, samples)
+            weights = self._finished(weights)
+        return weights
 
     def _finished(self, weights: list[Any]) -> list[Any]:
         """The weights after the answer that is under way, if any."""
@@ -209,6 +221,7 @@ class RemoteHost(Host):
 
     def _lose(self, error: ServiceLostError) -> None:
         if not self._options.goes_on_without_service:
+            self._is_given_up = True
             raise error
         self._next_try = time.monotonic() + self._options.timeout_seconds
         if not self._is_lost:

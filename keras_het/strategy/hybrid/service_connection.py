@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from keras_het.strategy.rules import Signal
 _POLL_SECONDS = 0.05
 _TURN_SECONDS = 0.002
 _ROOM_FOR_STRAGGLERS = 1 << 20
+LARGEST_TRIES = 100
+"""Pushes of the same change where others push in between, with a bound on staleness."""
 _logger = logging.getLogger("keras_het")
 
 
@@ -70,6 +73,12 @@ class CenterClient:
         # A process of this number before may have messages on their way still.
         self._sequence = client.latest_sequence() + _ROOM_FOR_STRAGGLERS
         self._has_warned = False
+        self._was_stale = False
+
+    @property
+    def has_own_progress(self) -> bool:
+        """Whether the latest push was too stale: the center lacks what the worker has moved."""
+        return self._was_stale and not self._rule.uses_gradients
 
     @property
     def latest_versions(self) -> Any:
@@ -80,14 +89,17 @@ class CenterClient:
         """Tells the rule something; the stage of training, None without an answer in time."""
         return self._client.signal(signal)
 
-    def pull(self) -> list[Any]:
+    def pull(self, exact: bool = False) -> list[Any]:
         """The center.
+
+        Args:
+            exact: whether to have all of its bits, in whatever format other messages travel.
 
         Raises:
             ServiceLostError: if there is no answer in time.
         """
         fallback = [tf.zeros([size]) for size in self._client.partitions.sizes]
-        answer = self._client.pull(fallback)
+        answer = self._client.pull(fallback, exact)
         statuses = answer.statuses.numpy()
         if (statuses != int(Status.OK)).any():
             raise ServiceLostError(_lost(statuses))
@@ -125,20 +137,19 @@ class CenterClient:
         """Sends the rule's message.
 
         Args:
-            weights: the worker's weights, for each partition.
+            weights: the worker's weights, for each partition; with rules that send gradients, the
+                mean gradient.
             samples: samples behind the change.
 
         Returns:
             What is under way.
         """
-        pairs = list(zip(weights, self.seen, strict=True))
-        messages = [self._rule.message(w, seen) for w, seen in pairs]
+        messages, sent = outgoing(self._rule, weights, self.seen)
         if self._residuals is not None:
             messages = [m + r for m, r in zip(messages, self._residuals, strict=True)]
         self._sequence += 1
         versions = self._versions.copy()
         push = self._client.start_push(messages, versions, samples, self._sequence)
-        sent = [self._rule.after_sending(w, seen) for w, seen in pairs]
         return Pending(push, samples, versions, self._sequence, sent)
 
     def finish(self, pending: Pending, weights: list[Any]) -> list[Any]:
@@ -170,6 +181,7 @@ class CenterClient:
         self._versions = np.where(taken, versions, self._versions)
         self._latest_versions = np.maximum(self._latest_versions, self._versions)
         self._residuals = self._left_over(statuses, answer)
+        self._was_stale = bool((statuses == int(Status.STALE)).any())
         return carried
 
     def _final_answer(self, pending: Pending) -> Any:
@@ -241,6 +253,22 @@ class CenterClient:
             residual if status in (Status.OK, Status.REPEATED) else old
             for status, residual, old in zip(statuses, answer.residuals, before, strict=True)
         ]
+
+
+def outgoing(rule: Any, progress: Sequence[Any], seen: Sequence[Any]) -> tuple[Any, Any]:
+    """What a worker sends of each partition, and the weights that it goes on with.
+
+    Args:
+        rule: the update rule.
+        progress: its weights, or its mean gradient if the rule sends gradients.
+        seen: the answer of its last exchange.
+    """
+    pairs = list(zip(progress, seen, strict=True))
+    if rule.uses_gradients:  # nothing has moved: its weights are what it has seen
+        messages = [rule.message_of_gradient(gradient, s) for gradient, s in pairs]
+        return messages, [rule.after_sending(s, s) for s in seen]
+    messages = [rule.message(weights, s) for weights, s in pairs]
+    return messages, [rule.after_sending(weights, s) for weights, s in pairs]
 
 
 def connect(make: Any, wait_seconds: float) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from keras_het.strategy.hybrid.host import Grant, Host
 from keras_het.strategy.hybrid.hosted_parts import HostedParts
+from keras_het.strategy.hybrid.service_connection import outgoing
 from keras_het.strategy.hybrid.service_spec import spec_of
 from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
 from keras_het.strategy.rules import Signal
@@ -75,9 +76,7 @@ class ServiceHost(Host):
             ]
         if not push:
             return [*weights, *new_state]
-        pairs = list(zip(weights, self._seen, strict=True))
-        messages = [self._rule.message(own, seen) for own, seen in pairs]
-        goes_on = [self._rule.after_sending(own, seen) for own, seen in pairs]
+        messages, goes_on = outgoing(self._rule, weights, self._seen)
         self._seen = self._weights.exchange_locally(_GROUP, samples, messages)
         new = [self._rule.receive(w, w, a) for w, a in zip(goes_on, self._seen, strict=True)]
         return [*new, *new_state]

@@ -35,6 +35,7 @@ class ServiceTask(Participant):
         self.host: Host | None = None
         self._membership = Membership()
         self._epoch = 0
+        self._came: set[int] = set()
         self._passed_over: set[int] = set()
 
     def start_epoch(self, epoch: int) -> None:
@@ -58,11 +59,13 @@ class ServiceTask(Participant):
 
     def _pass_over_the_gone(self, host: Host) -> None:
         """Lets nobody wait for the turn of a worker that took batches and is silent now."""
-        came = {int(client) for client in host.ledger.claimed.nonzero()[0]}
-        here = {*host.training_clients(), *host.waiting_clients()}
-        gone = came - here
+        here, ended = {*host.training_clients()}, {*host.waiting_clients()}
+        self._came |= here | ended | {int(client) for client in host.ledger.claimed.nonzero()[0]}
+        # what a worker says at its end may not have come: nobody waits for one that has ended
+        gone = self._came - here
         for client in gone - self._passed_over:
-            _logger.warning("Async worker %d is gone; the others do not wait for it.", client)
+            if client not in ended:
+                _logger.warning("Async worker %d is gone; the others do not wait for it.", client)
             host.pass_over(client)
         self._passed_over = gone  # who is here again may go again
 
@@ -94,7 +97,12 @@ class ServiceTask(Participant):
         if self.vectors.state is not None:
             self.vectors.state.write(host.state_center())
         host.conclude()
-        self._membership.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends the service."""
+        membership, self._membership = self._membership, Membership()
+        membership.close()
 
     def _all_have_ended(self, host: Host) -> bool:
         """Whether every worker that came has said so; one that is silent may come back."""

@@ -89,6 +89,8 @@ class SyncGroup(Participant):
 
     def end(self) -> None:
         """Waits for the async workers that are here; all end with the center's weights."""
+        if self._steps:  # gradients too, that will not become more
+            self._exchange(push=True, wait=True)
         self.meet_center()
         host = self._host
         if host is not None:
@@ -103,7 +105,13 @@ class SyncGroup(Participant):
             host.conclude()
         if self._membership is not None:
             self._sum([tf.zeros([1])])  # members hold parts until the last worker has fetched them
-            self._membership.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends the service: async workers learn that nobody leads them."""
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            membership.close()
 
     def _wait_until(self, is_done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.options.end_seconds
@@ -118,7 +126,7 @@ class SyncGroup(Participant):
 
     def _exchange(self, push: bool, wait: bool = False) -> None:
         """Exchanges with the center, and claims the batches until after the next exchange."""
-        weights = self.weights_to_push() if push else self.vectors.weights.read()
+        weights = self.progress() if push else self.vectors.weights.read()
         state = self.vectors.state.read() if self.vectors.state is not None else []
         claims = self._claims if self._claims is not None and not self._claims.is_complete else None
         header = [0, 0, 0, 0]

@@ -212,14 +212,16 @@ class ParameterClient:
                 )
         return [call.get_value()[1] for call in calls]
 
-    def pull(self, fallback: Sequence[Any]) -> Answer:
+    def pull(self, fallback: Sequence[Any], exact: bool = False) -> Answer:
         """Reads the center.
 
         Args:
             fallback: values of each partition to go on with where no answer comes.
+            exact: whether it comes as float32 also where other messages are rounded.
         """
-        calls = self._call_each("pull", [[]] * len(self.partitions.sizes), _VALUES)
-        return _collect(calls, fallback, self._wire)
+        method, wire = ("center", FloatWire()) if exact else ("pull", self._wire)
+        calls = self._call_each(method, [[]] * len(self.partitions.sizes), _VALUES)
+        return _collect(calls, fallback, wire)
 
     def push(
         self,

@@ -80,6 +80,7 @@ class ParameterService:
         return {
             "push": self._push_function,
             "pull": self._pull_function,
+            "center": functools.partial(self._pull_function, exact=True),
             "export": self._export_function,
             "restore": self._restore_function,
             "signal": self._signal_function,
@@ -215,7 +216,9 @@ class ParameterService:
 
         return hello
 
-    def _pull_function(self, part: Part) -> Any:
+    def _pull_function(self, part: Part, exact: bool = False) -> Any:
+        encode = tf.identity if exact else self._answer
+
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
         def pull(credential: Any) -> Any:
             return tf.cond(
@@ -223,7 +226,7 @@ class ParameterService:
                 lambda: (
                     tf.constant(int(Status.OK)),
                     part.version.read_value(),
-                    self._answer(part.center.read_value()),
+                    encode(part.center.read_value()),
                 ),
                 lambda: self._nothing(Status.REFUSED),
             )

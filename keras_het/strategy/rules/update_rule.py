@@ -148,6 +148,15 @@ class UpdateRule(abc.ABC):
             seen: the answer of its last exchange.
         """
 
+    def message_of_gradient(self, gradient: Any, seen: Any) -> Any:
+        """What the worker sends of a mean gradient, where `uses_gradients`.
+
+        Args:
+            gradient: mean over the worker's steps since its last exchange.
+            seen: the answer of its last exchange, at which the gradient was computed.
+        """
+        return self.message(seen - gradient, seen)
+
     def for_steps_of(self, fraction: float) -> UpdateRule:
         """This rule for a worker whose steps have a part of the global batch.
 
