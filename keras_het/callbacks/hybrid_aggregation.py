@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -9,7 +10,8 @@ from typing import Any
 
 import keras
 
-from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy
+from keras_het.callbacks.step_guard import StepGuard
 from keras_het.planning import RolePlan
 from keras_het.strategy.cluster_config import CHOSEN_ROLES
 from keras_het.strategy.hybrid import (
@@ -137,6 +139,7 @@ class HybridAggregation(keras.callbacks.Callback):
         _check_wire(self._options)
         self._participant: Participant | None = None
         self._user_optimizer: Any = None
+        self._guard: StepGuard | None = None
         self._last_batch = -1
         self._starts = False
 
@@ -148,6 +151,7 @@ class HybridAggregation(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds this task's role; the service starts with the first epoch."""
         strategy = heterogeneous_strategy(self.model, self)
+        StepGuard.end_failed_fit(self.model)
         if self._chooses_roles and self._measures_first(strategy):
             return
         if not strategy.num_async_workers:
@@ -159,6 +163,7 @@ class HybridAggregation(keras.callbacks.Callback):
         _check_spread(self._options, strategy.cluster_config)
         _check_number_of_workers(rule, num_workers)
         rule.check_optimizer(self.model.optimizer)
+        check_keeps_weights(self.model.optimizer, self)
         epochs = min(self.params.get("epochs") or LARGEST_EPOCH, LARGEST_EPOCH)
         self._options = dataclasses.replace(self._options, rule=rule, num_epochs=epochs)
         kinds: tuple[tuple[bool, type[Participant]], ...] = (
@@ -168,24 +173,30 @@ class HybridAggregation(keras.callbacks.Callback):
         )
         kind = next(kind for applies, kind in kinds if applies)
         self._participant = kind(self.model, strategy, self._options)
+        _check_steps(self.params.get("steps"), self._participant.num_batches)
         if self._options.rule.uses_gradients:
             self._send_gradients(self._participant)
         self._starts = True
         data = self._participant.data
         strategy.take_claimed_batches(data, self._claims)
         data.cut_anew()
-        self._samples_before = strategy.samples_delivered
+        self._samples_before = data.samples_delivered
+        self._guard = StepGuard(self.model, self._abandon)
+        self._guard.enter()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Opens the service, or connects to it; gives the worker its own weights back."""
         self._last_batch = -1
         if self._participant is None:
             return
-        if self._starts:
-            self._starts = False
-            self._participant.forget_gradients()
-        self._participant.hide_center()
-        self._participant.start_epoch(epoch)
+        if self._guard is not None:
+            self._guard.begin_epoch()
+        with self._watching():
+            if self._starts:
+                self._starts = False
+                self._participant.forget_gradients()
+            self._participant.hide_center()
+            self._participant.start_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Exchanges if it is time."""
@@ -195,40 +206,64 @@ class HybridAggregation(keras.callbacks.Callback):
         if self._participant is None:
             return
         steps, self._last_batch = batch - self._last_batch, batch
-        delivered = heterogeneous_strategy(self.model, self).samples_delivered
+        # of this data set alone: callbacks may evaluate and predict others
+        delivered = self._participant.data.samples_delivered
         samples, self._samples_before = delivered - self._samples_before, delivered
-        if logs and "loss" in logs and isinstance(self._participant, AsyncWorker):
-            self._participant.note_loss(float(logs["loss"]))
-        self._participant.steps_done(steps, samples)
+        with self._watching():
+            _check_trains_on(self._participant.data, samples)
+            if logs and "loss" in logs and isinstance(self._participant, AsyncWorker):
+                self._participant.note_loss(float(logs["loss"]))
+            self._participant.steps_done(steps, samples)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Shows the center."""
         if self._participant is not None:
-            self._participant.show_center()
+            with self._watching():
+                self._participant.show_center()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Keeps the samples that were evaluated out of the count."""
+        """Keeps samples out of the count that were evaluated, if they are those of training."""
         if self._participant is not None:
-            self._samples_before = heterogeneous_strategy(self.model, self).samples_delivered
+            self._samples_before = self._participant.data.samples_delivered
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Shows the center to the callbacks that follow."""
         if self._participant is not None:
-            self._participant.show_center()
+            with self._watching():
+                self._participant.show_center()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leaves the center's weights in the model."""
         if self._participant is None:
             return
-        self._participant.hide_center()
-        self._participant.end()
+        with self._watching():
+            self._participant.hide_center()
+            self._participant.end()
+        if self._guard is not None:
+            self._guard.leave()
+        self._forget()
+
+    def _watching(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._guard is None else self._guard.watching()
+
+    def _abandon(self) -> None:
+        """Ends what runs beside a training that has failed."""
+        if self._participant is None:
+            return
+        try:
+            self._participant.leave()
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Leaves model and strategy as they were found."""
         strategy = heterogeneous_strategy(self.model, self)
         strategy.take_claimed_batches(None, None)
         strategy.service_state = None
         if self._user_optimizer is not None:
             self.model.optimizer, self._user_optimizer = self._user_optimizer, None
             self.model.make_train_function(force=True)
-        self._participant = None
+        self._participant = self._guard = None
 
     def _measures_first(self, strategy: Any) -> bool:
         """Whether the roles are still to be chosen; tells those that were."""
@@ -298,6 +333,24 @@ def _check_goes_on_alone(options: HybridOptions) -> None:
             'on_service_loss="continue" needs a rule in which workers run their own optimizer: '
             f"they could not train without the service. Received: {options.rule.name!r}. Use "
             '"delta" or elastic averaging, or on_service_loss="raise".'
+        )
+
+
+def _check_steps(steps: int | None, num_batches: int) -> None:
+    if steps is not None and steps != num_batches:
+        raise ValueError(
+            "The workers share whole epochs of the data. Received: steps_per_epoch="
+            f"{steps}, and data with {num_batches} batches. Leave steps_per_epoch out; "
+            f"dataset.take({steps}) makes shorter epochs."
+        )
+
+
+def _check_trains_on(data: Any, samples: int) -> None:
+    if not samples:
+        raise RuntimeError(
+            "A training step had no batch of the data that workers share. Received: steps on other "
+            f"data than {data}, which was distributed last before `fit`. Give `fit` a "
+            "tf.data.Dataset, or distribute what it trains on last."
         )
 
 

@@ -24,3 +24,22 @@ def heterogeneous_strategy(model: Any, callback: Any) -> Any:
             f"`with strategy.scope():`, or leave {name} out."
         )
     return strategy
+
+
+def check_keeps_weights(optimizer: Any, callback: Any) -> None:
+    """Refuses an optimizer that replaces the weights at the end of `fit`.
+
+    Args:
+        optimizer: of the model, perhaps around another one.
+        callback: the callback, which leaves the center's weights there.
+
+    Raises:
+        ValueError: if it has `use_ema`.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if getattr(inner, "use_ema", False):
+        name = type(callback).__name__
+        raise ValueError(
+            f"With {name} the model ends with the center's weights, not with averages of one "
+            f"worker's. Received: {type(inner).__name__}(use_ema=True). Leave use_ema out."
+        )

@@ -146,6 +146,7 @@ class _Wrapper:
         self._data_path.own_samples_delivered += int(sizes[self._data_path.own_replicas].sum())
         dataset = self._dataset() if self._dataset is not None else None
         if dataset is not None:
+            dataset.samples_delivered += int(sizes.sum())
             passes = dataset.passes_started
             self._data_path.on_step(dataset, is_new_pass=passes != self._checked_passes)
             self._checked_passes = passes
