@@ -57,7 +57,7 @@ NUM_VALIDATION = 287  # the rest of the training data are 1150
 ONE_DEVICE = Setting()
 STREAMING = {"period": 8, "num_fragments": 2, "overlap": 2}
 SCALED = {"learning_rate": 0.15, "reference_samples": BATCH_SIZE, "warm_up_pushes": 100}
-DAMPED = {"learning_rate": 0.4, "momentum": 0.5, "damps_staleness": True}
+DAMPED = {"learning_rate": 0.3, "momentum": 0.5, "damps_staleness": True}
 ADAM = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.006}}}
 ADAPTIVE = {"learning_rate": 0.2, "compensation": 2.0, "decay": 0.95}
 CONSTANT = {"learning_rate": 0.5, "compensation": 0.04}
@@ -77,7 +77,7 @@ SETTINGS = {
     "streaming_diloco": Setting("streaming_diloco", 0.1, 0.9, STREAMING, kind="local"),
     "delta": Setting("delta", 0.2, 0.0),
     "async_sgd": Setting("async_sgd", config=SCALED, period=2),
-    "async_sgd_staleness": Setting("async_sgd", config=DAMPED, period=2),
+    "async_sgd_staleness": Setting("async_sgd", config=DAMPED, period=1),
     "async_sgd_adam": Setting("async_sgd", config=ADAM, period=2),
     "delay_compensated": Setting("delay_compensated", config=ADAPTIVE, period=1),
     "delay_compensated_constant": Setting("delay_compensated", config=CONSTANT, period=1),
