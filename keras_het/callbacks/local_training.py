@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy
 from keras_het.strategy.local_training import (
     LocalSteps,
     PeriodicExchange,
@@ -55,7 +55,7 @@ class LocalTraining(keras.callbacks.Callback):
         self._exchange: PeriodicExchange | None = None
         self._steps: LocalSteps | None = None
         self._last_batch = -1
-        self._samples_before = self._samples_of_epoch = 0
+        self._samples_of_epoch = 0
 
     @property
     def exchange(self) -> PeriodicExchange | None:
@@ -69,6 +69,7 @@ class LocalTraining(keras.callbacks.Callback):
         rule = _synchronous(self._rule, strategy.num_workers)
         _check_num_workers(rule, strategy.num_workers)
         rule.check_optimizer(self.model.optimizer)
+        check_keeps_weights(self.model.optimizer, self)
         self._rule_of_training = rule
         self._exchange = None
         self._steps = LocalSteps(self.model, strategy)
@@ -82,7 +83,8 @@ class LocalTraining(keras.callbacks.Callback):
         if self._exchange is not None:
             self._exchange.hide_center()
         self._last_batch, self._samples_of_epoch = -1, 0
-        self._samples_before = strategy.own_samples_delivered
+        if self._steps is not None:
+            self._steps.take_samples()
 
     def _start(self, strategy: Any) -> None:
         """Starts from the weights that a backup may have brought back meanwhile."""
@@ -102,13 +104,16 @@ class LocalTraining(keras.callbacks.Callback):
         if self._exchange is None or self._steps is None:
             return
         self._steps.check_step()
+        in_epoch = self.params.get("steps")
+        if in_epoch is not None:  # Keras counts the last execution as a whole one
+            batch = min(batch, in_epoch - 1)
         steps, self._last_batch = batch - self._last_batch, batch
-        delivered = heterogeneous_strategy(self.model, self).own_samples_delivered
-        samples, self._samples_before = delivered - self._samples_before, delivered
+        samples = self._steps.take_samples()
         self._samples_of_epoch += samples
         self._exchange.steps_done(steps, samples)
-        if batch + 1 == self.params.get("steps"):
-            # Keras reads the metrics of all workers next: one collective after the other
+        if in_epoch is None or batch + 1 == in_epoch:
+            # Keras reads the metrics of all workers next: one collective after the other. Where the
+            # number of steps is not known, that may be after any of them.
             self._exchange.wait()
 
     def on_test_begin(self, logs: Any = None) -> None:

@@ -22,6 +22,7 @@ class LocalSteps:
     def __init__(self, model: Any, strategy: Any) -> None:
         self._model, self._strategy = model, strategy
         self._is_expected = False
+        self._samples = 0
 
     def enter(self) -> None:
         """Makes the model's train function anew, reduced within the worker."""
@@ -35,10 +36,19 @@ class LocalSteps:
                 self.leave()
                 return self._model.train_function(iterator)
             self._is_expected = False
+            before = self._strategy.own_samples_delivered
             with self._strategy.extended.reductions_within_worker():
-                return compiled(iterator)
+                try:
+                    return compiled(iterator)
+                finally:  # not what callbacks evaluate or predict
+                    self._samples += self._strategy.own_samples_delivered - before
 
         self._model.train_function = train_function
+
+    def take_samples(self) -> int:
+        """Samples of this worker's replicas in the steps since the last call."""
+        samples, self._samples = self._samples, 0
+        return samples
 
     def expect_step(self) -> None:
         """Announces that this training's next step comes now."""
