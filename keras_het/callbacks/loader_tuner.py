@@ -54,7 +54,11 @@ class LoaderTuner(keras.callbacks.Callback):
             memory that is available when training begins.
         nice: nice value of the pipeline's own threads, so that they give way to the training step;
             0 leaves them alone.
-        share_host: whether jobs of the same user on this host divide its CPUs among them.
+        share_host: whether jobs of the same user on this host divide its CPUs, and what they may
+            read at once, among them.
+        io_budget: reading threads of all jobs of this host together, for loaders that mostly wait
+            for I/O; by default what is of use is learned while two or more jobs read. If several
+            jobs have one, the smallest counts.
         verbose: whether to print the moves.
 
     Attributes:
@@ -74,14 +78,17 @@ class LoaderTuner(keras.callbacks.Callback):
         max_memory: int | None = None,
         nice: int = 10,
         share_host: bool = True,
+        io_budget: int | None = None,
         verbose: int = 0,
     ) -> None:
         super().__init__()
         _check_arguments(controller, max_memory, nice)
+        _check_io_budget(io_budget, share_host)
         self._controller = controller
         self._max_memory = max_memory
         self._nice = nice
         self._share_host = share_host
+        self._io_budget = io_budget
         self._verbose = verbose
         self.meter, self.test_meter, self.predict_meter = StallMeter(), StallMeter(), StallMeter()
         self.moves: list[Move] = []
@@ -335,7 +342,7 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def _make_budget(self) -> HostBudget | None:
         try:
-            return HostBudget() if self._share_host else None
+            return HostBudget(io_budget=self._io_budget) if self._share_host else None
         except OSError as error:
             logger.warning("Jobs on this host do not share it: %s.", error)
             return None
@@ -371,3 +378,13 @@ def _check_arguments(controller: Any, max_memory: int | None, nice: int) -> None
         raise ValueError(f"max_memory must be a number of bytes. Received: {max_memory}.")
     if not 0 <= nice <= 19:
         raise ValueError(f"nice must be from 0 to 19. Received: nice={nice}.")
+
+
+def _check_io_budget(io_budget: int | None, share_host: bool) -> None:
+    if io_budget is not None and io_budget < 1:
+        raise ValueError(f"io_budget must be 1 thread or more. Received: io_budget={io_budget}.")
+    if io_budget is not None and not share_host:
+        raise ValueError(
+            "io_budget is divided among the jobs of the host. Received: "
+            f"io_budget={io_budget}, share_host=False. Leave one of them out."
+        )

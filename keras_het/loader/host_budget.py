@@ -1,4 +1,4 @@
-"""Divides a host's CPUs among the loaders of all jobs that run on it."""
+"""Divides a host's CPUs and reading threads among the loaders of all jobs that run on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import psutil
 
 from keras_het.loader.host_cpus import own_cpus, usable_cpus
 from keras_het.loader.host_jobs import Entry, entry_of, part_of
-from keras_het.planning.loader import JobModel
+from keras_het.loader.host_reading import divide_reading
+from keras_het.planning.loader import JobModel, Reading
 
 try:
     import fcntl
@@ -35,17 +36,23 @@ class HostBudget:
     """This job's entry in a small file that all jobs of a user on a host share.
 
     Each job writes its model and the CPUs that it may run on and reads those of the others, under a
-    lock. All that compete for the same CPUs compute the same division by marginal gain. The entry
-    of a process that is gone, or silent for ten minutes, counts no longer, nor one that another
-    version wrote in a way that cannot be read.
+    lock. All that compete for the same CPUs compute the same division by marginal gain. What jobs
+    whose loaders wait for I/O may have at once is learned by all of them, in a file beside it. The
+    entry of a process that is gone, or silent for ten minutes, counts no longer, nor one that
+    another version wrote in a way that cannot be read.
 
     Args:
         cpus: CPUs that this process may use, quotas included; by default what it may use now.
         path: the file; by default one for each user in the folder for temporary files.
         cpu_set: ids of the CPUs that this process may run on; by default those it may use now.
+        io_budget: reading threads of all jobs of the host together, None to learn what is of use.
+            If several jobs have one, the smallest counts.
 
     Attributes:
         jobs: jobs that competed for the same CPUs at the last `update`, this one included.
+        reading_loaders: most loaders that this job may have if they wait for I/O, as of the last
+            `update`; None if there is no such bound.
+        division: number of the division of reading threads that this is part of.
 
     Raises:
         PermissionError: if the default folder belongs to somebody else.
@@ -56,19 +63,24 @@ class HostBudget:
         cpus: float | None = None,
         path: Path | None = None,
         cpu_set: Collection[int] | None = None,
+        io_budget: int | None = None,
     ) -> None:
         self._cpus = usable_cpus() if cpus is None else cpus
         self._cpu_set = frozenset(own_cpus() if cpu_set is None else cpu_set)
         self._path = path or _own_folder() / "loaders.json"
         self._name = uuid.uuid4().hex
         self._part = self._cpus
+        self._io_budget = io_budget
         self.jobs = 1
+        self.reading_loaders: int | None = None
+        self.division = 0
 
-    def update(self, job: JobModel) -> float:
+    def update(self, job: JobModel, reading: Reading | None = None) -> float:
         """Writes the model of this job and returns its part of the CPUs.
 
         Args:
             job: the model as of now.
+            reading: the latest window if the loaders mostly wait for I/O, None if they do not.
 
         Returns:
             CPUs that the loaders of this job may use; all of its own if nobody else may run on
@@ -78,9 +90,11 @@ class HostBudget:
             OSError: if the file cannot be written.
         """
         if fcntl is None:
+            self.reading_loaders = self._io_budget if reading is not None else None
             return self._cpus
+        own = Entry(job, self._cpus, self._cpu_set, reading, self._io_budget)
         try:
-            jobs = self._exchange(Entry(job, self._cpus, self._cpu_set))
+            jobs = self._exchange(own)
         except BlockingIOError:
             logger.debug("%s is locked; this job keeps %.1f CPUs.", self._path, self._part)
             return self._part
@@ -102,9 +116,14 @@ class HostBudget:
             process = {**_identity(os.getpid()), "written": time.time()}
             entries[self._name] = {**process, **own.to_dict()}
             self._write(entries)
-        # unreadable ones stay in the file: those who wrote them can read them
-        jobs = {name: entry_of(values) for name, values in entries.items()}
-        return {name: entry for name, entry in jobs.items() if entry is not None}
+            # unreadable ones stay in the file: those who wrote them can read them
+            found = {name: entry_of(values) for name, values in entries.items()}
+            jobs = {name: entry for name, entry in found.items() if entry is not None}
+            reading = self._path.with_suffix(".reading")
+            ceiling = divide_reading(reading, self._name, jobs, time.time())
+        self.reading_loaders = ceiling.parts.get(self._name)
+        self.division = ceiling.number
+        return jobs
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

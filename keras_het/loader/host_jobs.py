@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from keras_het.planning.loader import JobModel, allocate_loaders
+from keras_het.planning.loader import JobModel, Reading, allocate_loaders
 
 logger = logging.getLogger("keras_het")
 
@@ -23,6 +23,8 @@ class Entry:
         job: its model.
         cpus: CPUs that it may use, quotas included; above 0.
         cpu_set: ids of the CPUs that it may run on, at least one.
+        reading: its latest window if its loaders mostly wait for I/O, None if they do not.
+        io_budget: reading threads of all jobs of the host, None if its user gave none.
 
     Raises:
         ValueError: if it may use no CPU.
@@ -31,6 +33,8 @@ class Entry:
     job: JobModel
     cpus: float
     cpu_set: frozenset[int]
+    reading: Reading | None = None
+    io_budget: int | None = None
 
     def __post_init__(self) -> None:
         if not (self.cpus > 0 and self.cpu_set):
@@ -42,6 +46,8 @@ class Entry:
             "job": dataclasses.asdict(self.job),
             "cpus": self.cpus,
             "cpu_set": sorted(self.cpu_set),
+            "reading": None if self.reading is None else dataclasses.asdict(self.reading),
+            "io_budget": self.io_budget,
         }
 
     @property
@@ -61,7 +67,14 @@ def entry_of(values: Any) -> Entry | None:
         if not all(0.0 <= number < math.inf for number in numbers.values()):
             raise ValueError(f"numbers of 0 or more were expected, received: {numbers}")
         cpu_set = frozenset(map(int, values["cpu_set"]))
-        return Entry(JobModel(**numbers), float(values["cpus"]), cpu_set)
+        reading, io_budget = values["reading"], values["io_budget"]
+        return Entry(
+            JobModel(**numbers),
+            float(values["cpus"]),
+            cpu_set,
+            None if reading is None else Reading(**reading),
+            None if io_budget is None else int(io_budget),
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         logger.debug("An entry of another job cannot be read (%r): %r", error, values)
         return None

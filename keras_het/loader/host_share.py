@@ -1,4 +1,4 @@
-"""When a training asks for its part of the host's CPUs, and lets the others know that it lives."""
+"""When a training asks for its part of the host, and lets the others know that it lives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from keras_het.loader.host_budget import HostBudget
-from keras_het.planning.loader import JobModel
+from keras_het.planning.loader import JobModel, Reading
 
 logger = logging.getLogger("keras_het")
 
@@ -30,18 +30,30 @@ class HostShare:
         self._budget = budget
         self._clock = clock
         self._job: JobModel | None = None
+        self._reading: Reading | None = None
         self._written: float | None = None
 
-    def update(self, job: JobModel) -> float | None:
+    @property
+    def reading_loaders(self) -> int | None:
+        """Most loaders that may wait for I/O, None if nothing bounds them."""
+        return None if self._budget is None else self._budget.reading_loaders
+
+    @property
+    def division(self) -> int:
+        """Number of the division of reading threads that is known here."""
+        return 0 if self._budget is None else self._budget.division
+
+    def update(self, job: JobModel, reading: Reading | None = None) -> float | None:
         """Takes a new model of the job, and writes it at most once a second.
 
         Args:
             job: the model as of now.
+            reading: the latest window if the loaders mostly wait for I/O, None if they do not.
 
         Returns:
             CPUs that the loaders of this job may use, None if nothing was asked.
         """
-        self._job = job
+        self._job, self._reading = job, reading
         return self._write(_SECONDS_BETWEEN_UPDATES)
 
     def stay(self) -> float | None:
@@ -65,7 +77,7 @@ class HostShare:
             return None
         self._written = now
         try:
-            return self._budget.update(self._job)
+            return self._budget.update(self._job, self._reading)
         except OSError as error:
             logger.warning("Jobs on this host do not share it: %s.", error)
             self._budget = None

@@ -13,7 +13,7 @@ class HostSums:
 
     def __init__(self) -> None:
         self._idle = IdleCpus()
-        self._mark: tuple[float, float | None] | None = None
+        self._mark: tuple[float, tuple[float, float] | None] | None = None
         self._clear()
 
     def begin(self, threads: LoaderThreads | None) -> None:
@@ -32,7 +32,7 @@ class HostSums:
             threads: the pipeline's own threads, None if they are not known.
         """
         self._idle.read()
-        self._mark = time.monotonic(), threads.cpu_seconds() if threads is not None else None
+        self._mark = time.monotonic(), threads.times() if threads is not None else None
 
     def add(self, threads: LoaderThreads | None) -> None:
         """Ends a part.
@@ -42,15 +42,16 @@ class HostSums:
         """
         if self._mark is None:
             return
-        start, cpu_before = self._mark
+        start, before = self._mark
         seconds = max(time.monotonic() - start, 0.0)
-        cpu = threads.cpu_seconds() if threads is not None else None
+        times = threads.times() if threads is not None else None
         self._seconds += seconds
         self._idle_seconds += seconds * self._idle.read()
-        if cpu is None or cpu_before is None:
+        if times is None or before is None:
             self._knows_cpu = False
         else:
-            self._cpu += max(cpu - cpu_before, 0.0)
+            self._cpu += max(times[0] - before[0], 0.0)
+            self._queue += max(times[1] - before[1], 0.0)
         self._mark = None
 
     @property
@@ -63,6 +64,11 @@ class HostSums:
         """CPU time of the pipeline's threads; None if it is not known."""
         return self._cpu if self._knows_cpu else None
 
+    @property
+    def loader_queue_seconds(self) -> float | None:
+        """Time that the pipeline's threads waited for a CPU; None if it is not known."""
+        return self._queue if self._knows_cpu else None
+
     def _clear(self) -> None:
-        self._seconds = self._idle_seconds = self._cpu = 0.0
+        self._seconds = self._idle_seconds = self._cpu = self._queue = 0.0
         self._knows_cpu = True

@@ -35,15 +35,27 @@ class LoaderThreads:
 
     def cpu_seconds(self) -> float | None:
         """CPU time that they used so far; None where the operating system does not tell."""
+        times = self.times()
+        return None if times is None else times[0]
+
+    def times(self) -> tuple[float, float] | None:
+        """CPU time that they used so far, and time that they waited for a CPU.
+
+        None where the operating system does not tell.
+
+        Reference:
+            https://docs.kernel.org/scheduler/sched-stats.html (/proc/PID/schedstat)
+        """
         if not self.ids:
             return None
-        total = 0
+        runs = queues = 0
         for thread in self.ids:
             try:
-                total += int((_TASKS / str(thread) / "schedstat").read_text().split()[0])
-            except (OSError, ValueError, IndexError):
+                run, queue = (_TASKS / str(thread) / "schedstat").read_text().split()[:2]
+                runs, queues = runs + int(run), queues + int(queue)
+            except (OSError, ValueError):
                 return None
-        return total / 1e9
+        return runs / 1e9, queues / 1e9
 
     def give_way(self, nice: int) -> None:
         """Lets everything else go first where CPUs are short: the training step above all.

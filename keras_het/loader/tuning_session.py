@@ -35,6 +35,8 @@ from keras_het.planning.loader import (
     LoaderController,
     LoaderPlan,
     LoaderWindow,
+    Reading,
+    ReadingJob,
     StepSums,
 )
 
@@ -112,6 +114,8 @@ class TuningSession:
         self.has_changed = False
         self._sums: StepSums | None = None
         self._host = HostSums()
+        self._reading = ReadingJob()
+        self._began = time.time(), 0
         self._steps = 0
         self._epochs = 0
         self._batch_bytes: int | None = None
@@ -339,6 +343,7 @@ class TuningSession:
         if self._sums is not None and self.controller is not None:
             self._sums.begin(self.controller.next_window)
             self._host.begin(self._threads())
+            self._began = time.time(), self.share.division
 
     def _pause(self) -> None:
         """Leaves out the time between epochs, and the first steps of a pipeline that starts."""
@@ -375,6 +380,7 @@ class TuningSession:
             self._host.loader_cpu_seconds,
             self.order.batch_bytes if self.order is not None else self._batch_bytes or 0,
             sums.waiting_steps,
+            self._host.loader_queue_seconds,
         )
 
     def _share_host(self, window: LoaderWindow) -> None:
@@ -386,11 +392,23 @@ class TuningSession:
         if self.order is not None:
             job = dataclasses.replace(job, weight=self.order.weight)
         self.job = job
-        self._use(self.share.update(job))
+        self._use(self.share.update(job, self._read(window)))
+
+    def _read(self, window: LoaderWindow) -> Reading | None:
+        """What the other jobs of the host should know if this one's loaders wait for I/O."""
+        if self.controller is None:
+            return None
+        loaders, (began, division) = self.controller.plan.loaders, self._began
+        self._reading.observe(loaders, window)
+        if not self._reading.reads:
+            return None
+        numbers = window.steps, window.seconds, window.idle_fraction
+        return Reading(loaders, *numbers, began, time.time(), division)
 
     def _use(self, cpus: float | None) -> None:
         if cpus is not None and self.controller is not None:
             self.controller.set_cpus(cpus)
+            self.controller.set_reading_loaders(self.share.reading_loaders)
 
     # --- plans
 

@@ -41,6 +41,9 @@ class EveryStep:
     def set_cpus(self, cpus):
         pass
 
+    def set_reading_loaders(self, loaders):
+        pass
+
 
 class Eager(EveryStep):
     """Keeps its plan, and measures after every step."""

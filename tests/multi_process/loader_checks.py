@@ -42,6 +42,9 @@ class AtOnce:
     def set_cpus(self, cpus: float) -> None:
         pass
 
+    def set_reading_loaders(self, loaders: int | None) -> None:
+        pass
+
 
 class Patient(keras.callbacks.Callback):
     """Lets no step begin while the worker's move is being prepared."""

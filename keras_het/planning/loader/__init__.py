@@ -3,6 +3,9 @@
 from keras_het.planning.loader.allocation import allocate_loaders
 from keras_het.planning.loader.controller import FixedController, LoaderController
 from keras_het.planning.loader.plan import LoaderPlan
+from keras_het.planning.loader.reader_allocation import allocate_readers
+from keras_het.planning.loader.reading import Reading, ReadingJob
+from keras_het.planning.loader.reading_ceiling import ReadingCeiling
 from keras_het.planning.loader.throughput_model import JobModel, ThroughputModel
 from keras_het.planning.loader.tuner import TunerController
 from keras_het.planning.loader.window import LoaderWindow, StepSums, WindowSize
@@ -13,9 +16,13 @@ __all__ = [
     "LoaderController",
     "LoaderPlan",
     "LoaderWindow",
+    "Reading",
+    "ReadingCeiling",
+    "ReadingJob",
     "StepSums",
     "ThroughputModel",
     "TunerController",
     "WindowSize",
     "allocate_loaders",
+    "allocate_readers",
 ]

@@ -33,6 +33,9 @@ class LoaderController(Protocol):
     def set_cpus(self, cpus: float) -> None:
         """Bounds the CPUs that the loaders may use."""
 
+    def set_reading_loaders(self, loaders: int | None) -> None:
+        """Bounds the loaders while they mostly wait for I/O; None if nothing does."""
+
 
 class FixedController:
     """Keeps one plan.
@@ -60,4 +63,7 @@ class FixedController:
         """Never called: this controller proposes nothing."""
 
     def set_cpus(self, cpus: float) -> None:
+        """Takes note of nothing: the plan stays."""
+
+    def set_reading_loaders(self, loaders: int | None) -> None:
         """Takes note of nothing: the plan stays."""

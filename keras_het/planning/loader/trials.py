@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from keras_het.planning.loader.plan import LoaderPlan
 from keras_het.planning.loader.window import LoaderWindow
@@ -40,9 +41,14 @@ class Trial:
 
 
 class Pauses:
-    """How long each kind of move stays away after it failed: twice as long each time."""
+    """How long each kind of move stays away after it failed: twice as long each time.
 
-    def __init__(self) -> None:
+    Args:
+        first_seconds: how long the first time.
+    """
+
+    def __init__(self, first_seconds: float = FIRST_PAUSE_SECONDS) -> None:
+        self._first = first_seconds
         self._until: dict[str, float] = {}
         self._length: dict[str, float] = {}
 
@@ -53,7 +59,7 @@ class Pauses:
             kind: the kind.
             now: time, in seconds.
         """
-        length = self._length.get(kind, FIRST_PAUSE_SECONDS)
+        length = self._length.get(kind, self._first)
         self._until[kind] = now + length
         self._length[kind] = min(2 * length, LONGEST_PAUSE_SECONDS)
 
@@ -61,7 +67,16 @@ class Pauses:
         """Whether a kind of move may be tried now."""
         return now >= self._until.get(kind, 0.0)
 
-    def end(self) -> None:
-        """Allows everything: what was learned holds no longer."""
-        self._until.clear()
-        self._length.clear()
+    def end(self, kind: str | None = None) -> None:
+        """Allows a kind of move, by default all: what was learned holds no longer."""
+        for each in [kind] if kind is not None else list(self._until):
+            self._until.pop(each, None)
+            self._length.pop(each, None)
+
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """What stays away until when, as plain Python values, for JSON."""
+        return {"until": self._until, "length": self._length}
+
+    def load(self, values: Mapping[str, Mapping[str, float]]) -> None:
+        """Takes over what `to_dict` gave."""
+        self._until, self._length = dict(values["until"]), dict(values["length"])

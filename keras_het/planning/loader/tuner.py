@@ -17,6 +17,9 @@ CALM_SECONDS = 4.0
 CHANGED = 0.25
 """Relative error of the predicted throughput from which the job counts as another one."""
 
+_REMEMBERED_SECONDS = 20.0
+"""How long loaders that were left to other jobs are remembered."""
+
 
 class TunerController:
     """Finds the fewest loaders and the shortest buffer with which the device does not wait.
@@ -67,6 +70,8 @@ class TunerController:
         self._max_memory = max_memory
         self._model = ThroughputModel()
         self._pauses = Pauses()
+        self._reading: int | None = None
+        self._left: tuple[int, float] | None = None
         self._trial: Trial | None = None
         self._now = 0.0
         self._calm = 0.0
@@ -97,6 +102,16 @@ class TunerController:
         """Bounds the CPUs of the loaders: this job's part of a host that it shares."""
         self._cpus = min(cpus, self._host_cpus)
 
+    def set_reading_loaders(self, loaders: int | None) -> None:
+        """Bounds the loaders: this job's part of a disk or a network that it shares.
+
+        Args:
+            loaders: most loaders, None for no bound of this kind.
+        """
+        if (loaders or math.inf) > (self._reading or math.inf):
+            self._pauses.end("more loaders")  # they failed where there was less
+        self._reading = loaders
+
     def refused(self, plan: LoaderPlan) -> None:
         """Goes back, because a plan could not be put into effect."""
         if self._trial is not None and plan == self.plan:
@@ -109,6 +124,9 @@ class TunerController:
         """Takes a window under the plan in effect; returns a new plan if there should be one."""
         self._now += window.seconds
         self._skip = 0
+        moved = self._keep_part()
+        if moved is not None:
+            return moved
         if self._trial is None and self._has_changed(window):
             # this window is of the job before and the job after: the next one decides
             self._hurry = True
@@ -126,6 +144,27 @@ class TunerController:
             plan = self._next_move(window)
         self._hurry = window.idle_fraction > 0.5
         return plan
+
+    def _keep_part(self) -> LoaderPlan | None:
+        """Leaves reading threads to other jobs, and takes them again if that did not help."""
+        now, part = self.plan.loaders, self._reading
+        if part is not None and now > part:
+            if self._left is None or self._left[0] < now:
+                self._left = now, self._now
+            return self._adopt_part(part)
+        if self._left is not None and (part is None or part > now):
+            (before, when), self._left = self._left, None
+            # what was left long ago says little of the present
+            if self._now - when < _REMEMBERED_SECONDS:
+                return self._adopt_part(min(before, part or before))
+        return None
+
+    def _adopt_part(self, loaders: int) -> LoaderPlan:
+        self._trial = self._expected = None
+        # a read took as long as all threads of the host made it
+        self._model.forget()
+        reason = f"{loaders} reading threads are this job's part of the host"
+        return self._adopt(LoaderPlan(loaders, self.plan.prefetch, reason))
 
     def _has_changed(self, window: LoaderWindow) -> bool:
         expected, found = self._expected, window.steps_per_second
@@ -167,6 +206,7 @@ class TunerController:
         mostly_waits = window.loader_cpu_seconds is not None and job.cpus_per_loader < 0.5
         largest_step = 2 if window.idle_fraction < 0.5 else 16 if mostly_waits else 4
         most = min(now * largest_step, self._max_loaders, self._loaders_in_memory(window))
+        most = min(most, self._reading or most)
         if window.loader_cpu_seconds is not None or window.idle_cpus < 0.25:
             most = min(most, self._loaders_for_cpus(window, job))
         target = job.enough_loaders(max(most, 1))

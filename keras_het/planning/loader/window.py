@@ -17,6 +17,8 @@ class LoaderWindow:
         loader_cpu_seconds: CPU time of the pipeline's own threads; None if not known.
         batch_bytes: size of a batch, 0 if not known.
         waiting_steps: steps that waited for 5 % of their time or more; None if not known.
+        loader_queue_seconds: time in which the pipeline's own threads could run and waited for a
+            CPU; None if not known.
 
     Raises:
         ValueError: if there is no step, or no time.
@@ -29,6 +31,7 @@ class LoaderWindow:
     loader_cpu_seconds: float | None = None
     batch_bytes: int = 0
     waiting_steps: int | None = None
+    loader_queue_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not self.seconds > 0:

@@ -29,8 +29,9 @@ class Budget:
         self._clock = clock
         self._error = error
         self.written = []
+        self.reading_loaders, self.division = None, 0
 
-    def update(self, job):
+    def update(self, job, reading=None):
         if self._error is not None:
             raise self._error
         self.written.append(self._clock())

@@ -47,6 +47,7 @@ class BusyHost:
     def __init__(self, loaders, seconds_of_a_window):
         self.idle_cpus = 0.0
         self.loader_cpu_seconds = loaders * seconds_of_a_window
+        self.loader_queue_seconds = 0.0
 
     def begin(self, threads):
         pass
@@ -164,7 +165,7 @@ def test_a_file_that_cannot_be_written_leaves_each_job_alone(make_session, caplo
     controller = Scripted(LoaderPlan(2, 2))
     session = begun(make_session(controller))
 
-    def fails(job):
+    def fails(job, reading):
         raise OSError("read-only file system")
 
     session.share._budget.update = fails
