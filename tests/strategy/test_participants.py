@@ -102,7 +102,7 @@ def test_who_returns_and_goes_again_is_passed_over_again():
         ledger=SimpleNamespace(claimed=np.array([3, 2, 0])),
         training_clients=lambda: present.pop(),
         waiting_clients=list,
-        pass_over=given_up.append,
+        pass_over=lambda client: given_up.append(client) or True,
     )
     task = Task(Delta())
     for _ in range(5):
@@ -117,13 +117,27 @@ def test_who_has_ended_is_waited_for_by_nobody(caplog):
         ledger=SimpleNamespace(claimed=np.array([3, 2, 0, 0])),
         training_clients=lambda: here.pop(0),
         waiting_clients=lambda: [1] if not here else [],
-        pass_over=given_up.append,
+        pass_over=lambda client: given_up.append(client) or True,
     )
     task = Task(Delta())
     for _ in range(2):
         task._pass_over_the_gone(host)
     assert sorted(given_up) == [1, 2]
     assert "worker 2 is gone" in caplog.text and "worker 1 is gone" not in caplog.text
+
+
+def test_who_is_gone_is_passed_over_until_all_of_the_service_knows():
+    answers, asked = [False, False, True, True], []
+    host = SimpleNamespace(
+        ledger=SimpleNamespace(claimed=np.array([3, 2])),
+        training_clients=lambda: [0],
+        waiting_clients=list,
+        pass_over=lambda client: asked.append(client) or answers[len(asked) - 1],
+    )
+    task = Task(Delta())
+    for _ in range(5):
+        task._pass_over_the_gone(host)
+    assert asked == [1, 1, 1]
 
 
 def test_a_worker_that_has_said_its_end_is_not_waited_for(monkeypatch):

@@ -117,11 +117,14 @@ class Host(abc.ABC):
         """Async workers that have ended and wait for the final weights."""
 
     @abc.abstractmethod
-    def pass_over(self, client: int) -> None:
+    def pass_over(self, client: int) -> bool:
         """Lets nobody wait for a client that is gone.
 
         Args:
             client: its number.
+
+        Returns:
+            Whether all of the service knows; if not, say it again.
         """
 
     @abc.abstractmethod

@@ -130,9 +130,10 @@ class RemoteHost(Host):
         """Async workers that have ended and wait for the final weights."""
         return self._present(Presence.WAITING)
 
-    def pass_over(self, client: int) -> None:
+    def pass_over(self, client: int) -> bool:
         """Lets nobody wait for a client that is gone."""
-        self._try(lambda: self._parts.weights.signal(Signal.LEAVE, client), None)
+        stage = self._try(lambda: self._parts.weights.signal(Signal.LEAVE, client), None)
+        return stage is not None
 
     def conclude(self) -> None:
         """Asks a last time for versions and counts."""

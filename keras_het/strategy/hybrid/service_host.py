@@ -114,9 +114,10 @@ class ServiceHost(Host):
         """Async workers that have ended and wait for the final weights."""
         return self.ledger.present(Presence.WAITING, self._presence_seconds)
 
-    def pass_over(self, client: int) -> None:
+    def pass_over(self, client: int) -> bool:
         """Lets nobody wait for a client that is gone."""
         self._weights.signal_locally(client, Signal.LEAVE)
+        return True
 
     def conclude(self) -> None:
         """Counts stay readable here in any case."""

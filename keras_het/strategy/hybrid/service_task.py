@@ -63,11 +63,14 @@ class ServiceTask(Participant):
         self._came |= here | ended | {int(client) for client in host.ledger.claimed.nonzero()[0]}
         # what a worker says at its end may not have come: nobody waits for one that has ended
         gone = self._came - here
+        self._passed_over &= gone  # who is here again may go again
         for client in gone - self._passed_over:
-            if client not in ended:
-                _logger.warning("Async worker %d is gone; the others do not wait for it.", client)
-            host.pass_over(client)
-        self._passed_over = gone  # who is here again may go again
+            if host.pass_over(client):
+                self._passed_over.add(client)
+                if client not in ended:
+                    _logger.warning(
+                        "Async worker %d is gone; the others do not wait for it.", client
+                    )
 
     def claims(self) -> GroupClaims:
         """No batch is this task's."""
