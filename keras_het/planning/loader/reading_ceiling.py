@@ -112,9 +112,10 @@ class ReadingCeiling:
             given: ceiling that somebody set; then nothing is learned.
         """
         needs = {each: reading.need for each, reading in readings.items()}
-        if needs.keys() != self._readers:
+        others = needs.keys() != self._readers
+        if others:
             self._admit(needs, now)
-        if given is not None and needs and given != self.threads:
+        if given is not None and needs and (others or given != self.threads):
             self._trial = None
             self._divide(given, needs, now)
         if len(needs) < 2:

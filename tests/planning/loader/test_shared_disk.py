@@ -208,6 +208,17 @@ def test_what_one_loses_must_be_gained_by_another():
         assert (ceiling.threads is not None) == kept
 
 
+def test_a_small_job_may_not_lose_what_nobody_gains():
+    """All together lose 2 %, which is noise; the one with few threads loses two thirds."""
+    ceiling = told(ReadingCeiling(), 0.0, a=(97, 50.0, 0.75), b=(3, 50.0, 0.0))
+    told(ceiling, 10.0, a=(97, 50.0, 0.75), b=(3, 50.0, 0.0))
+    parts = ceiling.parts
+    assert sum(parts.values()) == 50
+    for began in (20.0, 30.0):
+        told(ceiling, began, a=(parts["a"], 50.0, 0.75), b=(parts["b"], 17.0, 0.6))
+    assert (ceiling.threads, ceiling.parts) == (None, {})
+
+
 def test_a_window_counts_once_and_only_if_it_knew_the_division():
     ceiling = begun()
     late = {name: reading(20, 50.0, began=20.0, number=ceiling.number) for name in "ab"}
