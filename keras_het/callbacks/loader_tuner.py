@@ -14,6 +14,7 @@ import keras
 import psutil
 import tensorflow as tf
 
+from keras_het.callbacks.local_replicas import local_replicas
 from keras_het.callbacks.present_fit import PresentFit
 from keras_het.callbacks.step_functions import StepFunction
 from keras_het.loader.host_budget import HostBudget
@@ -66,6 +67,7 @@ class LoaderTuner(keras.callbacks.Callback):
         test_meter: input wait of the steps of `evaluate`, also within `fit`.
         predict_meter: input wait of the steps of `predict`.
         moves: what was changed, with the measurements that led to it.
+        replicas: devices of the replicas of this process that trained last, by their numbers.
 
     Raises:
         ValueError: if there is no such controller, or a number is out of range.
@@ -92,6 +94,7 @@ class LoaderTuner(keras.callbacks.Callback):
         self._verbose = verbose
         self.meter, self.test_meter, self.predict_meter = StallMeter(), StallMeter(), StallMeter()
         self.moves: list[Move] = []
+        self.replicas: dict[int, str] = {}
         self._session: TuningSession | None = None
         self._fit: PresentFit | None = None
         self._best: LoaderSettings | None = None
@@ -111,6 +114,7 @@ class LoaderTuner(keras.callbacks.Callback):
         self._session = self._make_session()
         self.moves = self._session.moves
         self._fit = PresentFit(self.model)
+        self.replicas = local_replicas(self.model)
         self._functions["train"].replace(self.model, self._train_function)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -319,11 +323,30 @@ class LoaderTuner(keras.callbacks.Callback):
         knobs, is_plain = session.knobs, session.is_plain
         return LoaderSettings(knobs, is_plain, self._nice, session.observes_only, self.meter)
 
+    @property
+    def replica_waits(self) -> dict[int, Any]:
+        """Input waits of the latest training steps in seconds, by replica, the oldest first.
+
+        Those of a process are equal: its replicas get their batches in one element, and none of
+        them begins a step before all have theirs. Also one with an empty share waits with them.
+        """
+        return {replica: self.meter.input_waits for replica in self.replicas}
+
     def to_dict(self) -> dict[str, Any]:
         """Waits and moves as plain Python values, for JSON."""
         meters = {"train": self.meter, "test": self.test_meter, "predict": self.predict_meter}
         waits = {name: meter.to_dict() for name, meter in meters.items()}
-        return {**waits, "moves": [move.to_dict() for move in self.moves]}
+        replicas = [
+            {
+                "replica": replica,
+                "device": device,
+                "input_wait_seconds": self.meter.input_wait_seconds,
+                "idle_fraction": self.meter.idle_fraction,
+            }
+            for replica, device in self.replicas.items()
+        ]
+        moves = [move.to_dict() for move in self.moves]
+        return {**waits, "replicas": replicas, "moves": moves}
 
     def save(self, path: str | Path) -> None:
         """Writes `to_dict()` to a JSON file.

@@ -178,3 +178,45 @@ def test_under_the_strategy_slow_data_is_waited_for_as_long_as_it_takes(
     np.testing.assert_allclose(meter.input_waits, waits)
     # one call behind each execution, however many steps it had
     np.testing.assert_allclose(meter.step_times, waits + (STEP if kind == "train" else 0.0))
+
+
+def strategies(devices):
+    return {
+        "none": (tf.distribute.get_strategy(), devices[:1]),
+        "one device": (tf.distribute.OneDeviceStrategy(devices[1]), devices[1:2]),
+        "mirrored": (tf.distribute.MirroredStrategy(list(devices[:2])), devices[:2]),
+        # one of them without a share: it waits with the others
+        "heterogeneous": (
+            keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[1, 0]),
+            devices[:2],
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["none", "one device", "mirrored", "heterogeneous"])
+def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, cpu_devices):
+    strategy, devices = strategies(cpu_devices)[name]
+    with strategy.scope():
+        model = model_of()
+    tuner = LoaderTuner("fixed", share_host=False)
+    model.fit(rows_read_in(lambda row: row), verbose=0, callbacks=[tuner])
+    found = list(tuner.replicas.values())
+    assert [tf.DeviceSpec.from_string(each).to_string()[-5:] for each in found] == [
+        tf.DeviceSpec.from_string(each).to_string()[-5:] for each in devices
+    ]
+    assert len(tuner.meter.input_waits) == BATCHES
+    for waits in tuner.replica_waits.values():
+        assert waits.tolist() == tuner.meter.input_waits.tolist()
+    report = tuner.to_dict()["replicas"]
+    assert [each["device"] for each in report] == found
+    waited = {each["input_wait_seconds"] for each in report}
+    assert waited == {tuner.meter.input_wait_seconds}
+
+
+@pytest.mark.parametrize("name", ["mirrored", "heterogeneous"])
+def test_one_element_holds_the_batches_of_all_replicas(name, cpu_devices):
+    """Which is why one wait is that of all."""
+    strategy, devices = strategies(cpu_devices)[name]
+    data = strategy.experimental_distribute_dataset(rows_read_in(lambda row: row))
+    rows, _ = next(iter(data))
+    assert len(strategy.experimental_local_results(rows)) == len(devices)

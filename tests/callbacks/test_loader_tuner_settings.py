@@ -194,6 +194,8 @@ def test_everything_is_kept_as_json(tmp_path):
         ({"controller": "best"}, "controller='best'"),
         ({"max_memory": 0}, "max_memory must be"),
         ({"nice": 20}, "nice=20"),
+        ({"io_budget": 0}, "io_budget=0"),
+        ({"io_budget": 8, "share_host": False}, "io_budget=8, share_host=False"),
     ],
 )
 def test_arguments_are_checked(arguments, match):
