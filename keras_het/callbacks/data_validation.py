@@ -286,14 +286,15 @@ class _FirstBatches:
     Attributes:
         original: the model's train function.
         is_active: whether the callback still wants to see batches.
+        stays_outermost: what other callbacks put there later comes below.
     """
+
+    stays_outermost = True
 
     def __init__(self, callback: DataValidation, original: Any) -> None:
         self._callback = callback
         self.original = original
         self.is_active = True
-        # Batches that were read ahead are no pipeline, of which functions below might measure one.
-        self._of_batches = getattr(original, "keras_het_original", original)
         self._waiting: list[Any] = []
 
     def __call__(self, iterator: Any) -> Any:
@@ -309,7 +310,7 @@ class _FirstBatches:
             batches += _some(iterator, steps - len(batches))
             for batch in batches:
                 self._callback.observe(batch)
-            return self._of_batches(batches)
+            return self.original(batches)
         if self._callback.observes_all:
             return self.original(_Observed(iterator, self._callback))
         return self.original(iterator)

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,11 @@ class LoaderTuner(keras.callbacks.Callback):
             self._session.begin_epoch(self._steps_before_another_epoch(epoch))
         self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Comes back where another callback has made the model's train function anew."""
+        if self._session is not None and not self._functions["train"].is_in(self.model):
+            self._functions["train"].replace(self.model, self._train_function)
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the input wait to the logs of the epoch."""
         self._end_of_steps()
@@ -157,6 +163,9 @@ class LoaderTuner(keras.callbacks.Callback):
 
         def step(iterator: Any) -> Any:
             if session is None or fit is None or session is not self._session:
+                return original(iterator)
+            if isinstance(iterator, (list, types.GeneratorType)):
+                # of train_on_batch, or batches that were read ahead: not the epoch's pipeline
                 return original(iterator)
             if not fit.is_running:
                 # that fit ended in an error elsewhere: this one is not ours

@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het.callbacks.step_functions import functions_in
+
 
 class MemoryBounds:
     """Largest shares that fit, in one small file for each replica.
@@ -83,9 +85,10 @@ def note_out_of_memory(model: Any, note: Callable[[str], str]) -> None:
         note: takes the error's text, and returns what to tell the user.
     """
     function = model.train_function
-    if hasattr(function, "notes_out_of_memory"):
-        function.notes_out_of_memory[:] = [note]
-        return
+    for each in functions_in(function):
+        if hasattr(each, "notes_out_of_memory"):
+            each.notes_out_of_memory[:] = [note]
+            return
     notes = [note]
 
     def step(*arguments: Any, **options: Any) -> Any:
@@ -98,4 +101,5 @@ def note_out_of_memory(model: Any, note: Callable[[str], str]) -> None:
             ) from error
 
     step.notes_out_of_memory = notes  # type: ignore[attr-defined]
+    step.__wrapped__ = function  # type: ignore[attr-defined]
     model.train_function = step

@@ -24,6 +24,7 @@ from loader_training import (
 
 import keras_het
 from keras_het.callbacks import LoaderTuner
+from keras_het.callbacks.step_functions import Replacement
 from keras_het.loader import AdjustablePipeline, Knobs, pipeline
 from keras_het.planning.loader import LoaderPlan
 
@@ -38,7 +39,7 @@ def test_an_error_in_training_leaves_a_model_that_works():
         model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails()])
     model.fit(slow(0.001), verbose=0)
     model.fit(slow(0.001), verbose=0, callbacks=[tuner])
-    assert not hasattr(model.train_function, "keras_het_original")
+    assert not isinstance(model.train_function, Replacement)
 
 
 class Fails(keras.callbacks.Callback):
@@ -65,7 +66,7 @@ def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp
     model.fit(slow(0.001), epochs=2, verbose=0, callbacks=callbacks)
     assert tuner.meter.steps == steps
     assert tuner._session is None
-    assert not hasattr(model.train_function, "keras_het_original")
+    assert not isinstance(model.train_function, Replacement)
     assert host_entries(tmp_path) == {}
 
 
@@ -82,7 +83,7 @@ def test_an_error_in_a_step_ends_the_tuning_at_once(tmp_path, monkeypatch):
         model.fit(data, verbose=0, callbacks=[tuner])
     assert tuner.meter.steps >= 8
     assert tuner._session is None
-    assert not hasattr(model.train_function, "keras_het_original")
+    assert not isinstance(model.train_function, Replacement)
     assert host_entries(tmp_path) == {}
     assert tuner.best_settings() is not None
 

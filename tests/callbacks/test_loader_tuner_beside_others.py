@@ -1,0 +1,181 @@
+"""LoaderTuner beside callbacks that touch the same step functions, and steps that are not fit's."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from loader_training import (
+    ROWS,
+    STEPS,
+    build,
+    dense,
+    done,
+    long,
+    moving,
+    slow,
+    train,
+    train_under_strategy,
+)
+
+from keras_het.callbacks import BatchBalancer, LoaderTuner
+from keras_het.callbacks.memory_bounds import note_out_of_memory
+from keras_het.callbacks.step_functions import StepFunction, functions_in, original_of
+from keras_het.loader import pipeline
+
+EXTRA = -1.0
+
+
+class Anew(keras.callbacks.Callback):
+    """Makes the train function anew, as one does who freezes or unfreezes layers."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.make_train_function(force=True)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 5:
+            self.model.make_train_function(force=True)
+
+
+class TrainsOnBatch(keras.callbacks.Callback):
+    """Trains on something else within an epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch in (4, 8):
+            self.model.train_on_batch(np.ones((2, 3), "float32"), np.full(2, EXTRA, "float32"))
+
+
+def in_epochs(seen):
+    return [np.concatenate(seen[start : start + STEPS]) for start in range(0, len(seen), STEPS)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_train_function_that_is_made_anew_loses_no_sample(first, is_built):
+    tuner = moving()
+    callbacks = [tuner, Anew()] if first else [Anew(), tuner]
+    data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))
+    model = train(data, callbacks)
+    assert len(model.seen) == 3 * STEPS
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(model.seen))
+    assert tuner.meter.steps == 3 * STEPS
+    assert len(done(tuner)) >= 2
+
+
+def test_train_on_batch_within_fit_takes_nothing_from_the_epoch():
+    tuner = moving()
+    model = train(pipeline(build), [tuner, TrainsOnBatch()])
+    trained = [labels for labels in model.seen if labels != [EXTRA, EXTRA]]
+    assert len(model.seen) - len(trained) == 6
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(trained))
+    assert tuner.meter.steps == 3 * STEPS
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_beside_the_balancer_in_any_order(first, cpu_devices):
+    tuner, balancer = moving(), BatchBalancer("even")
+    callbacks = [tuner, balancer] if first else [balancer, tuner]
+    train_under_strategy(cpu_devices, pipeline(long), callbacks)
+    assert tuner.meter.steps == 3 * 60
+    assert len(done(tuner)) >= 2
+    assert balancer.measurements
+
+
+def test_what_is_put_around_it_stays_in_later_trainings():
+    """So does the strategy, within the first step, to name workers that are lost."""
+    calls = []
+
+    def around(function):
+        @functools.wraps(function)
+        def step(*arguments):
+            calls.append(function)
+            return function(*arguments)
+
+        return step
+
+    class Around(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                self.model.train_function = around(self.model.train_function)
+
+    model, tuner = dense(), LoaderTuner("fixed", share_host=False)
+    model.fit(slow(0.001), verbose=0, callbacks=[tuner, Around()])
+    assert len(calls) == 5
+    assert tuner.meter.steps == 6
+    for fits in (2, 3):
+        model.fit(slow(0.001), verbose=0, callbacks=[tuner])
+        assert len(calls) == 6 * fits - 1
+        assert tuner.meter.steps == 6 * fits
+
+
+def test_the_note_of_the_balancer_is_put_there_once():
+    class Notes(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            note_out_of_memory(self.model, str)
+
+    model, tuner = dense(), LoaderTuner("fixed", share_host=False)
+    for _ in range(3):
+        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Notes()])
+    functions = list(functions_in(model.train_function))
+    assert len([each for each in functions if hasattr(each, "notes_out_of_memory")]) == 1
+
+
+class Model:
+    """Has a train function that adds 1."""
+
+    def __init__(self):
+        self.train_function = lambda number: number + 1
+
+
+class Outermost:
+    """Wants to be called first."""
+
+    stays_outermost = True
+
+    def __init__(self, original):
+        self.original = original
+
+    def __call__(self, number):
+        return self.original(2 * number)
+
+
+def times_ten(original):
+    return lambda number: 10 * original(number)
+
+
+def test_functions_that_stay_outermost_do():
+    model, function = Model(), StepFunction("train_function")
+    model.train_function = Outermost(model.train_function)
+    function.replace(model, times_ten)
+    assert isinstance(model.train_function, Outermost)
+    assert model.train_function(3) == 70
+    assert function.is_in(model)
+    function.restore()
+    assert model.train_function(3) == 7
+    assert not function.is_in(model)
+
+
+def test_one_that_was_wrapped_retires():
+    model, function = Model(), StepFunction("train_function")
+    function.replace(model, times_ten)
+    replacement = model.train_function
+    assert original_of(replacement)(3) == 4
+    model.train_function = functools.wraps(replacement)(lambda number: replacement(number) + 0.5)
+    assert function.is_in(model)
+    assert original_of(model.train_function) is model.train_function
+    function.restore()
+    assert model.train_function(3) == 4.5
+    function.replace(model, times_ten)
+    assert model.train_function(3) == 45
+
+
+def test_one_that_was_thrown_away_is_missed():
+    model, function = Model(), StepFunction("train_function")
+    function.replace(model, times_ten)
+    model.train_function = lambda number: number
+    assert not function.is_in(model)
+    function.replace(model, times_ten)
+    assert model.train_function(3) == 30
