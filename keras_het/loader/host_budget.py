@@ -130,7 +130,11 @@ class HostBudget:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.with_suffix(".lock").open("a") as lock:
             _lock(lock.fileno())
-            yield  # closing the file unlocks it, as does the end of a process
+            try:
+                yield  # the end of a process unlocks the file
+            finally:
+                # closing it does not: a process that was forked meanwhile holds it open too
+                fcntl.flock(lock.fileno(), fcntl.LOCK_UN)
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -174,7 +178,11 @@ def _own_folder() -> Path:
 
 
 def _identity(pid: int) -> dict[str, Any]:
-    return {"pid": pid, "started": psutil.Process(pid).create_time()}
+    try:
+        return {"pid": pid, "started": psutil.Process(pid).create_time()}
+    except (psutil.Error, RuntimeError, ValueError) as error:
+        # as in a container whose /proc lacks the time of the start
+        raise OSError(f"the system does not tell when process {pid} started ({error})") from error
 
 
 def _is_alive(entry: Any) -> bool:

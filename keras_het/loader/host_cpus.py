@@ -73,7 +73,10 @@ def own_cpus() -> frozenset[int]:
 
 
 def _idle_seconds(cpus: frozenset[int]) -> float:
-    times = psutil.cpu_times(percpu=True)
+    try:
+        times = psutil.cpu_times(percpu=True)
+    except (psutil.Error, OSError, RuntimeError, ValueError, IndexError):
+        return 0.0  # a container that hides it: none is known to be idle
     chosen = [times[cpu] for cpu in cpus if cpu < len(times)] or times
     # a CPU whose threads wait for the disk is free
     return sum(entry.idle + getattr(entry, "iowait", 0.0) for entry in chosen)

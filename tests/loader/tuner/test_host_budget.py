@@ -13,6 +13,7 @@ import textwrap
 import psutil
 import pytest
 
+from keras_het.loader import host_budget
 from keras_het.loader.host_budget import HostBudget
 from keras_het.planning.loader import JobModel
 
@@ -215,6 +216,34 @@ def test_a_process_that_is_stopped_with_the_lock_holds_nobody_up(path, tmp_path)
     finally:
         holder.kill()
         holder.communicate(timeout=20)
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(path, monkeypatch):
+    lock, inherited = host_budget._lock, []
+
+    def and_fork(file):
+        lock(file)
+        inherited.append(os.dup(file))  # what a child has of it
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_budget, "_lock", and_fork)
+        first = job_on(path)
+        first.update(HUNGRY)
+    other = job_on(path)
+    other.update(HUNGRY)
+    assert other.jobs == 2
+    for file in inherited:
+        os.close(file)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no btime"), psutil.AccessDenied(1)])
+def test_a_system_that_hides_processes_is_an_error_of_the_system(error, path, monkeypatch):
+    def hides(process):
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "create_time", hides)
+    with pytest.raises(OSError, match="does not tell when process"):
+        job_on(path).update(HUNGRY)
 
 
 def test_the_file_of_each_user_is_private(tmp_path, monkeypatch):

@@ -85,6 +85,14 @@ def test_idle_cpus_are_at_most_those_there_are():
     assert 0.0 <= idle.read() <= AFFINITY
 
 
+def test_no_cpu_is_idle_where_the_system_tells_nothing(monkeypatch):
+    def hides(percpu):
+        raise PermissionError("/proc/stat")
+
+    monkeypatch.setattr("psutil.cpu_times", hides)
+    assert IdleCpus().read() == 0.0
+
+
 def test_what_the_group_uses_is_not_idle(tmp_path, nobody_works):
     """A quota of half a CPU, of which the group uses more and more while nobody else does."""
     own = group(tmp_path / "own", cpu__max="50000 100000\n", cpu__stat="usage_usec 0\n")
