@@ -174,9 +174,10 @@ class DistributedSteps(adapter.DistributedDataset):
         run, self._looked_at = self._looked_at, None
         if run is None:
             self._runs_started += 1
-            number = self._pass_to_start(number)
-            self._let_go_by([False] * self._passes.start(number))
+            number, unused = self._passes.start(self._pass_to_start(number))
+            self._let_go_by([False] * unused)
             run = self._new_run(number, self._first_step)
+            run.on_end = functools.partial(self._passes.finish, number)
             self._first_step = 0
         self._last = run
         return run

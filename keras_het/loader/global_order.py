@@ -21,7 +21,7 @@ from keras_het.loader.local_pipeline import build_local_pipeline, global_batches
 from keras_het.loader.order_tuning import OrderTuning
 from keras_het.loader.pipeline_form import PipelineForm, with_batch_size
 from keras_het.loader.pipeline_run import PipelineRun, Weights
-from keras_het.loader.replay import advance, fresh_copy
+from keras_het.loader.replay import advance, fresh_copy, starts_once
 from keras_het.loader.run import Run
 from keras_het.loader.sliced_run import SlicedRun
 from keras_het.loader.source_memory import recall, remember
@@ -93,7 +93,7 @@ class GlobalOrderDataset(DistributedSteps):
         _check_arguments(dataset, global_batch_size, lookahead)
         if global_batch_size is None:
             rows.check_batched(dataset.element_spec)
-        self.form, passes = recall(dataset, global_batch_size)
+        self.form, passes = recall(dataset, global_batch_size, self)
         self._source = (dataset, global_batch_size)
         self.layout = layout
         self._weights = weights
@@ -166,15 +166,44 @@ class GlobalOrderDataset(DistributedSteps):
         """The passes before a running one, each with whether it was iterated."""
         return self._passes.before(run.number)
 
+    def has_lost_count(self, run: Run) -> bool:
+        """Whether it is not known which orders of its shuffles a running pass takes.
+
+        That is so where a pass takes several, and one was left half-way, or another input of the
+        data set began one meanwhile.
+
+        Args:
+            run: the running pass.
+        """
+        if starts_once(global_batches(self.form)):
+            return False
+        others = self._passes.unfinished - {run.number}
+        return bool(others) or len(self._passes.gone_by) > run.number + 1
+
     def adopt(self, form: PipelineForm) -> None:
         """Makes later passes those of another form, which has come as far as the present one.
 
         Args:
-            form: the same samples; its shuffles have started as many passes as those of `form`.
+            form: the same samples; its shuffles have started the passes up to the running one.
         """
-        self.form = form
-        self._idle.clear()
+        if self._last is not None:
+            # those of other inputs, such as an evaluation within the epoch
+            advance(global_batches(form), self._passes.gone_by[self._last.number + 1 :])
         remember(*self._source, form)
+        self.follow(form)
+
+    def follow(self, form: PipelineForm) -> None:
+        """Makes later passes those of another form, in batches of the present size.
+
+        Args:
+            form: the same samples.
+        """
+        if form is not self.form:
+            size = self.form.batch_size
+            if size is not None and size != form.batch_size:
+                form = with_batch_size(form, size)
+            self.form = form
+            self._idle.clear()
 
     def map(self, function: Callable[..., Any], **_: Any) -> GlobalOrderDataset:
         """The same input with one more row-wise function of a batch, run on local rows only.
@@ -303,9 +332,9 @@ class GlobalOrderDataset(DistributedSteps):
                 raise
             stream = self.form.stream
         if stream is not self.form.stream:
-            self.form = self.form.reading_from(stream)
-            self._idle.clear()
-            remember(*self._source, self.form)
+            form = self.form.reading_from(stream)
+            remember(*self._source, form)
+            self.follow(form)
         advance(global_batches(self.form), passes)
 
     def _let_go_by(self, passes: Iterable[bool]) -> None:

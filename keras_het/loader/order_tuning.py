@@ -8,6 +8,8 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import tensorflow as tf
+
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.adjustable_pipeline import AdjustablePipeline, build_tuned, prefetch_size
 from keras_het.loader.claimed_run import ClaimedRun
@@ -152,7 +154,15 @@ class OrderTuning:
         return dataclasses.replace(built, stream=copied, arrays=form.arrays)
 
     def _with_pool(self, form: PipelineForm, knobs: Knobs) -> PipelineForm:
-        return dataclasses.replace(form, options=form.options.merge(knobs.options()))
+        # not by merge(), which writes a warning to the log for each value that it changes
+        threading = tf.data.ThreadingOptions()
+        if form.options.threading.max_intra_op_parallelism is not None:
+            most = form.options.threading.max_intra_op_parallelism
+            threading.max_intra_op_parallelism = most
+        threading.private_threadpool_size = knobs.threads
+        options = tf.data.Options().merge(form.options)
+        options.threading = threading
+        return dataclasses.replace(form, options=options)
 
     def _built_form(self, knobs: Knobs) -> PipelineForm | None:
         if self._build is None:

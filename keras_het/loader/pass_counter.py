@@ -13,10 +13,12 @@ class PassCounter:
 
     Attributes:
         gone_by: for each pass that has started or was let go by, whether it was iterated.
+        unfinished: numbers of the passes that were started and have not come to their end.
     """
 
     def __init__(self) -> None:
         self.gone_by: list[bool] = []
+        self.unfinished: set[int] = set()
         self._reserved = 0
 
     def reserve(self) -> int:
@@ -29,16 +31,23 @@ class PassCounter:
         if self._reserved == number + 1:
             self._reserved = number
 
-    def start(self, number: int) -> int:
+    def start(self, number: int) -> tuple[int, int]:
         """Starts the pass `number`.
 
         Returns:
-            How many passes were never iterated and have to be let go by before it.
+            Its number, which is the next one if a pass that was numbered later has started before
+            it and its own order is gone; and how many passes were never iterated and have to be let
+            go by before it.
         """
         unused = max(0, number - len(self.gone_by))
         self.gone_by += [False] * unused + [True]
         self._reserved = max(self._reserved, len(self.gone_by))
-        return unused
+        self.unfinished.add(len(self.gone_by) - 1)
+        return len(self.gone_by) - 1, unused
+
+    def finish(self, number: int) -> None:
+        """Takes note that a pass has come to its end."""
+        self.unfinished.discard(number)
 
     def before(self, number: int | None) -> tuple[bool, ...]:
         """The passes before one, or before the next iterator if it is None."""
@@ -49,4 +58,5 @@ class PassCounter:
     def set_to(self, gone_by: tuple[bool, ...]) -> None:
         """Makes the next pass the one after `gone_by`."""
         self.gone_by = list(gone_by)
+        self.unfinished = set()
         self._reserved = len(gone_by)

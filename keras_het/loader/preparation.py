@@ -126,6 +126,7 @@ class JoiningPreparation(Preparation):
         if not isinstance(run, PipelineRun):
             raise HandoverError("This pass cannot be joined.")
         data = self._tuning.data
+        self._check_count(run)
         form = self._tuning.moved_form(self.knobs)
         advance(global_batches(form), data.passes_before(run))
         start = run.ordered
@@ -155,11 +156,23 @@ class JoiningPreparation(Preparation):
         run = self._run
         if prepared is None or not isinstance(run, PipelineRun):
             return
+        try:
+            self._check_count(run)
+        except HandoverError:
+            prepared.drop()
+            raise
         if prepared.position < run.ordered:
             self._margin = max(1, 2 * self._margin)
             self._submit(self._catch_up, prepared, run, self._cancelled)
             return
         run.join(prepared)
+
+    def _check_count(self, run: PipelineRun) -> None:
+        if self._tuning.data.has_lost_count(run):
+            raise HandoverError(
+                "a pass takes several orders of a shuffle, and the data were read half-way or "
+                "within the epoch (an evaluation): which orders come next is not known"
+            )
 
     def _adopt(self, form: PipelineForm) -> None:
         self._tuning.adopt(form, self.knobs)

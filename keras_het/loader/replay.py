@@ -59,15 +59,19 @@ def advance(dataset: Dataset, passes: Iterable[bool]) -> None:
         iterator = iter(quiet)
         if not iterated:
             continue
-        if not _starts_once(dataset):
+        if not starts_once(dataset):
             for _ in iterator:
                 pass
         elif _nested(dataset):
             next(iterator, None)
 
 
-def _starts_once(node: Dataset) -> bool:
-    """Whether one pass over `node` starts every reshuffling shuffle exactly once."""
+def starts_once(node: Dataset) -> bool:
+    """Whether one pass over a pipeline starts every reshuffling shuffle exactly once.
+
+    Args:
+        node: the end of the pipeline.
+    """
     while any(adapter.is_reshuffled(above) for above in adapter.upstream_of(node)):
         if adapter.is_repeat(node) or not (
             adapter.is_map(node) or adapter.is_batch(node) or adapter.commutes_with_map(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ class Run(abc.ABC):
         delivered: elements delivered so far.
         ended: whether the end of the data was reached.
         fingerprint: hash of the first global batch, None if it is not known.
+        on_end: called when the end of the data is reached.
     """
 
     def __init__(self, number: int, first_step: int, num_steps: int) -> None:
@@ -32,6 +34,7 @@ class Run(abc.ABC):
         self.delivered = 0
         self.ended = False
         self.fingerprint: int | None = None
+        self.on_end: Callable[[], None] | None = None
         self._first: Element | None = None
         self._rewound = False
         self._closed = False
@@ -54,17 +57,21 @@ class Run(abc.ABC):
         try:
             element = self._produce()
         except StopIteration:
-            self.ended = True
-            self.close()
+            self._end()
             raise
         self.delivered += 1
         if self.delivered == 1:
             self._first = element
         if self.first_step + self.delivered == self._num_steps:
             # Keras does not ask for the end of data whose size it knows
-            self.ended = True
-            self.close()
+            self._end()
         return element
+
+    def _end(self) -> None:
+        self.ended = True
+        if self.on_end is not None:
+            self.on_end()
+        self.close()
 
     def rewind(self) -> bool:
         """Goes back to the first element, once, if nothing but that was delivered.

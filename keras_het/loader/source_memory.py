@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from keras_het.loader.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.pass_counter import PassCounter
 from keras_het.loader.pipeline_form import PipelineForm, recognise
+
+
+class Follower(Protocol):
+    """An input that is made of a data set."""
+
+    def follow(self, form: PipelineForm) -> None:
+        """Reads from another form from the next pass on: all inputs share one order of passes."""
 
 
 @dataclasses.dataclass
@@ -17,18 +24,22 @@ class Known:
 
     form: PipelineForm | None
     passes: PassCounter
+    inputs: weakref.WeakSet[Follower] = dataclasses.field(default_factory=weakref.WeakSet)
 
 
 # A second `fit` on the same data set object goes on with its shuffle orders, as stock Keras does.
 _known: weakref.WeakKeyDictionary[Any, dict[int | None, Known]] = weakref.WeakKeyDictionary()
 
 
-def recall(dataset: Any, global_batch_size: int | None) -> tuple[PipelineForm, PassCounter]:
+def recall(
+    dataset: Any, global_batch_size: int | None, reader: Follower
+) -> tuple[PipelineForm, PassCounter]:
     """The form and the passes of a data set, remembered from earlier inputs.
 
     Args:
         dataset: pipeline of global batches, or of samples with `global_batch_size`.
         global_batch_size: samples in a global batch, None if elements are global batches.
+        reader: the input that is made of it.
 
     Returns:
         The form, and what counts its passes.
@@ -43,10 +54,17 @@ def recall(dataset: Any, global_batch_size: int | None) -> tuple[PipelineForm, P
         _known[dataset][global_batch_size] = known
     if form.mode == "element":  # the stream of a slice form may be the data set itself
         known.form = form
+    known.inputs.add(reader)
     return form, known.passes
 
 
 def remember(dataset: Any, global_batch_size: int | None, form: PipelineForm) -> None:
-    """Makes the next input of the same data set read from `form`, whose stream is a copy."""
-    if dataset in _known and global_batch_size in _known[dataset]:
-        _known[dataset][global_batch_size].form = form
+    """Makes all inputs of the same data set read from `form`, whose stream is a copy.
+
+    They count their passes together, so that each order must be taken from the same shuffles.
+    """
+    known = _known.get(dataset, {}).get(global_batch_size)
+    if known is not None:
+        known.form = form
+        for each in list(known.inputs):
+            each.follow(form)

@@ -6,14 +6,14 @@ from keras_het.loader.pass_counter import PassCounter
 def test_an_epoch_of_keras():
     passes = PassCounter()
     look = passes.reserve()
-    assert passes.start(look) == 0
+    assert passes.start(look) == (0, 0)
     passes.give_back(look)
     first = passes.reserve()  # the same pass as the look: it is not started again
     assert first == look
     assert passes.reserve() == 1  # Keras does not use this one
     assert passes.before(None) == (True, False)
     second = passes.reserve()
-    assert passes.start(second) == 1
+    assert passes.start(second) == (2, 1)
     assert passes.gone_by == [True, False, True]
     assert passes.before(second) == (True, False)
 
@@ -28,8 +28,8 @@ def test_only_the_latest_number_is_given_back():
 def test_iterators_that_start_in_another_order():
     passes = PassCounter()
     first, second = passes.reserve(), passes.reserve()
-    assert passes.start(second) == 1
-    assert passes.start(first) == 0  # its own order is gone: it takes the next
+    assert passes.start(second) == (1, 1)
+    assert passes.start(first) == (2, 0)  # its own order is gone: it takes the next
     assert passes.gone_by == [False, True, True]
     assert passes.reserve() == 3
 
@@ -39,5 +39,15 @@ def test_going_back():
     passes.start(passes.reserve())
     passes.set_to((True, False, True))
     assert passes.before(None) == (True, False, True)
-    assert passes.start(passes.reserve()) == 0
+    assert passes.start(passes.reserve()) == (3, 0)
     assert passes.before(3) == (True, False, True)
+
+
+def test_passes_that_have_not_ended():
+    passes = PassCounter()
+    first, second = passes.start(passes.reserve())[0], passes.start(passes.reserve())[0]
+    assert passes.unfinished == {first, second}
+    passes.finish(first)
+    assert passes.unfinished == {second}
+    passes.set_to((True, True))
+    assert not passes.unfinished
