@@ -201,22 +201,22 @@ def abort_collectives(message: str) -> None:
     eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
-def run_independently(tensor: Any) -> Any:
+def run_independently(result: Any) -> Any:
     """Lets a stateful operation of a `tf.function` run in parallel with the other stateful ones.
 
-    TensorFlow runs them one after the other otherwise, those of other replicas too.
+    TensorFlow runs them one after the other otherwise, those of other replicas too, and assertions.
 
     Args:
-        tensor: output of the operation; nothing happens to an eager one.
+        result: output of the operation, or itself if it has none; nothing happens to an eager one.
 
     Returns:
-        The tensor.
+        The same.
     """
-    graph = getattr(tensor, "graph", None) if not tf.executing_eagerly() else None
+    graph = getattr(result, "graph", None) if not tf.executing_eagerly() else None
     manager = getattr(graph, "experimental_acd_manager", None)
     if manager is not None:
-        manager.run_independently(tensor.op)
-    return tensor
+        manager.run_independently(getattr(result, "op", result))
+    return result
 
 
 def function_being_traced(graph: Any) -> Any:

@@ -46,9 +46,11 @@ class SummationClient:
         self._run = run
         self._is_lost = is_lost
         self._client = FunctionClient(address, credential, timeout_seconds)
-        # One trace for all partitions.
+        # One trace for all partitions, which TensorFlow must not copy into the step for each: it
+        # would optimize all copies before the first step.
         self.exchange = tf.function(
             self._exchange,
+            experimental_attributes={"_noinline": True},
             input_signature=[
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.int64),

@@ -150,15 +150,15 @@ class SummationGroup:
         partitions = tf.split(vector, list(place.placement.sizes))
         owners = place.placement.owners
         for owner, slot, values in zip(owners, place.slots, partitions, strict=True):
-            total = self._exchange(owner, slot, step, values, sent[owner])
+            in_flight = place.placement.in_flight[owner]
+            before = sent[owner][-in_flight:][:1] if len(sent[owner]) >= in_flight else []
+            total = self._exchange(owner, slot, step, values, before)
             sent[owner].append(total)
             totals.append(total)
         return tf.concat(totals, axis=0)
 
-    def _exchange(self, owner: int, slot: int, step: Any, values: Any, sent: list[Any]) -> Any:
-        """Sends one partition, when the machine has answered all but a few of those before."""
-        in_flight = self._options.partitions_in_flight
-        before = [] if len(sent) < in_flight else [sent[-in_flight]]
+    def _exchange(self, owner: int, slot: int, step: Any, values: Any, before: list[Any]) -> Any:
+        """Sends one partition, when those before are there."""
         with tf.control_dependencies(before):
             if owner == self._worker:
                 status, total = self._service.exchange_locally(
@@ -173,8 +173,11 @@ class SummationGroup:
             f"The summation service of {self._clients[owner].name} refused this step. Another "
             "cluster uses the same machine, or the workers run different steps."
         ]
-        check = tf.debugging.Assert(tf.equal(status, int(Status.OK)), refused)
-        with tf.control_dependencies([check] if check is not None else []):
+        # Not tf.debugging.Assert, which makes a branch of two functions for each partition.
+        check = tf.raw_ops.Assert(condition=tf.equal(status, int(Status.OK)), data=refused)
+        # It would wait for the partitions before, whichever machine sums them.
+        private_api.run_independently(check)
+        with tf.control_dependencies([check]):
             return tf.ensure_shape(total, values.shape)
 
     def _next_step(self, counter: int) -> Any:
@@ -204,7 +207,8 @@ class SummationGroup:
     def _make_place(self, num_elements: int, workers_sum: bool) -> _Place | None:
         workers, spare = self._rates
         largest = self._options.elements_per_message(num_elements, len(self._clients))
-        placement = place_partitions(num_elements, workers, spare, largest, workers_sum)
+        in_flight = self._options.partitions_in_flight
+        placement = place_partitions(num_elements, workers, spare, largest, workers_sum, in_flight)
         used, slots = list(self._used_slots), []
         for owner in placement.owners:
             slots.append(used[owner])

@@ -24,8 +24,9 @@ class Summation:
         spare_link_rates: the same of each spare machine (job `summation`), in the same unit.
         partition_bytes: largest bytes of a message; by default every machine gets about 32
             messages a step, so that sending and receiving overlap.
-        partitions_in_flight: messages on their way to one machine at the same time. More hide more
-            of the latency; fewer let the front layers come back earlier.
+        partitions_in_flight: messages on their way to the machine that sums most at the same time,
+            and fewer to those that sum less. More hide more of the latency; fewer let the front
+            layers come back earlier.
         timeout_seconds: when to ask whether a machine still lives that has not answered.
 
     Raises:
@@ -35,7 +36,7 @@ class Summation:
     link_rates: Sequence[float] | None = None
     spare_link_rates: Sequence[float] | None = None
     partition_bytes: int | None = None
-    partitions_in_flight: int = 3
+    partitions_in_flight: int = 4
     timeout_seconds: float = 10.0
 
     def __post_init__(self) -> None:

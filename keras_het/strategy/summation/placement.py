@@ -16,11 +16,13 @@ class Placement:
     Args:
         sizes: elements of each partition, in the order of the vector.
         owners: machine of each, workers first, then spare machines.
+        in_flight: partitions that a worker has on their way to each machine at most.
         plan: what it was made from; its bytes are elements here.
     """
 
     sizes: tuple[int, ...]
     owners: tuple[int, ...]
+    in_flight: tuple[int, ...]
     plan: SummationPlan
 
 
@@ -30,6 +32,7 @@ def place_partitions(
     spare_rates: Sequence[float],
     largest_partition: int,
     workers_sum: bool = True,
+    in_flight: int = 1,
 ) -> Placement:
     """Cuts a vector so that every machine sums exactly what `plan_summation` gives it.
 
@@ -43,6 +46,7 @@ def place_partitions(
         spare_rates: the same of each spare machine.
         largest_partition: elements of a partition at most.
         workers_sum: whether the workers' machines sum too, or the spare ones alone.
+        in_flight: partitions on their way to the machine that sums most, see `share_in_flight`.
     """
     plan = plan_summation(num_elements, worker_rates, spare_rates)
     if not workers_sum:
@@ -61,5 +65,23 @@ def place_partitions(
     return Placement(
         sizes=tuple(size for _, _, size in ordered),
         owners=tuple(machine for _, machine, _ in ordered),
+        in_flight=share_in_flight(plan.machine_bytes, in_flight),
         plan=plan,
     )
+
+
+def share_in_flight(machine_bytes: Sequence[int], most: int) -> tuple[int, ...]:
+    r"""How many messages to each machine may be under way, so that all are done together.
+
+    .. math:: \max(1, F x_m / \max_j x_j)
+
+    Messages that share a link get equal parts of it. Were as many under way to a machine that sums
+    little as to one that sums much, the first would be done early, and the links of the second have
+    too much left in the end.
+
+    Args:
+        machine_bytes: what each machine sums, x.
+        most: messages under way to the machine that sums most, F.
+    """
+    largest = max(machine_bytes)
+    return tuple(max(1, round(most * own / largest)) for own in machine_bytes)

@@ -63,6 +63,7 @@ class SummationService:
         self._table = SlotTable(num_workers, num_slots)
         self._exchange = tf.function(
             self._table.exchange,
+            experimental_attributes={"_noinline": True},  # as in SummationClient
             input_signature=[
                 tf.TensorSpec([], tf.int64),
                 tf.TensorSpec([], tf.int32),

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_het.strategy.summation import place_partitions
+from keras_het.strategy.summation.placement import share_in_flight
 
 rates = st.floats(0.1, 10.0)
 
@@ -56,3 +57,23 @@ def test_with_as_many_spare_machines_as_workers_these_are_parameter_servers():
 def test_fewer_elements_than_machines(size):
     place = place_partitions(size, [1.0] * 4, [1.0], 500)
     assert sum(place.sizes) == size
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8).filter(any), st.integers(1, 16))
+def test_who_sums_more_has_no_fewer_messages_under_way(machine_bytes, most):
+    shares = share_in_flight(machine_bytes, most)
+    assert shares[machine_bytes.index(max(machine_bytes))] == most
+    assert min(shares) >= 1
+    by_bytes = [share for _, share in sorted(zip(machine_bytes, shares, strict=True))]
+    assert by_bytes == sorted(by_bytes)
+
+
+def test_messages_under_way_for_equal_links():
+    def shares(num_spare):
+        return place_partitions(10**6, [1.0] * 4, [1.0] * num_spare, 10_000, in_flight=6).in_flight
+
+    assert shares(0) == (6,) * 4
+    assert shares(1) == (3,) * 4 + (6,)  # a worker sums half as much as the spare machine
+    assert shares(2) == (2,) * 4 + (6,) * 2
+    assert shares(3) == (1,) * 4 + (6,) * 3
+    assert shares(4)[4:] == (6,) * 4

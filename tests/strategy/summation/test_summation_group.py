@@ -9,7 +9,12 @@ import tensorflow as tf
 
 from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.parameter_service.admission import credential
-from keras_het.strategy.summation import Summation, SummationGroup, SummationService
+from keras_het.strategy.summation import (
+    Summation,
+    SummationGroup,
+    SummationService,
+    place_partitions,
+)
 
 PROOF = credential(b"a secret of these tests", "summation")
 RUN = 78
@@ -94,3 +99,42 @@ def test_sums_are_made_in_functions_of_float32_values_of_known_shape(groups):
     traced.get_concrete_function()
     assert answers == [True, False, False, True]
     assert not group.can_sum(tf.ones([3]))
+
+
+def test_a_machine_is_sent_no_more_at_once_than_placed(groups, monkeypatch):
+    placement = place_partitions(23, [1.0] * 2, [1.0], 4, in_flight=2)
+    sent = [[] for _ in placement.in_flight]
+
+    def exchange(owner, slot, step, values, before):
+        in_flight = placement.in_flight[owner]
+        waits_for = sent[owner][-in_flight] if len(sent[owner]) >= in_flight else None
+        assert [id(total) for total in before] == ([] if waits_for is None else [id(waits_for)])
+        sent[owner].append(tf.identity(values))
+        return sent[owner][-1]
+
+    monkeypatch.setattr(groups[0], "_exchange", exchange)
+    tf.function(lambda values: groups[0].sum([values])[0]).get_concrete_function(tf.ones([23]))
+    assert [len(totals) for totals in sent] == [2, 2, 3]
+    assert placement.in_flight == (1, 1, 2)
+
+
+def test_what_goes_to_one_machine_waits_for_no_other(groups):
+    function = tf.function(lambda values: groups[0].sum([values])[0])
+    operations = function.get_concrete_function(tf.ones([23])).graph.get_operations()
+    calls = [op for op in operations if op.type == "StatefulPartitionedCall"]
+    owners = place_partitions(23, [1.0] * 2, [1.0], 4, in_flight=2).owners
+    machine_of = dict(zip(calls, owners, strict=True))
+    waits = {call: ancestors(call) & machine_of.keys() for call in calls}
+    assert any(waits.values())
+    for call, before in waits.items():
+        assert {machine_of[earlier] for earlier in before} <= {machine_of[call]}
+
+
+def ancestors(operation):
+    found, front = set(), [operation]
+    while front:
+        current = front.pop()
+        earlier = {tensor.op for tensor in current.inputs} | set(current.control_inputs)
+        front.extend(earlier - found)
+        found |= earlier
+    return found
