@@ -21,10 +21,10 @@ from keras_het.loader.local_pipeline import build_local_pipeline, global_batches
 from keras_het.loader.order_tuning import OrderTuning
 from keras_het.loader.pipeline_form import PipelineForm, with_batch_size
 from keras_het.loader.pipeline_run import PipelineRun, Weights
-from keras_het.loader.replay import advance, fresh_copy, starts_once
+from keras_het.loader.replay import advance, fresh_copy, nests_shuffles, starts_once
 from keras_het.loader.run import Run
 from keras_het.loader.sliced_run import SlicedRun
-from keras_het.loader.source_memory import recall, remember
+from keras_het.loader.source_memory import is_shared, recall, remember
 from keras_het.loader.step_iterator import Wrap
 from keras_het.loader.work_orders import WorkOrders
 from keras_het.planning.replica_layout import ReplicaLayout
@@ -170,13 +170,15 @@ class GlobalOrderDataset(DistributedSteps):
         """Whether it is not known which orders of its shuffles a running pass takes.
 
         That is so where a pass takes several, and one was left half-way, or another input of the
-        data set began one meanwhile.
+        data set began one meanwhile. Where a shuffle reads from another, which takes its order with
+        the first element, other inputs are enough.
 
         Args:
             run: the running pass.
         """
-        if starts_once(global_batches(self.form)):
-            return False
+        batches = global_batches(self.form)
+        if starts_once(batches):
+            return nests_shuffles(batches) and is_shared(*self._source)
         others = self._passes.unfinished - {run.number}
         return bool(others) or len(self._passes.gone_by) > run.number + 1
 

@@ -170,8 +170,9 @@ class JoiningPreparation(Preparation):
     def _check_count(self, run: PipelineRun) -> None:
         if self._tuning.data.has_lost_count(run):
             raise HandoverError(
-                "a pass takes several orders of a shuffle, and the data were read half-way or "
-                "within the epoch (an evaluation): which orders come next is not known"
+                "a pass takes several orders of a shuffle, or of several shuffles, and the data "
+                "were read half-way or by another input (an evaluation): which orders come next is "
+                "not known"
             )
 
     def _adopt(self, form: PipelineForm) -> None:

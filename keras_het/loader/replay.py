@@ -62,7 +62,7 @@ def advance(dataset: Dataset, passes: Iterable[bool]) -> None:
         if not starts_once(dataset):
             for _ in iterator:
                 pass
-        elif _nested(dataset):
+        elif nests_shuffles(dataset):
             next(iterator, None)
 
 
@@ -81,6 +81,11 @@ def starts_once(node: Dataset) -> bool:
     return True
 
 
-def _nested(node: Dataset) -> bool:
+def nests_shuffles(node: Dataset) -> bool:
+    """Whether a shuffle reads from another.
+
+    Args:
+        node: the end of the pipeline.
+    """
     shuffles: list[Any] = [each for each in adapter.upstream_of(node) if adapter.is_shuffle(each)]
     return len(shuffles) > 1

@@ -68,3 +68,14 @@ def remember(dataset: Any, global_batch_size: int | None, form: PipelineForm) ->
         known.form = form
         for each in list(known.inputs):
             each.follow(form)
+
+
+def is_shared(dataset: Any, global_batch_size: int | None) -> bool:
+    """Whether several inputs take passes of a data set.
+
+    Args:
+        dataset: as for `recall`.
+        global_batch_size: as for `recall`.
+    """
+    known = _known.get(dataset, {}).get(global_batch_size)
+    return known is not None and len(known.inputs) > 1

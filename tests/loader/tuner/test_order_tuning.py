@@ -20,6 +20,7 @@ from workers import _one_step, make_workers
 from keras_het.loader import HandoverError, Knobs, pipeline
 from keras_het.loader.claimed_run import ClaimedRun
 from keras_het.loader.successor import Successor
+from keras_het.strategy.hybrid.claims import GroupClaims
 
 COUNTS = (1, 2)
 WEIGHTS = [[1, 2, 1]] * 3 + [[0, 1, 5]] * 4 + [[3, 1, 1]] * 2 + [[1, 0, 2]]
@@ -316,7 +317,7 @@ def test_a_cache_in_files_is_refused(tmp_path):
 
 def test_a_pass_of_which_others_take_a_part_is_refused():
     (worker,) = make_workers(ELEMENT["map"], (1,), [[1]])
-    worker._last = ClaimedRun(None, None, 1, 0)
+    worker._last = ClaimedRun(None, GroupClaims(()), 1, 0)
     assert "async workers" in worker.tuning.refusal()
 
 

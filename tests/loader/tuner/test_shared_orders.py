@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_order_tuning import COUNTS, FIRST, in_effect, repeated, shuffled
+import tensorflow as tf
+from test_order_tuning import COUNTS, FIRST, in_effect, repeated, row, shuffled
 from test_order_tuning import executor as executor  # a fixture
 from workers import Schedule, _one_step, collect
 
@@ -139,3 +140,20 @@ def test_a_move_writes_no_warning(executor, caplog):
             next(iterator)
         assert worker.form.options.threading.private_threadpool_size == threads
     assert "private_threadpool_size" not in caplog.text
+
+
+def shuffled_twice(knobs):
+    rows = tf.data.Dataset.range(ROWS).shuffle(11, seed=4).shuffle(7, seed=5)
+    return rows.map(row, knobs.num_parallel_calls).batch(5).prefetch(knobs.prefetch)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_two_shuffles_are_left_alone_where_another_input_reads_them(is_built, executor):
+    """The first one takes its order with a first element, the second with the iterator."""
+    ((worker, other), _) = inputs(shuffled_twice, is_built)
+    iterator = iter(worker)
+    next(iterator)
+    preparation = worker.tuning.prepare(Knobs(1, 1, 3), executor)
+    with pytest.raises(HandoverError, match="several shuffles"):
+        in_effect(preparation)
+    assert other.cardinality == len(list(iterator)) + 1
