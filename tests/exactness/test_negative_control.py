@@ -18,13 +18,13 @@ sgd = functools.partial(keras.optimizers.SGD, 0.1)
 
 def test_equal_weights_of_unequal_shares_are_noticed(monkeypatch):
     # What tf.distribute.MirroredStrategy does: Keras divides by the number of replicas
-    monkeypatch.setattr(HeterogeneousStrategy, "_needs_exact_step", lambda self: False)
+    monkeypatch.setattr(HeterogeneousStrategy, "_needs_exact_step", lambda *_: False)
     with pytest.raises(AssertionError, match="shares"):
         assert_equivalent(Trial(functools.partial(dense_model, "mse", sgd)), SHARES)
 
 
 def test_the_error_is_orders_of_magnitude_above_the_tolerance(monkeypatch):
-    monkeypatch.setattr(HeterogeneousStrategy, "_needs_exact_step", lambda self: False)
+    monkeypatch.setattr(HeterogeneousStrategy, "_needs_exact_step", lambda *_: False)
     trial = Trial(functools.partial(dense_model, "mse", sgd), evaluate=False, predict=False)
     with pytest.raises(AssertionError, match="shares"):
         assert_equivalent(trial, SHARES, rtol=1e-2, atol=1e-3)

@@ -24,11 +24,22 @@ ONES = [np.ones(size, np.float32) for size in PARTITIONS.sizes]
 RAMP = [np.float32(0.1 * (1 + np.arange(size))) for size in PARTITIONS.sizes]
 
 
+RUNNING = []
+
+
 def start(rule, **options):
     service = ParameterService(free_address(), PARTITIONS, rule, GOOD, 3, **options)
     service.set_partitions([tf.zeros([size]) for size in PARTITIONS.sizes])
     service.start()
+    RUNNING.append(service)
     return service
+
+
+@pytest.fixture(autouse=True)
+def end_services():
+    yield
+    while RUNNING:  # a push that is being answered uses its variables
+        RUNNING.pop().close()
 
 
 def join(service, client=1, rule=None, wire=None):
@@ -138,6 +149,7 @@ def test_a_refused_push_is_an_error(cpu_devices):
     worker = join(service)
     stranger = ParameterClient(service.address, PARTITIONS, GOOD, 7)
     pending = worker.send(ONES, 8)
+    pending.push.wait()
     pending.push = stranger.start_push(ONES, np.zeros(3, np.int64), 8, 1)
     with pytest.raises(PermissionError, match="statuses"):
         worker.finish(pending, ONES)
