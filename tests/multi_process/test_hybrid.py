@@ -319,7 +319,7 @@ def test_a_backup_of_a_service_on_other_tasks(start_workers: Any, tmp_path: Path
     first = run_with_service(start_workers, folders[0], jobs, **{**common, "epochs": 1})
     second = run_with_service(start_workers, folders[1], jobs, **{**common, "epochs": 3})
     assert sample_counts(second).tolist() == [2] * SAMPLES
-    pushes = np.array(second["worker_0"]["versions"]) - saved["versions"]
+    pushes = np.array(second["worker_0"]["versions"]) - first["worker_0"]["versions"]
     assert pushes.min() > 20  # versions go on where they were
     assert_equal_weights(second)
 
