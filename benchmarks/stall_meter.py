@@ -49,7 +49,9 @@ def own_code(kind, blocks, steps):
     dataset = tf.data.Dataset.range(4).repeat()
     iterator = iter(dataset) if kind == "tf.data" else itertools.repeat(1)
     tuner = only_measuring()
-    tuner.set_model(SimpleNamespace(steps_per_execution=1, train_function=step_that_does_nothing))
+    model = SimpleNamespace(steps_per_execution=1, train_function=step_that_does_nothing)
+    model.distribute_strategy = tf.distribute.get_strategy()
+    tuner.set_model(model)
     tuner.on_train_begin()
     tuner.on_epoch_begin(0)
     metered = tuner.model.train_function
