@@ -15,6 +15,9 @@ class GroupClaims:
 
     Args:
         passes_before: passes over the data before this one, for each whether it was iterated.
+
+    Attributes:
+        is_complete: whether all of the group's batches of this pass are known.
     """
 
     num_parts = 1
@@ -24,7 +27,7 @@ class GroupClaims:
         self.left_over: collections.deque[Any] = collections.deque()
         self._firsts: list[int] = []
         self._stops: list[int] = []
-        self._is_complete = False
+        self.is_complete = False
 
     def add(self, grant: Grant) -> None:
         """Notes batches that were handed out to the group.
@@ -35,16 +38,11 @@ class GroupClaims:
         if grant.count:
             self._firsts.append(grant.first)
             self._stops.append(grant.first + grant.count)
-        self._is_complete |= grant.is_last
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all of the group's batches of this pass are known."""
-        return self._is_complete
+        self.is_complete |= grant.is_last
 
     def is_known(self, batch: int) -> bool:
         """Whether it is known already whose batch this is."""
-        return batch < self.known_until or self._is_complete
+        return batch < self.known_until or self.is_complete
 
     def owns(self, batch: int) -> bool:
         """Whether a batch is the group's."""
@@ -53,7 +51,7 @@ class GroupClaims:
 
     def is_over(self, batch: int) -> bool:
         """Whether this batch and all later ones belong to others."""
-        return self._is_complete and batch >= self.known_until
+        return self.is_complete and batch >= self.known_until
 
     @property
     def known_until(self) -> int:

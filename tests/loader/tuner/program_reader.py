@@ -40,7 +40,7 @@ def read(disk: Path) -> None:
         os.pwrite(file, f"{busy:<40.9f}".encode(), 0)
     finally:
         os.close(file)
-    time.sleep(busy - now)
+    time.sleep(busy - now)  # the emulated disk
 
 
 def make_build(disk: Path):
@@ -74,7 +74,7 @@ def main(host: str, disk: str, loaders: int, step_ms: float, io_budget: int) -> 
         (batch,) = live.take(1)
         np.asarray(batch)
         wait = live.input_wait_seconds
-        time.sleep(step_ms / 1000.0)
+        time.sleep(step_ms / 1000.0)  # the emulated device
         session.after_step(time.perf_counter() - start, wait, 1)
         state = session.pipeline.knobs.threads, budget.reading_loaders
         if state != told:
