@@ -31,6 +31,7 @@ class HostShare:
         self._clock = clock
         self._job: JobModel | None = None
         self._reading: Reading | None = None
+        self._is_told = True
         self._written: float | None = None
 
     @property
@@ -46,6 +47,9 @@ class HostShare:
     def update(self, job: JobModel, reading: Reading | None = None) -> float | None:
         """Takes a new model of the job, and writes it at most once a second.
 
+        Windows between two of these times count as one: while a device waits much they are short,
+        and what all jobs read would take long to be known.
+
         Args:
             job: the model as of now.
             reading: the latest window if the loaders mostly wait for I/O, None if they do not.
@@ -53,7 +57,9 @@ class HostShare:
         Returns:
             CPUs that the loaders of this job may use, None if nothing was asked.
         """
-        self._job, self._reading = job, reading
+        if reading is not None and self._reading is not None and not self._is_told:
+            reading = reading.joined_to(self._reading)
+        self._job, self._reading, self._is_told = job, reading, False
         return self._write(_SECONDS_BETWEEN_UPDATES)
 
     def stay(self) -> float | None:
@@ -75,7 +81,7 @@ class HostShare:
         now = self._clock()
         if self._written is not None and now - self._written < seconds:
             return None
-        self._written = now
+        self._written, self._is_told = now, True
         try:
             return self._budget.update(self._job, self._reading)
         except OSError as error:

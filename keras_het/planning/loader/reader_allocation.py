@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from keras_het.planning.loader.allocation import allocate_loaders
 from keras_het.planning.loader.throughput_model import JobModel
 
+_SAME = 1.1
+"""Ratio of two needs up to which they are not told apart."""
+
 
 def allocate_readers(needs: Sequence[float], threads: int) -> tuple[int, ...]:
     """Gives reading threads to jobs, one after the other to whom it helps most.
@@ -41,6 +44,28 @@ def allocate_readers(needs: Sequence[float], threads: int) -> tuple[int, ...]:
     # a thread takes a place of the budget as a loader that computes takes a CPU
     jobs = [_model(need) for need in needs]
     return allocate_loaders(jobs, float(threads), max_loaders=threads, min_gain=0.0)
+
+
+def fair_threads(needs: Sequence[float], threads: int) -> int:
+    """Threads of all jobs with which jobs of about the same need have equally many.
+
+    Of 5 threads one of two equal jobs would have 3, and its device half as much again.
+
+    Args:
+        needs: threads that each job needs, r_j; above 0.
+        threads: threads of all jobs together.
+
+    Returns:
+        `threads`, or a few more.
+
+    Raises:
+        ValueError: as `allocate_readers`.
+    """
+    parts = allocate_readers(needs, threads)
+    return sum(
+        max(part for part, other in zip(parts, needs, strict=True) if other <= _SAME * need)
+        for need in needs
+    )
 
 
 def working_fraction(needs: Sequence[float], parts: Sequence[int]) -> float:

@@ -48,6 +48,27 @@ class Reading:
         """Threads that the job needs; see `needed_loaders`."""
         return needed_loaders(self.loaders, self.idle_fraction)
 
+    def joined_to(self, earlier: Reading) -> Reading:
+        """This window and the one before it as one, if nothing has changed between them.
+
+        Args:
+            earlier: the window before.
+
+        Returns:
+            Both; this one alone if loaders or division were others.
+        """
+        if (earlier.loaders, earlier.number) != (self.loaders, self.number):
+            return self
+        seconds = earlier.seconds + self.seconds
+        waits = earlier.idle_fraction * earlier.seconds + self.idle_fraction * self.seconds
+        return dataclasses.replace(
+            self,
+            steps=earlier.steps + self.steps,
+            seconds=seconds,
+            idle_fraction=waits / seconds,
+            began=earlier.began,
+        )
+
 
 class ReadingJob:
     """Whether the loaders of a job mostly wait for I/O, from window to window.

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from keras_het.planning.loader.reader_allocation import allocate_readers, working_fraction
+from keras_het.planning.loader.reader_allocation import (
+    allocate_readers,
+    fair_threads,
+    working_fraction,
+)
 from keras_het.planning.loader.reading import Reading
 from keras_het.planning.loader.reading_rates import (
+    LONGEST_ROUND_SECONDS,
     LOSES,
+    LOSS_SECONDS,
     NOISE,
     PAYS,
     ROUND_SECONDS,
@@ -124,7 +130,7 @@ class ReadingCeiling:
         if name in readings:
             self._round.take(name, readings[name], self.number)
         rates = self._round.rates
-        if self._round.has(needs, ROUND_SECONDS) or self._fails(rates):
+        if self._is_known(needs, rates) or self._fails(rates):
             self._round.begin()
             self._decide(rates, now, given is None)
 
@@ -140,10 +146,20 @@ class ReadingCeiling:
         self._pauses.end()
         self._divide(self.threads, needs if len(needs) > 1 else {}, now)
 
+    def _is_known(self, jobs: Iterable[str], rates: Mapping[str, ReadingRate]) -> bool:
+        """Whether the round has shown enough; what just seems to lose is looked at longer."""
+        trial = self._trial
+        if trial is None:
+            # what trials are compared with has the same errors as they
+            return self._round.has(jobs, 2 * ROUND_SECONDS)
+        if trial.kind == MORE or not self._round.has(jobs, ROUND_SECONDS):
+            return self._round.has(jobs, ROUND_SECONDS)
+        return trial.pays(rates) or self._round.has(jobs, LONGEST_ROUND_SECONDS)
+
     def _fails(self, rates: Mapping[str, ReadingRate]) -> bool:
         """Whether a trial loses so much that it needs no second look."""
         trial = self._trial
-        if trial is None or trial.kind == MORE or not self._round.has(trial.before, 0.0):
+        if trial is None or trial.kind == MORE or not self._round.has(trial.before, LOSS_SECONDS):
             return False
         change, is_fair = change_of(trial.before, rates)
         return change < -LOSES or not is_fair
@@ -193,13 +209,14 @@ class ReadingCeiling:
         if max(rate.idle_fraction for rate in rates.values()) <= _WAITS:
             return
         present = _threads(rates)
-        fewer = max(math.ceil(self._factor * present), len(rates))
+        needs = [rate.need for rate in rates.values()]
+        fewer = fair_threads(needs, max(math.ceil(self._factor * present), len(rates)))
         can_grow = self.threads is not None and present >= 0.9 * self.threads
         can_shrink = fewer < present
         if can_shrink and (self._last == MORE or not can_grow):
             self._begin_trial(FEWER, fewer, rates, self._chain or rates, now)
         elif can_grow:
-            self._begin_trial(MORE, math.ceil(2 * present), rates, rates, now)
+            self._begin_trial(MORE, fair_threads(needs, math.ceil(2 * present)), rates, rates, now)
 
     def _begin_trial(
         self,

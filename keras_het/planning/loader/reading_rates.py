@@ -10,7 +10,11 @@ from typing import Any
 from keras_het.planning.loader.reading import Reading, needed_loaders
 
 ROUND_SECONDS = 2.0
-"""Time of each job's windows from which a change can be told from noise."""
+"""Time of each job's windows from which a change can be told from noise, if they agree."""
+LONGEST_ROUND_SECONDS = 6.0
+"""The same if they do not: what each job has of a disk goes up and down within seconds."""
+LOSS_SECONDS = 0.5
+"""Time of each job's windows from which a great loss can be told."""
 NOISE = 0.03
 """Relative throughput of all jobs that is not told from noise."""
 LOSES = 0.15

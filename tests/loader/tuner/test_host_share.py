@@ -9,7 +9,7 @@ import pytest
 from keras_het.loader.host_budget import LONGEST_SILENCE_SECONDS
 from keras_het.loader.host_share import HostShare
 from keras_het.loader.tuning_session import TuningSession
-from keras_het.planning.loader import FixedController, JobModel, LoaderPlan
+from keras_het.planning.loader import FixedController, JobModel, LoaderPlan, Reading
 
 JOB = JobModel(0.040, 0.002, cpu_seconds=0.040)
 
@@ -29,12 +29,14 @@ class Budget:
         self._clock = clock
         self._error = error
         self.written = []
+        self.readings = []
         self.reading_loaders, self.division = None, 0
 
     def update(self, job, reading=None):
         if self._error is not None:
             raise self._error
         self.written.append(self._clock())
+        self.readings.append(reading)
         return 3.0
 
     def leave(self):
@@ -55,6 +57,33 @@ def test_models_are_written_once_a_second(clock):
         clock.now += 0.25
     assert budget.written == [1000.0, 1001.0, 1002.0]
     assert answers == [3.0, None, None, None] * 2 + [3.0, None]
+
+
+def windows_told(clock, *windows):
+    """What the others are told of windows of a quarter of a second each, two of them a time."""
+    budget = Budget(clock)
+    share = HostShare(budget, clock)
+    share.update(JOB)
+    for loaders, steps, idle_fraction, number in windows:
+        began, clock.now = clock.now, clock.now + 0.5
+        reading = Reading(loaders, steps, 0.25, idle_fraction, began, clock.now, number)
+        share.update(JOB, reading)
+    share.stay()
+    return budget.readings[1:]
+
+
+def test_windows_that_nobody_was_told_of_count_together(clock):
+    told = windows_told(clock, (4, 10, 0.8, 1), (4, 30, 0.6, 1), (4, 20, 0.5, 1), (4, 20, 0.5, 1))
+    first, second = told
+    assert (first.steps, first.seconds, first.idle_fraction) == (40, 0.5, pytest.approx(0.7))
+    assert (first.began, first.ended) == (1000.0, 1001.0)
+    assert (second.steps, second.began, second.ended) == (40, 1001.0, 1002.0)
+
+
+@pytest.mark.parametrize("later", [(5, 30, 0.6, 1), (4, 30, 0.6, 2)], ids=["loaders", "division"])
+def test_windows_of_other_conditions_do_not_count_together(clock, later):
+    (told,) = windows_told(clock, (4, 10, 0.8, 1), later)
+    assert (told.steps, told.seconds, told.began) == (30, 0.25, 1000.5)
 
 
 def test_a_job_with_long_steps_is_never_silent_for_long(clock):

@@ -92,3 +92,17 @@ def test_a_budget_is_divided_between_processes_and_returns(readers):
     readers.wait_until(is_divided)
     readers.kill("fast")
     readers.wait_until(lambda: readers.parts["slow"] == 10)
+
+
+def test_processes_learn_that_fewer_threads_read_as_much(readers):
+    """The disk gives one read at a time: two threads of each keep it at work."""
+    for name in ("one", "two"):
+        readers.start(name, 24, 1.0)
+
+    def is_learned():
+        parts = [readers.parts.get(name) for name in ("one", "two")]
+        if None in parts or sum(parts) > 12:
+            return False
+        return all(readers.loaders[name] <= readers.parts[name] for name in readers.parts)
+
+    readers.wait_until(is_learned)

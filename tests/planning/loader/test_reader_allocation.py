@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_het.planning.loader import LoaderWindow, ReadingJob, allocate_readers
+from keras_het.planning.loader.reader_allocation import fair_threads
 
 
 def value(needs, parts):
@@ -42,6 +43,21 @@ def test_division_is_as_good_as_the_best_of_all(needs, threads):
 )
 def test_devices_get_threads_by_what_they_need(needs, threads, parts):
     assert allocate_readers(needs, threads) == parts
+
+
+@pytest.mark.parametrize(
+    ("needs", "threads", "parts"),
+    [
+        ([8.0, 8.0], 5, (3, 3)),
+        ([8.0, 8.4, 7.9], 4, (2, 2, 2)),
+        ([8.0, 8.0], 6, (3, 3)),
+        ([40.0, 10.0], 10, (8, 2)),
+        ([5.0], 7, (7,)),
+    ],
+)
+def test_jobs_of_the_same_need_can_have_equally_many(needs, threads, parts):
+    assert fair_threads(needs, threads) == sum(parts)
+    assert allocate_readers(needs, sum(parts)) == parts
 
 
 @pytest.mark.parametrize(("needs", "threads"), [([1.0], 0), ([0.0], 4), ([float("nan")], 4)])

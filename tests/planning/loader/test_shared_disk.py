@@ -164,18 +164,18 @@ def test_jobs_that_follow_no_ceiling_prove_nothing():
 # --- step by step
 
 
-def reading(loaders=40, rate=50.0, idle=0.75, began=0.0, number=0, seconds=2.0):
+def reading(loaders=40, rate=50.0, idle=0.75, began=0.0, number=0, seconds=6.0):
     steps = int(rate * seconds)
     return Reading(loaders, steps, seconds, idle, began, began + seconds, number)
 
 
 def told(ceiling, began, **jobs):
-    """All jobs have had a window of two seconds, as (loaders, steps/s, idle fraction)."""
+    """All jobs have had a window of six seconds, as (loaders, steps/s, idle fraction)."""
     readings = {
         name: reading(*values, began=began, number=ceiling.number) for name, values in jobs.items()
     }
     for name in readings:
-        ceiling.update(name, readings, began + 2.0)
+        ceiling.update(name, readings, began + 6.0)
     return ceiling
 
 
@@ -227,13 +227,13 @@ def test_a_window_counts_once_and_only_if_it_knew_the_division():
     before = ceiling.number
     for readings in (early, short, short, short):
         for name in readings:
-            ceiling.update(name, readings, 22.0)
+            ceiling.update(name, readings, 26.0)
     assert ceiling.number == before, "nothing is known yet"
 
 
 def test_a_job_that_goes_ends_what_is_tried():
     ceiling = begun()
-    ceiling.update("a", {"a": reading(20, began=20.0)}, 22.0)
+    ceiling.update("a", {"a": reading(20, began=20.0)}, 26.0)
     assert (ceiling.threads, ceiling.parts) == (None, {})
 
 
