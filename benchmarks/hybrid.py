@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -134,20 +135,24 @@ def measure(name: str, modes: tuple[str, ...], seeds: int, samples: int) -> list
 
 
 def _row(name: str, mode: str, runs: list[dict[str, Any]], advice: str) -> dict[str, Any]:
-    seconds = [run["seconds"] for run in runs if run["seconds"] is not None]
-    reached_by_most = len(seconds) > len(runs) / 2
+    # who does not reach the target is not left out of the median: that would reward it
+    seconds = [math.inf if run["seconds"] is None else run["seconds"] for run in runs]
     return {
         "case": name,
         "mode": mode,
-        "time_to_target": round(statistics.median(seconds), 3) if reached_by_most else None,
-        "fastest": round(min(seconds), 3) if seconds else None,
-        "slowest": round(max(seconds), 3) if seconds else None,
+        "time_to_target": _rounded(statistics.median(seconds)),
+        "fastest": _rounded(min(seconds)),
+        "slowest": _rounded(max(seconds)),
         "samples_per_s": round(statistics.median(run["samples_per_s"] for run in runs), 1),
         "step_ms": round(statistics.median(run["step_ms"] for run in runs), 2),
         "ratio_to_best_other": None,
         "advised": advice,
         "num_runs": len(runs),
     }
+
+
+def _rounded(seconds: float) -> float | None:
+    return round(seconds, 3) if math.isfinite(seconds) else None
 
 
 def main() -> None:
