@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.data_service.addresses import check_reachable, split_address
+from keras_het.loader.data_service.addresses import check_reachable, is_reachable, split_address
 from keras_het.loader.data_service.servers import start_dispatcher, start_worker
 
 _CONNECT_SECONDS = 10.0
@@ -30,6 +30,7 @@ def service(
         # on the machine that others can reach
         with keras_het.loader.service(host="10.0.0.5", port=5050) as data:
             model.fit(data.distribute(dataset, job="train"))
+            input("Enter, when the others have ended too: ")
 
         # on every other one, with the same dataset
         data = keras_het.loader.service("10.0.0.5:5050")
@@ -54,16 +55,25 @@ def service(
 
     Raises:
         ValueError: if an argument is none of these.
-        ConnectionError: if no dispatcher answers at `address`.
+        ConnectionError: if no dispatcher answers at `address`, or at `host`.
     """
-    _check(address, workers, port, work_dir)
+    _check(address, workers, host, port, work_dir)
     if address is not None:
         split_address(address)
         address = address.removeprefix("grpc://")
         check_reachable(address, _CONNECT_SECONDS)
         return DataService(address, None, workers or 0, host)
     dispatcher, bound_port = start_dispatcher(port, None if work_dir is None else str(work_dir))
-    return DataService(f"{host}:{bound_port}", dispatcher, 1 if workers is None else workers, host)
+    workers = 1 if workers is None else workers
+    # a worker would try for an hour
+    if workers and not is_reachable(f"{host}:{bound_port}", _CONNECT_SECONDS):
+        dispatcher.stop()
+        raise ConnectionError(
+            "The dispatcher that was started here cannot be reached under the name that workers "
+            f"and consumers are told. Received: host={host!r}. Give a name or an address of this "
+            "machine."
+        )
+    return DataService(f"{host}:{bound_port}", dispatcher, workers, host)
 
 
 class DataService:
@@ -84,8 +94,12 @@ class DataService:
         self._is_closed = False
         self._servers: list[Any] = [] if dispatcher is None else [dispatcher]
         atexit.register(self.close)
-        for _ in range(workers):
-            self._servers.append(start_worker(address, host))
+        try:
+            for _ in range(workers):
+                self._servers.append(start_worker(address, host))
+        except BaseException:
+            self.close()
+            raise
 
     def distribute(
         self, dataset: Any, job: str, *, max_outstanding_requests: int = 1, compression: bool = True
@@ -133,7 +147,11 @@ class DataService:
         return shared.with_options(options)
 
     def close(self) -> None:
-        """Stops the workers and the dispatcher that this process runs; others go on without."""
+        """Stops the workers and the dispatcher that this process runs.
+
+        Consumers elsewhere go on without these workers, but not without their dispatcher: they wait
+        for another one at its address. Close it when they have ended.
+        """
         self._is_closed = True
         atexit.unregister(self.close)
         # a worker that has lost its dispatcher takes longer to stop
@@ -153,8 +171,10 @@ class DataService:
 
 
 def _check(
-    address: str | None, workers: int | None, port: int, work_dir: str | Path | None
+    address: str | None, workers: int | None, host: str, port: int, work_dir: str | Path | None
 ) -> None:
+    if not isinstance(host, str) or not host:
+        raise ValueError(f"host must be a name or an address of this machine. Received: {host!r}.")
     if workers is not None and (not isinstance(workers, int) or workers < 0):
         raise ValueError(f"workers must be a whole number of at least 0. Received: {workers!r}.")
     if not isinstance(port, int) or not 0 <= port < 65536:

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from addresses import free_address
 from consumers import TIMEOUT, Consumer, child_environment, started_together
 from numbers_model import model_of_zeros, pairs_of_numbers
 
@@ -187,12 +188,30 @@ def test_a_port_that_is_taken_is_named() -> None:
             service(port=port)
 
 
+def test_a_host_that_is_not_this_machine_is_named() -> None:
+    with pytest.raises(ConnectionError, match=r"Received: host='255.255.255.255'. Give a name"):
+        service(host="255.255.255.255")
+
+
+def test_a_service_that_cannot_start_leaves_nothing(monkeypatch) -> None:
+    def fail(*_) -> None:
+        raise OSError("no worker")
+
+    monkeypatch.setattr("keras_het.loader.data_service.data_service.start_worker", fail)
+    port = int(free_address().split(":")[1])
+    with pytest.raises(OSError, match="no worker"):
+        service(port=port)
+    with service(workers=0, port=port) as data:
+        assert data.address.endswith(f":{port}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"address": "nonsense"}, r"'host:port'. Received: 'nonsense'"),
         ({"address": "host:99999"}, r"'host:port'. Received"),
         ({"workers": -1}, r"workers must be.*Received: -1"),
+        ({"host": ""}, r"host must be a name or an address of this machine. Received: ''"),
         ({"port": 70000}, r"port must be.*Received: 70000"),
         ({"address": "a:1", "port": 5}, r"leave it out to join"),
     ],
