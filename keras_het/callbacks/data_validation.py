@@ -41,7 +41,8 @@ class DataValidation(keras.callbacks.Callback):
         directory: where the chief writes each epoch's statistics of all replicas, as files that
             `keras-het validate` reads; needs `compare_shards`.
         features: makes named features of a batch, by default
-            `keras_het.loader.validation.features_of_batch`.
+            `keras_het.loader.validation.features_of_batch`. Sample weights of which the schema
+            knows nothing are then left out: `fit` makes some of `class_weight`.
         environment: environment of the schema, such as "TRAINING", if it has some.
 
     Attributes:
@@ -84,7 +85,7 @@ class DataValidation(keras.callbacks.Callback):
         self._first_batches = first_batches
         self._compare_shards = compare_shards
         self._directory = Path(directory) if directory is not None else None
-        self._features = features or self._tools.features_of_batch
+        self._features = features or self._known_features
         self._environment = environment
         self.anomalies: list[Any] = []
         self.distances: list[list[Any]] = []
@@ -189,6 +190,13 @@ class DataValidation(keras.callbacks.Callback):
     def _new_shards(self) -> Any:
         strategy = self.model.distribute_strategy
         return self._tools.ShardStatistics(strategy, schema=self._schema, features=self._features)
+
+    def _known_features(self, batch: Any) -> Mapping[str, Any]:
+        is_weighted = isinstance(batch, (tuple, list)) and len(batch) == 3
+        if is_weighted and not _knows_weights(self._schema):
+            batch = batch[:2]
+        features: Mapping[str, Any] = self._tools.features_of_batch(batch)
+        return features
 
     # --- what was found
 
@@ -359,6 +367,10 @@ def _some(iterator: Any, count: int) -> list[Any]:
 
 def _any_rows(shards: Mapping[str, Any]) -> bool:
     return any(shard.datasets[0].num_examples for shard in shards.values())
+
+
+def _knows_weights(schema: Any) -> bool:
+    return any(feature.name.split("/")[0] == "sample_weight" for feature in schema.feature)
 
 
 def _comparators(schema: Any) -> set[str]:

@@ -17,10 +17,11 @@ def features_of_batch(batch: Any) -> dict[str, Any]:
     """The features of a batch by name.
 
     A batch is a mapping of tensors, or `x`, `(x, y)`, `(x, y, sample_weight)` as Keras takes them.
-    Tensors in a mapping keep their names; others are called "x", "label" and "sample_weight", with
-    "/0", "/1"... where there are several. Rows of rank 0 and 1 are features as they are. Of images,
-    [rows, height, width, channels], heights, widths, extremes and each channel's mean and standard
-    deviation become features; of rows of other shapes mean, standard deviation and extremes.
+    Tensors in a mapping keep their names, after "sample_weight/" if they are weights; others are
+    called "x", "label" and "sample_weight", with "/0", "/1"... where there are several. Rows of
+    rank 0 and 1 are features as they are. Of images, [rows, height, width, channels], heights,
+    widths, extremes and each channel's mean and standard deviation become features; of rows of
+    other shapes mean, standard deviation and extremes.
 
     Args:
         batch: structure of dense, ragged or sparse tensors or arrays, shape [rows, ...].
@@ -30,6 +31,7 @@ def features_of_batch(batch: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: if two features have one name, or a tensor has no rows.
+        TypeError: if strings have a rank above 2.
     """
     features: dict[str, Any] = {}
     for name, leaf in _named_leaves(batch):
@@ -51,7 +53,8 @@ def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
             f"Received: a tuple of {len(parts)} parts."
         )
     for name, part in zip(_PARTS, parts, strict=False):
-        yield from _walk(name, part, is_top=True)
+        # the weights of several outputs have the names of these
+        yield from _walk(name, part, is_top=name != "sample_weight")
 
 
 def _walk(name: str, part: Any, is_top: bool = False) -> Iterator[tuple[str, Any]]:
@@ -66,12 +69,20 @@ def _walk(name: str, part: Any, is_top: bool = False) -> Iterator[tuple[str, Any
 
 
 def _derive(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    rank = len(leaf.shape)
+    rank = len(getattr(leaf, "shape", ()))
     if rank == 0:
-        raise ValueError(f"Feature {name!r} is a scalar; expected a tensor of shape [rows, ...].")
+        raise ValueError(
+            f"Feature {name!r} is a scalar; expected a tensor of shape [rows, ...]. A list counts "
+            "as several tensors: make it an array."
+        )
     if rank <= 2:
         yield name, leaf
         return
+    if tf.as_dtype(leaf.dtype) == tf.string:
+        raise TypeError(
+            f"Feature {name!r} has strings of shape {tuple(leaf.shape)}; expected [rows] or [rows, "
+            'values]. Give a function "features" that makes such of them, or numbers.'
+        )
     if isinstance(leaf, tf.SparseTensor):
         leaf = tf.sparse.to_dense(leaf)
     if isinstance(leaf, tf.RaggedTensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 _MOST_CHANNELS = 4
 
@@ -43,14 +44,19 @@ def ragged_image_features(images: Any) -> dict[str, np.ndarray]:
     """Derives the features of images of different sizes.
 
     Args:
-        images: `tf.RaggedTensor` of shape [rows, (height), (width), channels].
+        images: `tf.RaggedTensor` of shape [rows, (height), (width), channels]; widths may be equal.
 
     Returns:
         What `image_features` returns.
     """
-    each = [image_features(image.to_tensor().numpy()[None]) for image in images]
+    each = [image_features(_dense(image).numpy()[None]) for image in images]
     names = list(dict.fromkeys(name for features in each for name in features))
     missing = np.array([np.nan], np.float32)
     return {
         name: np.concatenate([features.get(name, missing) for features in each]) for name in names
     }
+
+
+def _dense(image: Any) -> Any:
+    # where only heights differ, an image is a dense tensor
+    return image.to_tensor() if isinstance(image, tf.RaggedTensor) else image

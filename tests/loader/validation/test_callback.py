@@ -157,6 +157,37 @@ def test_labels_that_the_schema_does_not_know() -> None:
         model.fit(x, y + 3, batch_size=BATCH, verbose=0, callbacks=[DataValidation(schema())])
 
 
+@pytest.mark.parametrize("with_strategy", [False, True])
+def test_weights_of_classes_are_no_new_data(
+    with_strategy: bool, cpu_devices: tuple[str, ...]
+) -> None:
+    x, y = samples()
+    model = make_model(two_replicas(cpu_devices) if with_strategy else None)
+    validation = DataValidation(schema(), compare_shards=True)
+    weights = {label: label + 1.0 for label in range(4)}
+    model.fit(batches(x, y), class_weight=weights, verbose=0, callbacks=[validation])
+    assert validation.anomalies == []
+    assert int(np.asarray(model.optimizer.iterations)) == 7
+    with pytest.raises(DataAnomalyError, match="x: "):
+        model.fit(batches(255 * x, y), class_weight=weights, verbose=0, callbacks=[validation])
+
+
+def test_weights_that_the_schema_knows_are_checked() -> None:
+    x, y = samples()
+    weighted = [(x, y, np.ones(ROWS, np.float32))]
+    known = infer_schema(
+        statistics_of_dataset(weighted, categorical=["label"]), numeric_ranges=True
+    )
+    with pytest.raises(DataAnomalyError, match="sample_weight: Out-of-range values"):
+        make_model().fit(
+            x,
+            y,
+            sample_weight=np.full(ROWS, 2.0, np.float32),
+            verbose=0,
+            callbacks=[DataValidation(known)],
+        )
+
+
 def test_a_warning_in_the_place_of_an_error(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     x, y = samples()

@@ -28,6 +28,14 @@ def test_names_of_keras_batches() -> None:
     assert list(features_of_batch((np.zeros(3), None, np.ones(3)))) == ["x", "sample_weight"]
     several = ((np.zeros(3), {"a": np.zeros(3)}), (np.zeros(3), np.zeros(3)))
     assert list(features_of_batch(several)) == ["x/0", "x/1/a", "label/0", "label/1"]
+    outputs = {"a": np.zeros(3), "b": np.zeros(3)}
+    assert list(features_of_batch((np.zeros(3), outputs, outputs))) == [
+        "x",
+        "a",
+        "b",
+        "sample_weight/a",
+        "sample_weight/b",
+    ]
 
 
 def test_two_features_of_one_name() -> None:
@@ -43,6 +51,14 @@ def test_too_many_parts() -> None:
 def test_scalars() -> None:
     with pytest.raises(ValueError, match="'x' is a scalar"):
         features_of_batch(tf.constant(1.0))
+    with pytest.raises(ValueError, match=r"'a/0' is a scalar.*make it an array"):
+        features_of_batch({"a": [1, 2, 3]})
+
+
+def test_strings_in_matrices() -> None:
+    for strings in (tf.constant([[["a"]]]), np.array([[["a"]]]), tf.ragged.constant([[["a"], []]])):
+        with pytest.raises(TypeError, match=r"'x' has strings of shape \(1, .*expected \[rows\]"):
+            features_of_batch(strings)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, tf.bfloat16.as_numpy_dtype])
@@ -83,6 +99,19 @@ def test_images_of_different_sizes() -> None:
         [3, 5],
         [1, 2],
     ]
+
+
+def test_spectrograms_of_different_lengths() -> None:
+    """Only the heights differ: TensorFlow then gives dense images."""
+
+    def image(height: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.fill([height, 3, 1], height / 2), [None, 3, 1])
+
+    rows = tf.data.Dataset.from_tensor_slices([2, 4]).map(image)
+    images = next(iter(rows.ragged_batch(2)))
+    features = features_of_batch((images, np.arange(2)))
+    for name, values in {"height": [2, 4], "width": [3, 3], "maximum": [1, 2]}.items():
+        assert list(features[f"x/{name}"]) == values
 
 
 def test_sequences() -> None:
