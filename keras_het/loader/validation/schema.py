@@ -12,6 +12,7 @@ from google.protobuf import text_format
 from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, schema_pb2, tfdv
 
 _KINDS = ("skew", "drift")
+_GREATEST = 2**63 - 1
 
 
 def infer_schema(
@@ -42,9 +43,12 @@ def infer_schema(
     for feature in schema.feature:
         if feature.type == schema_pb2.INT and feature.WhichOneof("domain_info") == "domain":
             _make_integer_categories(schema, feature)
+        elif feature.type == schema_pb2.INT and _has_categories(by_name[feature.name]):
+            # more than `max_categories`: TFDV then forgets what they are
+            feature.int_domain.is_categorical = True
         elif feature.type == schema_pb2.FLOAT:
             _disallow_what_is_no_number(feature, by_name[feature.name])
-        if numeric_ranges:
+        if numeric_ranges and _has_numbers(by_name[feature.name]):
             _set_range(feature, by_name[feature.name])
     return schema
 
@@ -146,6 +150,17 @@ def _make_integer_categories(schema: Schema, feature: Any) -> None:
     )
 
 
+def _has_numbers(statistics: Any) -> bool:
+    """Whether a feature has least and greatest values: TFDV says 0 where there are none."""
+    numbers = statistics.num_stats
+    no_numbers = max((histogram.num_nan for histogram in numbers.histograms), default=0)
+    return bool(numbers.common_stats.tot_num_values > no_numbers)
+
+
+def _has_categories(statistics: Any) -> bool:
+    return bool(statistics.WhichOneof("stats") == "string_stats")
+
+
 def _disallow_what_is_no_number(feature: Any, statistics: Any) -> None:
     if not any(histogram.num_nan for histogram in statistics.num_stats.histograms):
         feature.float_domain.disallow_nan = True
@@ -159,4 +174,6 @@ def _set_range(feature: Any, statistics: Any) -> None:
     if feature.type == schema_pb2.FLOAT:
         feature.float_domain.min, feature.float_domain.max = low, high
     elif feature.type == schema_pb2.INT and not feature.int_domain.is_categorical:
-        feature.int_domain.min, feature.int_domain.max = int(low), int(high)
+        feature.int_domain.min = int(low)
+        # TFDV counts in float64, in which the greatest integer is rounded up
+        feature.int_domain.max = min(int(high), _GREATEST)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 pytest.importorskip(
     "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
@@ -88,6 +89,47 @@ def test_ranges_where_they_are_wanted() -> None:
     assert found(changed) == {}
     assert found(changed, numeric_ranges=True) == {"age": "Out-of-range values"}
     assert found(data(), numeric_ranges=True) == {}
+
+
+@pytest.mark.parametrize("numeric_ranges", [True, False])
+def test_many_categories_are_categories(numeric_ranges: bool) -> None:
+    """As the classes of ImageNet: more than make a domain."""
+    labels = np.arange(4000) % 1000
+    known = infer_schema(
+        statistics_of_dataset({"label": labels}, categorical=["label"]),
+        numeric_ranges=numeric_ranges,
+    )
+    set_comparison_thresholds(known, categorical=0.3)
+    shards = {
+        name: statistics_of_dataset({"label": shard}, schema=known)
+        for name, shard in (("fast", labels), ("slow", labels[labels < 500]))
+    }
+    assert find_anomalies(shards["fast"], known) == []
+    (distance,) = compare_shards(shards, known)
+    assert distance.measure == "L-infinity"
+    assert distance.value == pytest.approx(1 / 500 - 1 / 1000, abs=1e-6)
+
+
+def test_what_holds_no_number_has_no_range() -> None:
+    nothing = {
+        "missing": np.full(4, np.nan, np.float32),
+        "empty": tf.ragged.constant([[], [], [], []], tf.int64),
+        "some": np.array([1.0, np.nan, 3.0, np.nan], np.float32),
+    }
+    known = infer_schema(statistics_of_dataset(nothing), numeric_ranges=True)
+    domains = {feature.name: feature for feature in known.feature}
+    assert not domains["missing"].float_domain.HasField("max")
+    assert not domains["empty"].int_domain.HasField("max")
+    assert (domains["some"].float_domain.min, domains["some"].float_domain.max) == (1.0, 3.0)
+
+
+def test_the_greatest_integers_have_a_range() -> None:
+    numbers = {"id": np.array([-(2**63), 5, 2**63 - 1])}
+    known = infer_schema(statistics_of_dataset(numbers), numeric_ranges=True)
+    assert find_anomalies(statistics_of_dataset(numbers), known) == []
+    small = infer_schema(statistics_of_dataset({"id": np.arange(9)}), numeric_ranges=True)
+    (anomaly,) = find_anomalies(statistics_of_dataset(numbers), small)
+    assert "Out-of-range" in anomaly.reason
 
 
 def test_schemas_are_text_files(tmp_path: Path) -> None:
