@@ -157,9 +157,10 @@ def _read(
     data: dict[str, Any] = {}
     before: dict[str, Any] = {}
     for argument in options.data:
-        name, path = _name_and_path(argument)
+        name, path, is_given = _name_and_path(argument)
         if Path(path).is_dir():
-            new, old = _read_directory(validation, Path(path), options.epoch)
+            prefix = f"{name} " if is_given else ""
+            new, old = _read_directory(validation, Path(path), options.epoch, prefix)
             before |= old
         elif path.endswith(".stats"):
             new = {name: validation.read_statistics(path)}
@@ -177,15 +178,16 @@ def _read(
     return data, before
 
 
-def _name_and_path(argument: str) -> tuple[str, str]:
+def _name_and_path(argument: str) -> tuple[str, str, bool]:
+    """Name, path, and whether the user gave the name."""
     name, equals, path = argument.partition("=")
     if not equals or Path(argument).exists():
-        return Path(argument).stem or argument, argument
-    return name, path
+        return Path(argument).stem or argument, argument, False
+    return name, path, True
 
 
 def _read_directory(
-    validation: Any, directory: Path, epoch: int | None
+    validation: Any, directory: Path, epoch: int | None, prefix: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     files: dict[int, dict[int, Path]] = {}
     for path in directory.glob("*.stats"):
@@ -202,7 +204,7 @@ def _read_directory(
 
     def read(number: int) -> dict[str, Any]:
         return {
-            f"replica {replica}": validation.read_statistics(path)
+            f"{prefix}replica {replica}": validation.read_statistics(path)
             for replica, path in sorted(files.get(number, {}).items())
         }
 

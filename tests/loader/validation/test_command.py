@@ -99,6 +99,23 @@ def test_directories_of_the_callback(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["validate", str(tmp_path / "epoch-0002-replica-1.stats")]) == 0
 
 
+def test_directories_of_two_trainings_are_told_apart_by_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+    for name, value in (("before", 0), ("after", 5)):
+        rows = {"x": np.random.default_rng(0).normal(value, 1, 500 + value)}
+        folders.append(f"{name}={tmp_path / name}")
+        write_statistics(
+            statistics_of_dataset(rows), tmp_path / name / "epoch-0001-replica-0.stats"
+        )
+    assert main(["validate", *(str(tmp_path / name) for name in ("before", "after"))]) == 2
+    assert "called replica 0; give them names: NAME=DATA" in capsys.readouterr().err
+    assert main(["validate", *folders]) == 1
+    output = capsys.readouterr().out
+    assert "! x: Jensen-Shannon distance of before replica 0 from after replica 0" in output
+
+
 def test_wrong_usage(fast: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["nothing.tfrecord"], "No file matches"),
