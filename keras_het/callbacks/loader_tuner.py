@@ -15,6 +15,7 @@ import keras
 import psutil
 import tensorflow as tf
 
+from keras_het.callbacks.batch_ends import BatchEnds
 from keras_het.callbacks.local_replicas import local_replicas
 from keras_het.callbacks.present_fit import PresentFit
 from keras_het.callbacks.step_functions import StepFunction
@@ -98,13 +99,15 @@ class LoaderTuner(keras.callbacks.Callback):
         self.replicas: dict[int, str] = {}
         self._session: TuningSession | None = None
         self._fit: PresentFit | None = None
+        self._ends: BatchEnds | None = None
         self._best: LoaderSettings | None = None
         self._last_reason: str | None = None
         self._functions = {kind: StepFunction(f"{kind}_function") for kind in _KINDS}
         self._test_live: LiveIterator | None = None
         self._last_start: float | None = None
         self._last = (0.0, 0)
-        self._asked = 0.0
+        self._batch = 0
+        self._asked: float | None = None
         self._epoch_start = (0.0, 0.0)
 
     # --- fit
@@ -114,7 +117,7 @@ class LoaderTuner(keras.callbacks.Callback):
         self._close()
         self._session = self._make_session()
         self.moves = self._session.moves
-        self._fit = PresentFit(self.model)
+        self._fit, self._ends = PresentFit(self.model), BatchEnds(self.model)
         self.replicas = local_replicas(self.model)
         self._functions["train"].replace(self.model, self._train_function)
 
@@ -123,12 +126,15 @@ class LoaderTuner(keras.callbacks.Callback):
         self._last_start = None
         if self._fit is not None:
             self._fit.begin_epoch()
+        if self._ends is not None:
+            self._ends.begin_epoch()
         if self._session is not None:
             self._session.begin_epoch(self._steps_before_another_epoch(epoch))
         self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Comes back where another callback has made the model's train function anew."""
+        self._batch = batch
         if self._session is not None and not self._functions["train"].is_in(self.model):
             self._functions["train"].replace(self.model, self._train_function)
 
@@ -153,6 +159,9 @@ class LoaderTuner(keras.callbacks.Callback):
         self._close()
 
     def _close(self) -> None:
+        if self._ends is not None:
+            self._ends.let_go()
+            self._ends = None
         if self._session is not None:
             self._last_reason = self._session.observes_only
             self._session.close()
@@ -217,7 +226,8 @@ class LoaderTuner(keras.callbacks.Callback):
         """Takes note of the execution before, whose time ends now."""
         if self._last_start is None or self._session is None:
             return
-        seconds = time.perf_counter() - self._last_start
+        end = self._ends.time_of(self._batch) if is_last and self._ends is not None else None
+        seconds = (time.perf_counter() if end is None else end) - self._last_start
         wait, steps = self._last
         self._last = (0.0, 0)
         if steps:
@@ -233,7 +243,12 @@ class LoaderTuner(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Begins to measure."""
         self._end_of_steps()
+        self._asked = None
         self._functions["test"].replace(self.model, self._test_function)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """The next execution is one of an evaluation that has this callback."""
+        self._asked = time.perf_counter()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Puts the function back."""
@@ -244,6 +259,8 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def _test_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def step(iterator: Any) -> Any:
+            if self._take_asked() is None:
+                return original(iterator)
             if self._session is not None:
                 self._session.share.stay()  # a long validation is no silence
             start = time.perf_counter()
@@ -264,6 +281,7 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def on_predict_begin(self, logs: Any = None) -> None:
         """Begins to measure."""
+        self._asked = None
         self._functions["predict"].replace(self.model, self._predict_function)
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -276,12 +294,24 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def _predict_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def step(data: Any) -> Any:
-            wait = time.perf_counter() - self._asked
+            asked = self._take_asked()
+            if asked is None:
+                return original(data)
+            wait = time.perf_counter() - asked
             result = original(data)
-            self.predict_meter.add(time.perf_counter() - self._asked, wait, len(data))
+            self.predict_meter.add(time.perf_counter() - asked, wait, len(data))
             return result
 
         return step
+
+    def _take_asked(self) -> float | None:
+        """When the present execution was announced.
+
+        None if it is not one of ours: of `test_on_batch` and the like, or of a later evaluation or
+        prediction, if one with this callback has ended in an error.
+        """
+        asked, self._asked = self._asked, None
+        return asked
 
     # --- what it found
 
@@ -329,8 +359,14 @@ class LoaderTuner(keras.callbacks.Callback):
         session = self._session
         if session is None:
             return None
-        knobs, is_plain = session.knobs, session.is_plain
-        return LoaderSettings(knobs, is_plain, self._nice, session.observes_only, self.meter)
+        return LoaderSettings(
+            session.knobs,
+            session.is_plain,
+            self._nice,
+            session.observes_only,
+            self.meter,
+            session.turns_prefetch,
+        )
 
     @property
     def replica_waits(self) -> dict[int, Any]:

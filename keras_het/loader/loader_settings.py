@@ -18,6 +18,7 @@ class LoaderSettings:
         nice: nice value of the pipeline's own threads.
         observes_only: why nothing was changed, None if it could be.
         meter: what was measured.
+        has_prefetch: whether the last `prefetch` is among the settings.
     """
 
     knobs: Knobs | None
@@ -25,6 +26,7 @@ class LoaderSettings:
     nice: int
     observes_only: str | None
     meter: StallMeter
+    has_prefetch: bool = True
 
     @property
     def code(self) -> str:
@@ -44,10 +46,11 @@ class LoaderSettings:
 
     def _plain_lines(self) -> list[str]:
         knobs = self.knobs or Knobs(1, 1, 1)
+        last = f"  # last: prefetch({knobs.prefetch})" if self.has_prefetch else ""
         return [
             "options = tf.data.Options()",
             f"options.threading.private_threadpool_size = {knobs.threads}",
-            f"dataset = dataset.with_options(options)  # last: prefetch({knobs.prefetch})",
+            "dataset = dataset.with_options(options)" + last,
         ]
 
     def _builder_lines(self) -> list[str]:

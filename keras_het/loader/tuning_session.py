@@ -251,6 +251,13 @@ class TuningSession:
             return self.order.is_plain
         return self.live is None or self.live.pipeline is None
 
+    @property
+    def turns_prefetch(self) -> bool:
+        """Whether the last `prefetch` is among the settings, and not the user's or AUTOTUNE's."""
+        if self.order is not None:
+            return self.order.largest_prefetch is None
+        return self._plain is None or prefetch_size(self._plain[0]) is not None
+
     # --- which pipeline
 
     def _adjustable(self, live: LiveIterator) -> AdjustablePipeline | None:
@@ -299,14 +306,10 @@ class TuningSession:
             self.controller = FixedController(plan)
         else:
             is_plain = self._plain is not None and self._plain[1] is adjustable
-            no_prefetch = is_plain and prefetch_size(self._plain_source()) is None
-            most = plan.prefetch if no_prefetch else None
+            most = plan.prefetch if is_plain and not self.turns_prefetch else None
             self.controller = self._make_controller(plan, cpus, most)
         self._sums = StepSums(self.controller.next_window)
         self._begin_window()
-
-    def _plain_source(self) -> Any:
-        return self._plain[0] if self._plain is not None else None
 
     def _move_plain(self, live: LiveIterator, adjustable: AdjustablePipeline) -> None:
         """Puts an ordinary data set into its own thread pool, before its first element."""

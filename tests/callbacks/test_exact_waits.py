@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_het
-from keras_het.callbacks import LoaderTuner, loader_tuner
+from keras_het.callbacks import LoaderTuner, batch_ends, loader_tuner
 from keras_het.loader import live_iterator, metered_iterator
 from keras_het.loader.step_iterator import StepIterator
 
@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (loader_tuner, live_iterator, metered_iterator):
+    for module in (loader_tuner, batch_ends, live_iterator, metered_iterator):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
@@ -178,6 +178,39 @@ def test_under_the_strategy_slow_data_is_waited_for_as_long_as_it_takes(
     np.testing.assert_allclose(meter.input_waits, waits)
     # one call behind each execution, however many steps it had
     np.testing.assert_allclose(meter.step_times, waits + (STEP if kind == "train" else 0.0))
+
+
+class Saves(keras.callbacks.Callback):
+    """What takes long between epochs, as to write a checkpoint; nothing else takes time."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self._clock = clock
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._clock.advance(100.0)
+
+    on_test_begin = on_test_end = lambda self, logs=None: self._clock.advance(100.0)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("others", [[], [Host]])
+def test_what_other_callbacks_do_between_epochs_is_no_step(is_first, validates, others, clock):
+    def read(row):
+        clock.advance(ROW)
+        return row
+
+    tuner = LoaderTuner("fixed", share_host=False)
+    callbacks = [Saves(clock), tuner] if is_first else [tuner, Saves(clock)]
+    validation = {"validation_data": rows_read_in(lambda row: row)} if validates else {}
+    model = model_of(Working(clock))
+    callbacks += [other(clock) for other in others]
+    data = rows_read_in(read)
+    history = model.fit(data, epochs=3, verbose=0, callbacks=callbacks, **validation).history
+    step = BATCH * ROW + STEP + STEP * len(others)
+    np.testing.assert_allclose(tuner.meter.step_times, [step] * (3 * BATCHES))
+    np.testing.assert_allclose(history["input_wait_fraction"], [BATCH * ROW / step] * 3)
 
 
 def strategies(devices):

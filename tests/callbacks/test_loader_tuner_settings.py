@@ -70,6 +70,45 @@ def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp
     assert host_entries(tmp_path) == {}
 
 
+class Stops(keras.callbacks.Callback):
+    """Ends an evaluation or a prediction in its second step, as Ctrl-C does."""
+
+    def on_test_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise KeyboardInterrupt
+
+    on_predict_batch_end = on_test_batch_end
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "predict"])
+def test_what_was_broken_off_measures_nothing_more(kind):
+    model, tuner = dense(), LoaderTuner(share_host=False)
+    run = getattr(model, kind)
+    meter = tuner.test_meter if kind == "evaluate" else tuner.predict_meter
+    with pytest.raises(KeyboardInterrupt):
+        run(slow(0.001), verbose=0, callbacks=[tuner, Stops()])
+    assert meter.steps == 2
+    run(slow(0.001), verbose=0)
+    assert meter.steps == 2
+    run(slow(0.001), verbose=0, callbacks=[tuner])
+    assert meter.steps == 2 + 6
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "predict"])
+def test_other_batches_within_are_no_steps(kind):
+    class Looks(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.test_on_batch(tf.zeros([2, 3]), tf.zeros([2, 1]))
+
+        def on_predict_batch_end(self, batch, logs=None):
+            self.model.predict_on_batch(tf.zeros([2, 3]))
+
+    model, tuner = dense(), LoaderTuner(share_host=False)
+    getattr(model, kind)(slow(0.001), verbose=0, callbacks=[tuner, Looks()])
+    meter = tuner.test_meter if kind == "evaluate" else tuner.predict_meter
+    assert meter.steps == len(meter.input_waits) == 6
+
+
 def test_an_error_in_a_step_ends_the_tuning_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
@@ -107,6 +146,22 @@ def test_settings_are_code():
     exec(settings.code, names)
     options = names["dataset"].options()
     assert options.threading.private_threadpool_size == settings.knobs.threads
+    assert f"# last: prefetch({settings.knobs.prefetch})" in settings.code
+
+
+@pytest.mark.parametrize("with_strategy", [True, False])
+@pytest.mark.parametrize("last", [lambda data: data.prefetch(tf.data.AUTOTUNE), lambda data: data])
+def test_a_prefetch_that_was_not_tuned_is_no_setting(last, with_strategy, cpu_devices):
+    rows = tf.data.Dataset.range(ROWS).shuffle(20, seed=7)
+    data = last(rows.map(lambda row: (tf.fill([3], 0.1), tf.cast(row, tf.float32))).batch(BATCH))
+    tuner = moving()
+    if with_strategy:
+        train_under_strategy(cpu_devices, data, [tuner])
+    else:
+        train(data, [tuner])
+    code = tuner.best_settings().code
+    assert "private_threadpool_size" in code
+    assert "prefetch" not in code
 
 
 class Unconfirmed(EveryStep):

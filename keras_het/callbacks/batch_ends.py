@@ -1,0 +1,48 @@
+"""When all callbacks of a `fit` were done with a batch."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+
+
+class BatchEnds:
+    """Takes the time at which the last callback of a `fit` has seen the end of a batch.
+
+    The end of an epoch comes to one callback after the other: what those before have done then, to
+    write a checkpoint for instance, is no part of the last step. Keras puts its `History` behind
+    the user's callbacks, so that this one knows when a step is over.
+
+    Args:
+        model: the `keras.Model` that is trained, in `on_train_begin`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._history = getattr(model, "history", None)
+        self._last = (-1, 0.0)
+        if isinstance(self._history, keras.callbacks.History):
+            self._history.on_train_batch_end = self._note
+
+    def begin_epoch(self) -> None:
+        """Batches are counted from 0 again."""
+        self._last = (-1, 0.0)
+
+    def time_of(self, batch: int) -> float | None:
+        """When a batch was over, in seconds of `time.perf_counter`; None if that is not known.
+
+        Args:
+            batch: the first one of the latest execution.
+        """
+        number, seconds = self._last
+        return seconds if number >= batch else None
+
+    def let_go(self) -> None:
+        """Leaves Keras as it was."""
+        if self._history is not None:
+            vars(self._history).pop("on_train_batch_end", None)
+
+    def _note(self, batch: int, logs: Any = None) -> None:
+        # Keras may call this in another thread, and late
+        self._last = batch, time.perf_counter()
