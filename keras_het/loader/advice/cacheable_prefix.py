@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -43,7 +44,8 @@ def find(examination: Examination) -> list[Advice]:
     variables, shuffles. Maps behind a shuffle or a `repeat` count too, because they may change
     places with it. Work that is cached already is left alone. The gain is that of the second and
     later epochs, measured with a part of the prefix in a real cache. The last place is the best
-    one; if it takes too much memory, an earlier one may do.
+    one; if it takes too much memory, an earlier one may do. Before a `take` a cache would never be
+    full, so that it comes after it.
     """
     found = []
     for candidates in _branches(examination.dataset):
@@ -68,7 +70,9 @@ def _branches(root: Dataset) -> list[list[_Candidate]]:
     steady = nodes.is_cache(base) or not any(map(nodes.may_change, adapter.upstream_of(base)))
     if steady:
         return [_candidates(base, path[::-1])]
-    found = []
+    found: list[list[_Candidate]] = []
+    if _ends_early(path[::-1]):
+        return found
     for source in adapter.inputs_of(base):
         for candidates in _branches(source):
             # what joins several inputs is not built again: an upper bound of the gain will do
@@ -94,10 +98,20 @@ def _candidates(base: Dataset, path: list[Dataset]) -> list[_Candidate]:
             prefix = adapter.rebuild_on(node, prefix)
         else:
             aside.append(node)
-        if nodes.is_work(node):
+        if nodes.is_work(node) or (found and not aside and nodes.ends_early(node)):
             rest = [*aside, *path[index + 1 :]]
             found.append(_Candidate(node, prefix, rest, tuple(aside)))
-    return found
+    return [each for each in found if not _ends_early(each.rest or ())]
+
+
+def _ends_early(path: Sequence[Dataset]) -> bool:
+    """Whether an epoch leaves elements of what comes before `path` unread."""
+    for node in path:
+        if adapter.is_repeat(node):
+            return False  # the rounds before the last one are whole
+        if nodes.ends_early(node):
+            return True
+    return False
 
 
 def _commutes(node: Dataset) -> bool:
@@ -110,7 +124,9 @@ def _advice(examination: Examination, candidate: _Candidate) -> tuple[Advice | N
     if gain is None:
         return None, True
     size = examination.cost(candidate.prefix).bytes
-    elements = count(candidate.prefix, _MOST_COUNTED, examination.seconds)
+    elements = examination.quietly(
+        lambda: count(candidate.prefix, _MOST_COUNTED, examination.seconds)
+    )
     if elements is not None and elements < 0:
         return None, True
     memory = None if elements is None else int(elements * size)

@@ -83,8 +83,13 @@ class Examination:
     def cost(self, node: Dataset) -> Cost:
         """What an element of a part of the pipeline costs, all before it included."""
         if id(node) not in self._costs:
+            try:
+                cost = measure(node, self.seconds, self.options, in_chunks=True)
+            except tf.errors.OpError:
+                # what comes after it may ignore errors; if not, the whole pipeline says so
+                passed = node.ignore_errors()
+                cost = measure(passed, self.seconds, self.options, in_chunks=True)
             # the node is kept, so that no other one gets its id
-            cost = measure(node, self.seconds, self.options, in_chunks=True)
             self._costs[id(node)] = node, cost
         return self._costs[id(node)][1]
 
@@ -108,19 +113,38 @@ class Examination:
             rest: the operations after it; by default those after `node`.
 
         Returns:
-            The gain; None if it is not worth a change, or if the changed pipeline cannot be built.
+            The gain; None if it is not worth a change, or cannot be run. Where the operations after
+            `node` cannot be built again, the gain is what its own time allows.
         """
         path = path_to(self.dataset, node) if rest is None else rest
         changed = self.quietly(lambda: rebuilt(replacement, path))
-        return None if changed is None else self._gain_over_now(changed)
+        if changed is not None:
+            return self._gain_over_now(changed)
+        gain: Gain | None = self.quietly(lambda: self._gain_of_part(node, replacement))
+        return gain
+
+    def _gain_of_part(self, node: Dataset, replacement: Dataset) -> Gain | None:
+        """At most what a faster part can gain; the smaller difference of two runs counts."""
+        scale = next(scale for each, scale in self.all_nodes() if each is node)
+        saved = self.cost(node).seconds - self.cost(replacement).seconds
+        if self.most_gain(scale * saved) is None:
+            return None
+        before, after = (
+            measure(each, self.seconds, self.options, in_chunks=True).seconds
+            for each in (node, replacement)
+        )
+        return self.most_gain(scale * min(saved, before - after))
 
     def can_build(self, replacement: Dataset, rest: Sequence[Dataset]) -> bool:
         """Whether the operations `rest` can be built again on a changed beginning."""
         return self.quietly(lambda: rebuilt(replacement, rest)) is not None
 
-    def can_rebuild_after(self, node: Dataset) -> bool:
-        """Whether all operations after `node` can be built again."""
-        return self.quietly(lambda: rebuilt(node, path_to(self.dataset, node))) is not None
+    def can_run(self, node: Dataset, replacement: Dataset) -> bool:
+        """Whether the pipeline can be built again, and gives batches, with another part."""
+        changed = self.quietly(lambda: rebuilt(replacement, path_to(self.dataset, node)))
+        if changed is None:
+            return False
+        return self.quietly(lambda: next(iter(changed.with_options(self.options)))) is not None
 
     def _gain_over_now(self, changed: Dataset) -> Gain | None:
         """What a changed pipeline gains; the better of two runs of each counts.

@@ -92,7 +92,8 @@ def _what_the_filter_needs(mapped: Dataset, node: Dataset) -> tuple[bool, set[st
     """Whether the filter reads only inputs of the map, and what the map does besides."""
     read = _read_inputs(node._predicate.function.graph)
     graph = mapped._map_func.function.graph
-    needed = _ancestors([graph.outputs[position] for position in read])
+    # what the filter has captured, such as a table, comes after what it gets of the map
+    needed = _ancestors([graph.outputs[place] for place in read if place < len(graph.outputs)])
     everything = _ancestors(list(graph.outputs))
     unneeded = {operation.type for operation in everything - needed} - _FREE
     kinds = {operation.type for operation in needed} - _FREE

@@ -108,6 +108,17 @@ def is_cache(node: Dataset) -> bool:
     return kind(node) in ("Cache", "Snapshot", "Save", "Load")
 
 
+def ends_early(node: Dataset) -> bool:
+    """Whether an operation may end before the one that it reads from."""
+    if kind(node) == "TakeWhile":
+        return True
+    if kind(node) != "Take":
+        return False
+    count = adapter.constant(node._count)
+    (source,) = adapter.inputs_of(node)
+    return count is None or (count >= 0 and not 0 <= int(source.cardinality()) <= count)
+
+
 def writes_files(node: Dataset) -> bool:
     """Whether reading a part of the pipeline would write files."""
     if kind(node) == "Cache":

@@ -14,6 +14,7 @@ from keras_het.loader.advice.advice import PYTHON_FUNCTION, Advice
 from keras_het.loader.advice.examination import Examination
 
 Dataset = Any
+_STAND_INS = 100_000
 
 
 def find(examination: Examination) -> list[Advice]:
@@ -28,7 +29,7 @@ def find(examination: Examination) -> list[Advice]:
             continue
         gain = examination.most_gain(_own_seconds(examination, node) * scale)
         stand_in = examination.quietly(partial(_stand_in, node)) if gain is not None else None
-        if stand_in is not None and examination.can_rebuild_after(node):
+        if stand_in is not None and examination.can_run(node, stand_in):
             free = examination.gain_of(node, stand_in)
             gain = None if free is None else dataclasses.replace(free, is_measured=False)
         if gain is not None:
@@ -54,7 +55,8 @@ def _stand_in(node: Dataset) -> Dataset:
         (source,) = adapter.inputs_of(node)
         return source.map(nothing, num_parallel_calls=adapter.parallel_calls(node))
     if adapter.draws_from_generator(node):
-        return tf.data.Dataset.range(1).repeat().map(nothing)
+        # with an end: a filter that drops zeros would look for another element for ever
+        return tf.data.Dataset.range(_STAND_INS).map(nothing)
     raise TypeError(f"No stand-in for {nodes.name(node)}.")
 
 

@@ -6,6 +6,7 @@ import io
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from advised_pipelines import (
@@ -80,10 +81,79 @@ def test_work_behind_a_shuffle_could_be_moved_before_it_and_cached():
     assert "before shuffle and repeat" in advice.message
 
 
+def test_samples_that_cannot_be_read_may_be_ignored():
+    def decode(number):
+        with tf.control_dependencies([tf.debugging.assert_none_equal(number % 7, np.int64(3))]):
+            return heavy(number)
+
+    dataset = numbers().filter(lambda number: number >= 0).map(decode).ignore_errors().batch(BATCH)
+    advice = found(dataset, "cacheable_prefix")
+    assert "map(decode)" in advice.stage
+    assert advice.estimated_gain > 2
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        advise(numbers().map(decode).batch(BATCH), seconds=SECONDS, file=io.StringIO())
+
+
 def test_only_what_comes_before_random_work_could_be_cached():
     advice = found(numbers().map(heavy).map(randomly).batch(BATCH), "cacheable_prefix")
     assert "map(heavy)" in advice.stage
     assert advice.estimated_gain > 2
+
+
+class Calls:
+    """Counts how often a map is called."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, value):
+        def note(number):
+            self.count += 1
+            return number
+
+        return tf.ensure_shape(tf.numpy_function(note, [value], value.dtype), value.shape)
+
+
+def test_a_cache_before_take_is_never_full():
+    """Which is why none is advised there."""
+    early, late = Calls(), Calls()
+    for dataset in (numbers().map(early).cache().take(8), numbers().map(late).take(8).cache()):
+        for _ in range(3):
+            assert len(list(dataset)) == 8
+    assert early.count >= 3 * 8
+    assert late.count == 8
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "place"),
+    [
+        (lambda: numbers().map(heavy).take(64).batch(BATCH), "take"),
+        (lambda: numbers().map(heavy).batch(BATCH).take(4).prefetch(1), "take"),
+        (lambda: numbers().map(heavy).repeat().take(400).batch(BATCH), "map(heavy)"),
+        (lambda: numbers().map(heavy).batch(BATCH).take(100), "map(heavy)"),
+    ],
+    ids=["samples", "batches", "after repeat", "all of them"],
+)
+def test_a_cache_comes_after_take(pipeline, place):
+    advice = found(pipeline(), "cacheable_prefix")
+    assert advice.estimated_gain > 2
+    assert f"Put cache() after {place}." in advice.message
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        lambda: numbers().shuffle(64).take(64).map(heavy).batch(BATCH),
+        lambda: numbers().map(heavy).map(randomly).take(64).batch(BATCH),
+        lambda: (
+            tf.data.Dataset.zip(numbers().map(heavy), numbers().map(randomly)).batch(BATCH).take(4)
+        ),
+    ],
+    ids=["shuffle", "random", "zip"],
+)
+def test_where_take_follows_what_changes_there_is_no_place_for_a_cache(pipeline):
+    report, text = report_of(pipeline())
+    assert "cacheable_prefix" not in report.kinds, text
 
 
 @pytest.mark.parametrize(
@@ -163,8 +233,14 @@ def test_other_maps_stay_where_they_are(pipeline):
     assert "vectorisable_map" not in report.kinds, text
 
 
-def test_samples_are_decoded_before_they_are_filtered_out():
-    kept = numbers().shuffle(9).map(decoded).filter(lambda image, label: label == 0)
+@pytest.mark.parametrize("captures", [False, True])
+def test_samples_are_decoded_before_they_are_filtered_out(captures):
+    allowed = tf.constant([0, 5], tf.int64)
+
+    def is_allowed(image, label):
+        return tf.reduce_any(label == allowed) if captures else label == 0
+
+    kept = numbers().shuffle(9).map(decoded).filter(is_allowed)
     advice = found(kept.batch(8), "late_filter")
     assert advice.is_measured
     assert advice.estimated_gain > 2
@@ -243,6 +319,33 @@ def test_a_slow_generator_is_named():
     spec = tf.TensorSpec([], tf.int32)
     generated = tf.data.Dataset.from_generator(generate, output_signature=spec)
     assert found(generated.batch(BATCH), "python_function").stage == "from_generator"
+
+
+def generated(shape, dtype):
+    def generate():
+        for number in range(SAMPLES):
+            sum(range(20_000))
+            yield tf.fill(shape, number + 1.0)
+
+    spec = tf.TensorSpec([None] * len(shape), dtype)
+    return tf.data.Dataset.from_generator(generate, output_signature=spec)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        # neither gives anything for zeros of the least shape
+        lambda: generated([], tf.float32).filter(lambda value: value > 0.0),
+        lambda: generated([8], tf.float32).map(lambda row: tf.image.random_crop(row, [4])),
+        lambda: generated([8], tf.float32).map(lambda row: tf.reshape(row, [4, 2])),
+    ],
+    ids=["filter", "crop", "reshape"],
+)
+def test_a_slow_generator_is_named_whatever_comes_after_it(pipeline):
+    advice = found(pipeline().batch(BATCH), "python_function")
+    assert advice.stage == "from_generator"
+    assert advice.estimated_gain > 2
+    assert advice.gain_text.startswith("at most")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,20 @@ def test_files_could_be_read_in_parallel():
     assert "num_parallel_calls" in advice.message
 
 
+def joined(files, **options):
+    """Samples of the files beside others: what follows `zip` cannot be built again."""
+    samples = files.interleave(slow_file, cycle_length=4, **options)
+    return tf.data.Dataset.zip(samples, tf.data.Dataset.range(160)).batch(8)
+
+
+def test_files_beside_other_data_could_be_read_in_parallel():
+    files = tf.data.Dataset.range(4).shuffle(4)
+    (advice,) = advices_for(joined(files))
+    assert advice.gain_text.startswith("at most")
+    assert advice.estimated_gain > 1.3
+    assert advices_for(joined(files, num_parallel_calls=tf.data.AUTOTUNE)) == []
+
+
 def test_files_in_parallel_are_fine():
     files = tf.data.Dataset.range(4).shuffle(4)
     parallel = files.interleave(slow_file, cycle_length=4, num_parallel_calls=tf.data.AUTOTUNE)
