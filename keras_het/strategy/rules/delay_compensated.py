@@ -15,7 +15,7 @@ _EPSILON = 1e-7
 class DelayCompensated(SendsGradient):
     r"""DC-ASGD: adds what the gradient would have changed by since the worker saw the center.
 
-    With :math:`w_i` the center that worker i last got, elementwise,
+    With :math:`w_i` the center that the gradient of worker i was computed at, elementwise,
 
     .. math:: c \leftarrow c - \eta\,\bigl(g_i + \lambda\, g_i \odot g_i \odot (c - w_i)\bigr),
               \qquad w_i \leftarrow c.
@@ -23,7 +23,9 @@ class DelayCompensated(SendsGradient):
     With `decay` not None this is DC-ASGD-a: :math:`\lambda` becomes
     :math:`\lambda / \sqrt{s_i + 10^{-7}}`, where
     :math:`s_i \leftarrow d\,s_i + (1 - d)\,g_i \odot g_i`. The service keeps one copy of the center
-    for each worker.
+    for each worker, of its last answer. Who has got the center in another way since (it joins or
+    comes back, its push was too stale, or an answer was lost) has seen another version than that:
+    its first gradient is taken without compensation.
 
     Args:
         learning_rate: :math:`\eta`.
@@ -62,16 +64,22 @@ class DelayCompensated(SendsGradient):
         self.decay = decay
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """The center that each worker last got, whether it got one, and the mean squares."""
-        slots = {"seen": (self.num_workers, size), "has_seen": (self.num_workers,)}
+        """The center that each worker last got for a push, and the mean squares."""
+        slots: dict[str, tuple[int, ...]] = {"seen": (self.num_workers, size)}
         if self.decay is not None:
             slots["mean_square"] = (self.num_workers, size)
         return slots
 
+    def create_slots(self, center: Any) -> dict[str, Any]:
+        """The state, and the version of the center in each worker's last answer, 0 for none."""
+        versions = tf.Variable(tf.zeros([self.num_workers], tf.int64), trainable=False)
+        return {**super().create_slots(center), "seen_version": versions}
+
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Takes one compensated step against the gradient `change`."""
         client = tf.clip_by_value(meta.client, 0, self.num_workers - 1)
-        known = slots["has_seen"][client] > 0
+        seen_version = meta.version - tf.cast(meta.staleness, tf.int64)
+        known = (seen_version > 0) & tf.equal(seen_version, slots["seen_version"][client])
         moved = tf.where(known, center - slots["seen"][client], tf.zeros_like(change))
         square = change * change
         strength: Any = self.compensation
@@ -82,7 +90,7 @@ class DelayCompensated(SendsGradient):
         center.assign_sub(self.learning_rate * (change + strength * square * moved))
         answer = center.read_value()
         _set_row(slots["seen"], client, answer)
-        _set_row(slots["has_seen"], client, tf.ones([]))
+        _set_row(slots["seen_version"], client, meta.version + 1)
         return answer
 
     def get_config(self) -> dict[str, Any]:

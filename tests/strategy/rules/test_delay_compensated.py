@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
-from rule_checks import Center, Equations, follow, start_vector
+import tensorflow as tf
+from addresses import free_address
+from rule_checks import PARTITIONS, PROOF, Center, Equations, connect, follow, start_vector
 
+from keras_het.strategy.parameter_service import ParameterService, Status
 from keras_het.strategy.rules import AsyncSGD, DelayCompensated
 
 
@@ -36,17 +39,48 @@ def test_corrects_a_stale_gradient_of_a_square_to_first_order(cpu_devices):
     # f(w) = -log w: g = -1/w and f'' = g g exactly, the case in which the correction is best.
     def after_two_pushes(rule):
         center = Center(rule, np.ones(1), sizes=(1,))
-        center.push(0, 1, 0, np.zeros(1))  # both workers get 1
+        center.push(0, 1, 0, np.zeros(1))  # both workers get 1, as versions 1 and 2
         center.push(1, 1, 0, np.zeros(1))
-        center.push(0, 1, 0, -1 / np.ones(1))  # one moves the center,
+        center.push(0, 1, 1, -1 / np.ones(1))  # one moves the center,
         moved = center.values
-        center.push(1, 1, 0, -1 / np.ones(1))  # the other's gradient is stale
+        center.push(1, 1, 2, -1 / np.ones(1))  # the other's gradient is stale
         return moved, moved - center.values
 
     moved, stale = after_two_pushes(AsyncSGD(0.1))
     _, corrected = after_two_pushes(DelayCompensated(0.1, 1.0, num_workers=2))
     right = 0.1 * -1 / moved
     assert abs(corrected - right) < 0.15 * abs(stale - right)
+
+
+def test_a_center_that_was_pulled_anew_is_not_taken_for_the_last_answer(cpu_devices):
+    center = Center(DelayCompensated(0.1, 1.0, num_workers=2), np.ones(1), sizes=(1,))
+    center.push(0, 1, 0, np.zeros(1))
+    for _ in range(20):  # meanwhile the other worker moves the center far away
+        center.push(1, 1, center.version, -np.ones(1))
+    before = center.values
+    center.push(0, 1, center.version, np.ones(1))  # it came back: its gradient is not stale at all
+    np.testing.assert_allclose(center.values, before - 0.1, rtol=1e-6)
+    moved = center.values
+    center.push(1, 1, center.version - 1, np.ones(1))  # that one is, by one step
+    np.testing.assert_allclose(center.values, moved - 0.1 * (1 - 0.1), rtol=1e-5)
+
+
+def test_a_worker_that_was_refused_as_too_stale_starts_from_what_it_got(cpu_devices):
+    service = ParameterService(
+        free_address(), PARTITIONS, DelayCompensated(0.1, 1.0, 2), PROOF, 2, staleness_bound=1
+    )
+    service.start()
+    clients = [connect(service, i) for i in range(2)]
+    ones = [tf.ones([size]) for size in PARTITIONS.sizes]
+    versions = clients[0].push(ones, np.zeros(3, np.int64), 1, ones).versions
+    for _ in range(3):
+        clients[1].push(ones, service.versions(), 1, ones)
+    refused = clients[0].push(ones, versions, 1, ones)
+    assert set(refused.statuses.numpy()) == {Status.STALE}
+    answer = clients[0].push(ones, refused.versions, 1, ones)
+    for after, before in zip(answer.partitions, refused.partitions, strict=True):
+        np.testing.assert_allclose(after, before - 0.1, rtol=1e-5)
+    service.close()
 
 
 @pytest.mark.parametrize(
