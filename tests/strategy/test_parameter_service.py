@@ -335,3 +335,30 @@ def test_a_push_beyond_the_staleness_bound_is_not_taken(cpu_devices):
         np.testing.assert_array_equal(before, after)
     answer = slow.push(ramp(), answer.versions, 1, zeros())
     assert answer.statuses.numpy().tolist() == [Status.OK] * 3
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.7, 0.5])
+def test_largest_values_of_the_largest_partition_fit_into_a_message(cpu_devices, ratio):
+    wire = TopKWire(ratio)
+    largest = wire.largest_partition
+    assert round(ratio * largest) * 8 <= 4_096_000 < round(ratio * (largest + 2)) * 8 + 8
+    partitions = Partitions(((1_100_000,),), largest)
+    service = ParameterService(free_address(), partitions, Delta(), GOOD, 1, wire=wire)
+    service.start()
+    client = ParameterClient(service.address, partitions, GOOD, 0, wire=wire)
+    changes = list(tf.split(tf.random.normal([1_100_000]), partitions.sizes))
+    versions = np.zeros(len(partitions.sizes), np.int64)
+    answer = client.push(changes, versions, 1, changes)
+    assert set(answer.statuses.numpy()) == {Status.OK}
+    whole = flat(answer.partitions) + flat(answer.residuals)
+    np.testing.assert_array_equal(whole, flat(changes))
+    service.close()
+
+
+def test_partitions_that_are_too_large_for_their_format_are_refused(service):
+    partitions = Partitions(((1_024_000,),))
+    match = r"'top-1.0'.*1024000 elements.*partition_size=512000"
+    with pytest.raises(ValueError, match=match):
+        ParameterService(free_address(), partitions, Delta(), GOOD, 1, wire=TopKWire(1.0))
+    with pytest.raises(ValueError, match=match):
+        ParameterClient(service.address, partitions, GOOD, 0, wire=TopKWire(1.0))

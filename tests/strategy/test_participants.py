@@ -17,7 +17,7 @@ from keras_het.strategy.parameter_service import (
     credential,
 )
 from keras_het.strategy.parameter_service.sample_ledger import Presence
-from keras_het.strategy.rules import AsyncEASGD, AsyncSGD, Delta
+from keras_het.strategy.rules import ASHL, AsyncEASGD, AsyncSGD, Delta
 
 
 class Vectors:
@@ -165,3 +165,18 @@ def test_tasks_agree_on_the_format_of_messages(cpu_devices):
         else:
             with pytest.raises(PermissionError, match="refused this worker"):
                 ParameterClient(*connect, wire=wire)
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "size"),
+    [
+        (Delta(), {}, 1_024_000),
+        (Delta(), {"partition_bytes": 64}, 16),
+        (Delta(), {"wire": TopKWire(0.8)}, 640_000),
+        (Delta(), {"wire": TopKWire(0.1)}, 1_024_000),
+        # the largest values of all workers, who send all of them before anything is measured
+        (ASHL(loss_threshold=0.5, num_workers=2), {}, 512_000),
+    ],
+)
+def test_messages_of_the_largest_partition_fit(rule, given, size):
+    assert HybridOptions(rule, **given).partition_size == size

@@ -94,6 +94,11 @@ class HybridOptions:
             return TopKWire(1.0)
         return self.wire or FloatWire()
 
+    @property
+    def partition_size(self) -> int:
+        """Elements of a partition at most: places travel beside the largest values."""
+        return min(self.partition_bytes // 4, self.weights_wire.largest_partition)
+
 
 class Participant(abc.ABC):
     """One side of a hybrid training, driven by `keras_het.callbacks.HybridAggregation`.
@@ -107,7 +112,7 @@ class Participant(abc.ABC):
     def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
-        self.vectors = ModelVectors(model, strategy, options.partition_bytes // 4)
+        self.vectors = ModelVectors(model, strategy, options.partition_size)
         strategy.num_hybrid_runs += 1
         self.run: int = strategy.num_hybrid_runs
         self.secret = read_secret()
@@ -130,7 +135,7 @@ class Participant(abc.ABC):
 
     def sum_gradients(self) -> Any:
         """An optimizer that sums gradients up; from now on they are what this task sends."""
-        variables, size = self.model.trainable_variables, self.options.partition_bytes // 4
+        variables, size = self.model.trainable_variables, self.options.partition_size
         own = self.model.optimizer
         self._mean_gradient = MeanGradient(variables, self.strategy, size, own)
         return self._mean_gradient.optimizer

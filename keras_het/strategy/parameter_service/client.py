@@ -16,7 +16,7 @@ from keras_het.strategy.parameter_service.function_client import (
     error_of,
 )
 from keras_het.strategy.parameter_service.partitions import Partitions, place_partitions
-from keras_het.strategy.parameter_service.wire import FloatWire, Wire
+from keras_het.strategy.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.strategy.rules import Signal
 
 
@@ -76,6 +76,7 @@ class ParameterClient:
     Raises:
         ConnectionError: if the service does not answer in time.
         PermissionError: if it refuses the credential: another secret, model or rule.
+        ValueError: if a partition is too large for a message of the format.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ParameterClient:
     ) -> None:
         self._prefix = prefix
         self._wire = wire or FloatWire()
+        check_fits(self._wire, partitions)
         self.partitions = partitions
         self._client = tf.constant(client, tf.int32)
         addresses = [address] if isinstance(address, str) else list(address)
@@ -108,7 +110,11 @@ class ParameterClient:
 
         Args:
             wire: of a kind whose messages the service takes, such as another part of the values.
+
+        Raises:
+            ValueError: if a partition is too large for a message of the format.
         """
+        check_fits(wire, self.partitions)
         self._wire = wire
 
     def greet(self) -> None:

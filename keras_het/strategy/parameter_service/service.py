@@ -15,7 +15,7 @@ from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
 from keras_het.strategy.parameter_service.part import Part
 from keras_het.strategy.parameter_service.partitions import Partitions
-from keras_het.strategy.parameter_service.wire import FloatWire, Wire
+from keras_het.strategy.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.strategy.rules import PushMeta, Signal, UpdateRule
 
 
@@ -41,6 +41,9 @@ class ParameterService:
         server: server to answer on; by default one of its own at `address`.
         indices: numbers of the partitions that it holds, where several services share them; all by
             default.
+
+    Raises:
+        ValueError: if a partition is too large for a message of the format.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ParameterService:
         self.address = address
         self._staleness_bound = staleness_bound
         self._wire = wire or FloatWire()
+        check_fits(self._wire, partitions)
         self.partitions = partitions
         self._rule = rule
         self._num_clients = num_clients

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES, Partitions
+
 
 class Wire(Protocol):
     """A format of messages; client and service use the same.
@@ -40,6 +42,10 @@ class Wire(Protocol):
     @property
     def is_exact(self) -> bool:
         """Whether nothing is left of a message that was sent."""
+
+    @property
+    def largest_partition(self) -> int:
+        """Elements of a partition at most, so that each message of it fits."""
 
 
 class FloatWire:
@@ -96,6 +102,11 @@ class FloatWire:
     def is_exact(self) -> bool:
         """Whether it is float32."""
         return bool(self._dtype == tf.float32)
+
+    @property
+    def largest_partition(self) -> int:
+        """As many float32 values as fit into a message."""
+        return LARGEST_MESSAGE_BYTES // 4
 
 
 class TopKWire:
@@ -159,6 +170,11 @@ class TopKWire:
         """A part of the values travels."""
         return False
 
+    @property
+    def largest_partition(self) -> int:
+        """Elements whose part, 8 bytes each with its place, fits, and the answer of 4 bytes."""
+        return min(LARGEST_MESSAGE_BYTES // 4, int(LARGEST_MESSAGE_BYTES // 8 / self._ratio))
+
 
 def _in_pairs(values: Any) -> Any:
     """A float32 vector with the bits of two 16-bit values each, and one of zero at an odd end."""
@@ -179,3 +195,22 @@ def wire_named(name: str) -> Wire:
     if kind == "top" and ratio:
         return TopKWire(float(ratio))
     return FloatWire(name)
+
+
+def check_fits(wire: Wire, partitions: Partitions) -> None:
+    """Refuses partitions whose messages TensorFlow's RPC would not take.
+
+    Args:
+        wire: how values travel.
+        partitions: how the weights are cut.
+
+    Raises:
+        ValueError: if one is too large.
+    """
+    largest = max(partitions.sizes)
+    if largest > wire.largest_partition:
+        raise ValueError(
+            f"A push of a partition does not fit into a message in the format {wire.name!r}. "
+            f"Received: a partition of {largest} elements. Cut smaller ones: "
+            f"Partitions(shapes, partition_size={wire.largest_partition})."
+        )
