@@ -31,6 +31,7 @@ BOOL = (STATUS, tf.TensorSpec([], tf.bool))
 FLOATS = {
     "ledger_lead": (STATUS, NUMBERS),
     "ledger_pace": (STATUS, NUMBERS, NUMBERS),
+    "export_0": (STATUS, tf.TensorSpec(None, tf.int64), tf.TensorSpec([], tf.string)),
     "push_0": (STATUS, tf.TensorSpec(None, tf.int64), tf.TensorSpec(None, tf.float32)),
 }
 
@@ -57,7 +58,8 @@ class Requests:
         center = self.random.normal(size=9).astype("float32")
         broken = center.copy()
         broken[self.random.integers(9)] = self.one_of([np.nan, np.inf, -np.inf])
-        states = np.array([b"x" * self.random.integers(1, 40)] * self.random.integers(1, 4))
+        piece = tf.io.serialize_tensor(center).numpy()  # of the momentum
+        broken_piece = self.one_of([b"", b"x" * 40, piece[:-1], piece + b"x"])
         facts = np.array([int(Stage.CLOSED), 7, 1, 2, 3, 4, 5, 6], np.int64)
         bad_epoch = facts.copy()
         bad_epoch[2] = self.one_of([-1, LARGEST_EPOCH, 2**62])
@@ -65,7 +67,13 @@ class Requests:
         bad_stage[0] = int(Stage.CLOSED) + 1
         number = np.int64
         return [
-            ("restore_0", [center, np.array([], "S1")], [(0, broken), (0, bad_size), (1, states)]),
+            ("restore_0", [center], [(0, broken), (0, bad_size)]),
+            ("set_state_0", [np.array([1, 9]), np.int32(1), number(0), piece],
+             [(0, np.array([1])), (0, np.array([1, 8])), (0, np.array([1, 9, 9])),
+              (1, np.int32(2)), (1, np.int32(-1)), (1, np.int32(0)), (2, number(-1)),
+              (2, number(1)), (2, number(2**62)), (3, broken_piece)]),
+            ("export_0", [np.int32(1), number(0)],
+             [(0, np.int32(2)), (0, np.int32(-1)), (1, number(-1))]),
             ("signal_0", [np.int32(1), np.int32(0)],
              [(0, np.int32(bad_client)), (1, np.int32(max(Signal) + 1)), (1, np.int32(-1))]),
             ("ledger_claim", [np.int32(1), number(0), number(1)],
@@ -125,7 +133,7 @@ def test_bad_requests_change_nothing(service):
         if proof not in clients:
             clients[proof] = FunctionClient(server.address, proof, 20)
         specs = {"ledger_claim": (STATUS, None, None)}.get(function, (STATUS, None))
-        specs = STATUS if function == "restore_0" else specs
+        specs = STATUS if function in ("restore_0", "set_state_0") else specs
         specs = tf.nest.map_structure(lambda spec: spec or tf.TensorSpec(None, tf.int64), specs)
         if function == "signal_0":
             specs = (STATUS, STATUS)
@@ -141,6 +149,9 @@ def test_bad_requests_change_nothing(service):
     assert accepted == []
     for now, then in zip(snapshot(parameters, ledger), before, strict=True):
         np.testing.assert_array_equal(now, then)
+    # none that failed in its middle has kept the lock
+    arguments = [tf.constant(np.int32(1)), tf.constant(int(Signal.NOTHING))]
+    assert int(clients[GOOD].ask("signal_0", arguments, (STATUS, STATUS))[0]) == Status.OK
     server.close()
 
 
@@ -151,6 +162,7 @@ def test_the_same_requests_without_a_fault_are_accepted(service):
     pairs = (STATUS, tf.TensorSpec(None, tf.int64))
     specs = {
         "restore_0": STATUS,
+        "set_state_0": STATUS,
         "signal_0": (STATUS, STATUS),
         "ledger_claim": (STATUS, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)),
         "ledger_report": pairs,

@@ -17,6 +17,7 @@ from keras_het.strategy.hybrid.service_spec import spec_of
 from keras_het.strategy.parameter_service import ParameterClient
 from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
 from keras_het.strategy.parameter_service.ledger_client import ServiceLostError
+from keras_het.strategy.parameter_service.saved_state import from_arrays, to_arrays
 
 LEADER = 0
 
@@ -64,18 +65,14 @@ class RemoteParts:
         vectors = self._leader.vectors
         states = None
         if saved is not None:
-            states = _imported(saved, len(vectors.weights.partitions.sizes))
+            states = from_arrays(saved, len(vectors.weights.partitions.sizes))
         self.weights.restore(vectors.weights.read(), states)
         if self.state is not None:
             self.state.restore(vectors.state.read())
 
     def exported(self) -> dict[str, np.ndarray]:
         """Versions and the rule's state, as arrays that a backup can keep."""
-        return {
-            f"part_{index}/{place}": np.frombuffer(text, np.uint8)
-            for index, texts in enumerate(self.weights.export())
-            for place, text in enumerate(texts.numpy())
-        }
+        return to_arrays(self.weights.export())
 
     def started_anew(self) -> list[str]:
         """Addresses of processes that were started anew, and know nothing of this training.
@@ -167,17 +164,3 @@ class RemoteParts:
 def _offering(leader: Any, address: str, spec: Any, place: int) -> Callable[[], None]:
     seconds = leader.options.timeout_seconds
     return lambda: make_offer(address, leader.secret, spec, place, seconds)
-
-
-def _imported(saved: Mapping[str, np.ndarray], num_partitions: int) -> list[Any]:
-    parts = []
-    for index in range(num_partitions):
-        names = [name for name in saved if name.startswith(f"part_{index}/")]
-        if not names:
-            raise ValueError(
-                "The saved state is not that of a parameter service on tasks of its own. Received: "
-                f"{sorted(saved)}. Remove the backup, or use the cluster that it was made with."
-            )
-        places = sorted(int(name.rpartition("/")[2]) for name in names)
-        parts.append(tf.constant([saved[f"part_{index}/{place}"].tobytes() for place in places]))
-    return parts

@@ -16,6 +16,7 @@ from keras_het.strategy.parameter_service.function_client import (
     error_of,
 )
 from keras_het.strategy.parameter_service.partitions import Partitions, place_partitions
+from keras_het.strategy.parameter_service.saved_state import PartState, piece_places
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.strategy.rules import Signal
 
@@ -48,6 +49,7 @@ PARTITIONS_UNDER_WAY = 2
 """Messages that a client has under way to each process of the service; more are slower."""
 _SHORTEST_SECONDS = 1e-3
 _TAKEN = (int(Status.OK), int(Status.REPEATED))
+_STATUS = tf.TensorSpec([], tf.int32)
 _VALUES = (
     tf.TensorSpec([], tf.int32),
     tf.TensorSpec([], tf.int64),
@@ -142,8 +144,8 @@ class ParameterClient:
                 "messages (wire) differs. Use the same script and secret on every task."
             )
 
-    def restore(self, center: Sequence[Any], states: Sequence[Any] | None = None) -> None:
-        """Sets the center, and versions and the rule's state if they are given.
+    def restore(self, center: Sequence[Any], states: Sequence[PartState] | None = None) -> None:
+        """Sets the center, and before it versions and the rule's state if they are given.
 
         Args:
             center: float32 vector of each partition.
@@ -151,17 +153,32 @@ class ParameterClient:
 
         Raises:
             ConnectionError: if a part is not answered in time.
+            ValueError: if the states are of another rule or number of workers.
         """
-        nothing = tf.zeros([0], tf.string)
-        states = [nothing] * len(center) if states is None else states
-        messages = [[values, state] for values, state in zip(center, states, strict=True)]
-        calls = self._call_each("restore", messages, tf.TensorSpec([], tf.int32))
-        for index, call in enumerate(calls):
-            if not bool(call.is_ok()) or int(call.get_value()) != Status.OK:
-                raise ConnectionError(
-                    f"The parameter service did not take partition {index}. Received: "
-                    f"{_error_of(call)}. Start it anew, and check that the weights are finite."
-                )
+        if states is not None:
+            self._restore_states(states)
+        calls = self._call_each("restore", [[values] for values in center], _STATUS)
+        _check_taken(calls, range(len(calls)))
+
+    def _restore_states(self, states: Sequence[PartState]) -> None:
+        pieces = [
+            (index, state.sizes, *place, piece)
+            for index, state in enumerate(states)
+            for place, piece in zip(piece_places(state.sizes), state.pieces, strict=True)
+        ]
+        messages = [
+            [tf.constant(sizes, tf.int64), *_constants(place, start), tf.constant(piece)]
+            for _, sizes, place, start, piece in pieces
+        ]
+        indices = [index for index, *_ in pieces]
+        calls = self._call_each("set_state", messages, _STATUS, indices=indices)
+        if any(bool(call.is_ok()) and int(call.get_value()) != Status.OK for call in calls):
+            raise ValueError(
+                "The saved state of the parameter service is that of another rule or number of "
+                f"workers. Received: variables of {states[0].sizes} elements in partition 0. "
+                "Remove the backup, or use the rule and cluster that it was made with."
+            )
+        _check_taken(calls, indices)
 
     def signal(self, signal: Signal, client: int | None = None) -> int | None:
         """Tells the rule something of a worker.
@@ -199,24 +216,48 @@ class ParameterClient:
         numbers = self._ask_all("latest", [self._client], tf.TensorSpec([], tf.int64))
         return max(int(number) for number in numbers)
 
-    def export(self) -> list[Any]:
-        """Version and the rule's state of each partition, vectors of serialized tensors.
+    def export(self) -> list[PartState]:
+        """Version and the rule's state of each partition.
 
         Raises:
             ConnectionError: if a part is not answered in time.
         """
-        return self._ask_all("export", [], tf.TensorSpec([None], tf.string))
+        firsts = self._export([(index, 0, 0) for index in range(len(self.partitions.sizes))])
+        sizes = [tuple(int(size) for size in own) for own, _ in firsts]
+        rest = [
+            (index, *place) for index, own in enumerate(sizes) for place in piece_places(own)[1:]
+        ]
+        pieces = [[piece] for _, piece in firsts]
+        for (index, *_), (_, piece) in zip(rest, self._export(rest), strict=True):
+            pieces[index].append(piece)
+        return [
+            PartState(own, tuple(bytes(piece.numpy()) for piece in found))
+            for own, found in zip(sizes, pieces, strict=True)
+        ]
+
+    def _export(self, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[Any, Any]]:
+        """Sizes of the variables, and the piece, of partitions, variables and elements."""
+        specs = (tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.string))
+        messages = [_constants(place, start) for _, place, start in pieces]
+        return self._ask_each("export", messages, specs, [index for index, *_ in pieces])
 
     def _ask_all(self, method: str, arguments: list[Any], spec: Any) -> list[Any]:
         """What each partition answers after its status."""
-        specs = (tf.TensorSpec([], tf.int32), spec)
-        calls = self._call_each(method, [arguments] * len(self.partitions.sizes), specs)
+        messages = [arguments] * len(self.partitions.sizes)
+        return [values[0] for values in self._ask_each(method, messages, (spec,), None)]
+
+    def _ask_each(
+        self, method: str, messages: Sequence[list[Any]], specs: Any, indices: Sequence[int] | None
+    ) -> list[Any]:
+        """What partitions answer to messages, after the status."""
+        every = (tf.TensorSpec([], tf.int32), *specs)
+        calls = self._call_each(method, messages, every, indices=indices)
         for call in calls:
             if not bool(call.is_ok()):
                 raise ConnectionError(
                     f"The parameter service did not answer in time. Received: {_error_of(call)}."
                 )
-        return [call.get_value()[1] for call in calls]
+        return [tuple(call.get_value()[1:]) for call in calls]
 
     def pull(self, fallback: Sequence[Any], exact: bool = False) -> Answer:
         """Reads the center.
@@ -412,6 +453,19 @@ def _result(call: Any, fallback: Any, wire: Wire) -> tuple[Any, Any, Any]:
     for scalar in (status, version):
         scalar.set_shape([])
     return status, version, tf.ensure_shape(values, fallback.shape)
+
+
+def _check_taken(calls: Sequence[Any], indices: Sequence[int]) -> None:
+    for index, call in zip(indices, calls, strict=True):
+        if not bool(call.is_ok()) or int(call.get_value()) != Status.OK:
+            raise ConnectionError(
+                f"The parameter service did not take partition {index}. Received: "
+                f"{_error_of(call)}. Start it anew, and check that the weights are finite."
+            )
+
+
+def _constants(place: int, start: int) -> list[Any]:
+    return [tf.constant(place, tf.int32), tf.constant(start, tf.int64)]
 
 
 def _error_of(call: Any) -> str:

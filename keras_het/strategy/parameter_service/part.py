@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.strategy.parameter_service.saved_state import LARGEST_PIECE
 
 
 class Part:
@@ -42,30 +44,48 @@ class Part:
         handles = [variable.handle for variable in (*own, *slots)]
         return [*handles, private_api.mutex_of(self.lock)]
 
-    def serialized_state(self) -> Any:
-        """Version and the rule's variables, by name, as a vector of strings; in the graph."""
-        return tf.stack([tf.io.serialize_tensor(v.read_value()) for v in self._state()])
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Elements of the version and of each of the rule's variables, by name."""
+        return tuple(int(variable.shape.num_elements()) for variable in self._state())
 
-    def restore(self, center: Any, state: Any) -> None:
-        """Sets the center, and what `serialized_state` gave; in the graph.
+    def state_piece(self, place: Any, start: Any) -> Any:
+        """A piece of a variable as a serialized tensor; in the graph.
 
         Args:
-            center: float32 vector.
-            state: vector of strings, empty to set the center alone.
+            place: number of the variable, int32 scalar.
+            start: first element, int64 scalar.
         """
-        if tf.greater(tf.size(state), 0):
-            variables = self._state()
-            tf.debugging.assert_equal(tf.size(state), len(variables))
-            values = [
-                tf.ensure_shape(tf.io.parse_tensor(state[index], variable.dtype), variable.shape)
-                for index, variable in enumerate(variables)
-            ]
-            with tf.control_dependencies(values):  # nothing changes if one cannot be read
-                for variable, value in zip(variables, values, strict=True):
-                    variable.assign(value)
-                self.center.assign(center)
-        else:
-            self.center.assign(center)
+
+        def read(variable: Any) -> Any:
+            values = tf.reshape(variable.read_value(), [-1])
+            return tf.io.serialize_tensor(values[start : start + LARGEST_PIECE])
+
+        return tf.switch_case(place, [functools.partial(read, own) for own in self._state()])
+
+    def set_state_piece(self, place: Any, start: Any, piece: Any) -> Any:
+        """Sets a piece of a variable; in the graph, under the lock.
+
+        Nothing changes if it cannot be read.
+
+        Args:
+            place: number of the variable, int32 scalar.
+            start: first element, int64 scalar.
+            piece: what `state_piece` gave.
+
+        Returns:
+            A tensor that is there when it is done.
+        """
+
+        def write(variable: Any) -> Any:
+            values = tf.reshape(variable.read_value(), [-1])
+            new = tf.ensure_shape(tf.io.parse_tensor(piece, variable.dtype), [None])
+            end = start + tf.size(new, out_type=tf.int64)
+            whole = tf.concat([values[:start], new, values[end:]], axis=0)
+            variable.assign(tf.reshape(whole, variable.shape))
+            return tf.constant(True)
+
+        return tf.switch_case(place, [functools.partial(write, own) for own in self._state()])
 
     def _state(self) -> list[Any]:
         return [self.version, *(self.slots[name] for name in sorted(self.slots))]

@@ -18,6 +18,8 @@ from keras_het.strategy.parameter_service.partitions import Partitions
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.strategy.rules import PushMeta, Signal, UpdateRule
 
+_PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
+
 
 class ParameterService:
     """Real variables in this process, updated and read by functions that others call.
@@ -87,6 +89,7 @@ class ParameterService:
             "center": functools.partial(self._pull_function, exact=True),
             "export": self._export_function,
             "restore": self._restore_function,
+            "set_state": self._set_state_function,
             "signal": self._signal_function,
             "latest": self._latest_function,
             "close": self._close_function,
@@ -276,15 +279,60 @@ class ParameterService:
         return push
 
     def _export_function(self, part: Part) -> Any:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
-        def export(credential: Any) -> Any:
+        sizes = part.state_sizes
+
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string), *_PLACE], autograph=False)
+        def export(credential: Any, place: Any, start: Any) -> Any:
+            known = (place >= 0) & (place < len(sizes)) & (start >= 0)
             return tf.cond(
-                self._gate.admits(credential),
-                lambda: (tf.constant(int(Status.OK)), part.serialized_state()),
-                lambda: (tf.constant(int(Status.REFUSED)), tf.zeros([0], tf.string)),
+                self._gate.admits(credential) & known,
+                lambda: (
+                    tf.constant(int(Status.OK)),
+                    tf.constant(sizes, tf.int64),
+                    part.state_piece(place, start),
+                ),
+                lambda: (
+                    tf.constant(int(Status.REFUSED)),
+                    tf.zeros([len(sizes)], tf.int64),
+                    tf.constant(""),
+                ),
             )
 
         return export
+
+    def _set_state_function(self, part: Part) -> Any:
+        sizes = part.state_sizes
+        signature = [
+            tf.TensorSpec([], tf.string),
+            tf.TensorSpec([None], tf.int64),
+            *_PLACE,
+            tf.TensorSpec([], tf.string),
+        ]
+
+        def fits(saved_sizes: Any) -> Any:
+            is_same_rule = tf.equal(tf.size(saved_sizes), len(sizes))
+            return tf.cond(
+                is_same_rule,
+                lambda: tf.reduce_all(tf.equal(saved_sizes, sizes)),
+                lambda: tf.constant(False),
+            )
+
+        @tf.function(input_signature=signature, autograph=False)
+        def set_state(credential: Any, saved_sizes: Any, place: Any, start: Any, piece: Any) -> Any:
+            def take() -> Any:
+                # two pieces of a variable are under way at a time
+                done = part.lock.execute(lambda: part.set_state_piece(place, start, piece))
+                with tf.control_dependencies([done]):
+                    return tf.constant(int(Status.OK))
+
+            known = (place >= 0) & (place < len(sizes)) & (start >= 0) & fits(saved_sizes)
+            return tf.cond(
+                self._gate.admits(credential) & known,
+                take,
+                lambda: tf.constant(int(Status.REFUSED)),
+            )
+
+        return set_state
 
     def signal_locally(self, client: int, signal: Signal) -> None:
         """Tells the rule something of a client, from this process.
@@ -348,12 +396,11 @@ class ParameterService:
             input_signature=[
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([part.size], tf.float32),
-                tf.TensorSpec([None], tf.string),
             ]
         )
-        def restore(credential: Any, center: Any, state: Any) -> Any:
+        def restore(credential: Any, center: Any) -> Any:
             def take() -> Any:
-                part.restore(center, state)
+                part.center.assign(center)
                 return tf.constant(int(Status.OK))
 
             finite = tf.reduce_all(tf.math.is_finite(center))
