@@ -362,3 +362,52 @@ def test_partitions_that_are_too_large_for_their_format_are_refused(service):
         ParameterService(free_address(), partitions, Delta(), GOOD, 1, wire=TopKWire(1.0))
     with pytest.raises(ValueError, match=match):
         ParameterClient(service.address, partitions, GOOD, 0, wire=TopKWire(1.0))
+
+
+class Unhurried(ElasticAveraging):
+    """Takes pushes without a lock, and only when it may."""
+
+    name = "unhurried"
+    is_atomic = False
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.entered = tf.queue.FIFOQueue(9, tf.bool, shapes=[])
+        self.may_go = tf.queue.FIFOQueue(9, tf.bool, shapes=[])
+
+    def update(self, center, slots, change, meta):
+        with tf.control_dependencies([self.entered.enqueue(True)]):
+            gone = self.may_go.dequeue()
+        with tf.control_dependencies([gone]):
+            return super().update(center, slots, change, meta)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_center_is_final_when_training_was_closed_without_a_lock_too(cpu_devices, remote):
+    rule = Unhurried()
+    service = start(rule)
+    pusher, leader = connect(service, 1), connect(service)
+    close, statuses, found = (leader if remote else service).close_training, [], []
+
+    def push():
+        answer = pusher.push(ramp(5.0), tf.zeros([3], tf.int64), 1, zeros())
+        statuses.extend(answer.statuses.numpy().tolist())
+
+    def end():
+        close()
+        found.append(flat(service.center_partitions()))
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (push, end)]
+    threads[0].start()
+    for _ in range(2):  # that are under way at a time
+        rule.entered.dequeue()
+    threads[1].start()
+    threads[1].join(timeout=1)  # it must not come to its end
+    for _ in range(2):
+        rule.may_go.enqueue(True)
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert statuses == [Status.OK, Status.OK, Status.CLOSED]
+    np.testing.assert_array_equal(found[0], flat(service.center_partitions()))
+    assert np.abs(found[0][:14] - 1).max() > 1

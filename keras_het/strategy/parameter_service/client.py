@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +50,8 @@ NO_ANSWER = -1
 PARTITIONS_UNDER_WAY = 2
 """Messages that a client has under way to each process of the service; more are slower."""
 _SHORTEST_SECONDS = 1e-3
+_POLL_SECONDS = 0.005
+_logger = logging.getLogger("keras_het")
 _TAKEN = (int(Status.OK), int(Status.REPEATED))
 _STATUS = tf.TensorSpec([], tf.int32)
 _VALUES = (
@@ -205,7 +209,12 @@ class ParameterClient:
         Raises:
             ConnectionError: if a part is not answered in time.
         """
-        self._ask_all("close", [], tf.TensorSpec([], tf.bool))
+        deadline = time.monotonic() + self._services[0].timeout_seconds
+        while not all(self._ask_all("close", [], tf.TensorSpec([], tf.bool))):
+            if time.monotonic() > deadline:
+                _logger.warning("A push to the parameter service has not come to its end.")
+                break
+            time.sleep(_POLL_SECONDS)
 
     def latest_sequence(self) -> int:
         """The largest number of a push that the service knows of this worker; 0 for none.

@@ -28,6 +28,8 @@ class Part:
         # What a client in this process saw last, which sends no message that says it.
         self.seen_here = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         self.is_closed = tf.Variable(False, trainable=False)
+        # Pushes that are being taken without the lock.
+        self.under_way = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         self.slots = rule.create_slots(self.center)
         self.lock = tf.CriticalSection()
 
@@ -41,7 +43,7 @@ class Part:
         """Handles of the variables and of the lock, in an order that depends on the kind only."""
         own = (self.center, self.version, self.sequences, self.seen_here, self.is_closed)
         slots = (self.slots[name] for name in sorted(self.slots))
-        handles = [variable.handle for variable in (*own, *slots)]
+        handles = [variable.handle for variable in (*own, self.under_way, *slots)]
         return [*handles, private_api.mutex_of(self.lock)]
 
     @property

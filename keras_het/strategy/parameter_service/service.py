@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,11 @@ from keras_het.strategy.parameter_service.partitions import Partitions
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.strategy.rules import PushMeta, Signal, UpdateRule
 
+LONGEST_CLOSE_SECONDS = 10.0
+"""For pushes of rules without lock that are being taken at the end of training."""
+_POLL_SECONDS = 0.002
 _PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
+_logger = logging.getLogger("keras_het")
 
 
 class ParameterService:
@@ -187,8 +193,12 @@ class ParameterService:
 
     def close_training(self) -> None:
         """Takes no push from others any more; returns when the last one is through."""
-        for part in self._parts:
-            self._close(part)
+        deadline = time.monotonic() + LONGEST_CLOSE_SECONDS
+        while not all([bool(self._close(part)) for part in self._parts]):
+            if time.monotonic() > deadline:
+                _logger.warning("A push of the rule %s has not come to its end.", self._rule.name)
+                break
+            time.sleep(_POLL_SECONDS)
 
     def prepare_local_exchange(self) -> None:
         """Traces `exchange_locally`, so that the first one does not hold up a training step."""
@@ -367,15 +377,18 @@ class ParameterService:
         return signal
 
     def _close(self, part: Part) -> Any:
-        return part.lock.execute(lambda: part.is_closed.assign(True, read_value=True))
+        """Takes no push any more; whether the last one is through, also of those without lock."""
+        closed = part.lock.execute(lambda: part.is_closed.assign(True, read_value=True))
+        with tf.control_dependencies([closed]):
+            return tf.equal(part.under_way.read_value(), 0)
 
     def _close_function(self, part: Part) -> Any:
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
         def close(credential: Any) -> Any:
             admitted = self._gate.admits(credential)
-            is_closed = tf.cond(admitted, lambda: self._close(part), lambda: tf.constant(False))
+            is_done = tf.cond(admitted, lambda: self._close(part), lambda: tf.constant(False))
             refused = tf.constant(int(Status.REFUSED))
-            return tf.where(admitted, int(Status.OK), refused), is_closed
+            return tf.where(admitted, int(Status.OK), refused), is_done
 
         return close
 
@@ -447,9 +460,15 @@ class ParameterService:
                 return update()
             return self._unless_known(part, client, version, sequence, update)
 
-        if not self._rule.is_atomic:
-            return checked()
-        result: tuple[Any, Any, Any] = part.lock.execute(checked)
+        result: tuple[Any, Any, Any]
+        if self._rule.is_atomic:
+            result = part.lock.execute(checked)
+            return result
+        # Counted before it is asked whether training is over: whoever closes it waits for this one.
+        with tf.control_dependencies([part.under_way.assign_add(1, read_value=True)]):
+            result = checked()
+        with tf.control_dependencies(list(result)):
+            part.under_way.assign_sub(1)
         return result
 
     def _unless_known(
