@@ -337,6 +337,22 @@ def test_a_push_beyond_the_staleness_bound_is_not_taken(cpu_devices):
     assert answer.statuses.numpy().tolist() == [Status.OK] * 3
 
 
+def test_a_version_that_is_still_to_come_is_as_stale_as_one_long_past(cpu_devices):
+    # as of a worker whose service was started anew, or of one that makes versions up
+    service = start(Delta(), staleness_bound=1)
+    client = connect(service)
+    client.push(ramp(), tf.zeros([3], tf.int64), 1, zeros())
+    center = flat(service.center_partitions())
+    for version in (2, 500, 2**62):
+        answer = client.push(ramp(), tf.fill([3], tf.constant(version, tf.int64)), 1, zeros())
+        assert answer.statuses.numpy().tolist() == [Status.STALE] * 3
+        assert answer.versions.numpy().tolist() == [1, 1, 1] == service.versions().tolist()
+        np.testing.assert_array_equal(flat(answer.partitions), center)
+        np.testing.assert_array_equal(flat(service.center_partitions()), center)
+    answer = client.push(ramp(), answer.versions, 1, zeros())
+    assert answer.statuses.numpy().tolist() == [Status.OK] * 3
+
+
 @pytest.mark.parametrize("ratio", [1.0, 0.7, 0.5])
 def test_largest_values_of_the_largest_partition_fit_into_a_message(cpu_devices, ratio):
     wire = TopKWire(ratio)

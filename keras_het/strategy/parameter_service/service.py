@@ -44,7 +44,8 @@ class ParameterService:
         num_clients: workers that may push; clients are numbered from 0.
         wire: how values travel.
         staleness_bound: updates of a partition since the worker last saw it, beyond which a push is
-            not taken: the answer is the center, to start from anew. None for no bound.
+            not taken: the answer is the center, to start from anew. So is that to a push from a
+            version that this service has not had yet. None for no bound.
         prefix: of the names of its functions, where several services share a server.
         server: server to answer on; by default one of its own at `address`.
         indices: numbers of the partitions that it holds, where several services share them; all by
@@ -478,7 +479,9 @@ class ParameterService:
         numbered = sequence > 0
         repeated = numbered & (sequence <= part.sequences[client])
         bound = self._staleness_bound
-        stale = tf.constant(False) if bound is None else part.version - version > bound
+        # a version that is still to come is that of another service, whose center was another
+        ahead = version > part.version
+        stale = tf.constant(False) if bound is None else (part.version - version > bound) | ahead
         closed = part.is_closed.read_value()
 
         def take() -> tuple[Any, Any, Any]:
