@@ -144,8 +144,9 @@ def test_a_worker_that_has_said_its_end_is_not_waited_for(monkeypatch):
     assert serve(monkeypatch, [0.0, float("inf")]) == 2
 
 
-def proof_of(wire):
-    return credential(b"0123456789abcdef", Task(Delta(), wire=wire).service_fingerprint)
+def proof_of(wire, **options):
+    task = Task(Delta(), wire=wire, **options)
+    return credential(b"0123456789abcdef", task.service_fingerprint)
 
 
 def test_tasks_agree_on_the_format_of_messages(cpu_devices):
@@ -165,6 +166,14 @@ def test_tasks_agree_on_the_format_of_messages(cpu_devices):
         else:
             with pytest.raises(PermissionError, match="refused this worker"):
                 ParameterClient(*connect, wire=wire)
+
+
+def test_tasks_agree_on_the_size_of_messages():
+    # the largest values of a part have no size: they would land in other places of the center
+    wire = TopKWire(0.5)
+    assert proof_of(wire, partition_bytes=64) == proof_of(wire, partition_bytes=64)
+    assert proof_of(wire, partition_bytes=64) != proof_of(wire)
+    assert proof_of(TopKWire(0.1)) == proof_of(TopKWire(0.1), partition_bytes=4_096_000)
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,10 @@ class Participant(abc.ABC):
 
     @property
     def service_fingerprint(self) -> str:
-        """Of model, rule and format of messages, on which all tasks must agree."""
-        return f"{self.vectors.fingerprint(self.rule)} {self.options.weights_wire.name}"
+        """Of model, rule, format and size of messages, on which all tasks must agree."""
+        options = self.options
+        form = f"{options.weights_wire.name} {options.partition_size}"
+        return f"{self.vectors.fingerprint(self.rule)} {form}"
 
     def sum_gradients(self) -> Any:
         """An optimizer that sums gradients up; from now on they are what this task sends."""

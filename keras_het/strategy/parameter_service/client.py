@@ -144,8 +144,8 @@ class ParameterClient:
         if int(status) != Status.OK:
             raise PermissionError(
                 f"The parameter service at {service.address} refused this worker: its shared "
-                "secret, model (names, shapes and types of the weights), update rule or format of "
-                "messages (wire) differs. Use the same script and secret on every task."
+                "secret, model (names, shapes and types of the weights), update rule or messages "
+                "(wire, partition_bytes) differs. Use the same script and secret on every task."
             )
 
     def restore(self, center: Sequence[Any], states: Sequence[PartState] | None = None) -> None:

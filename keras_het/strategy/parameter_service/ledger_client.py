@@ -141,7 +141,7 @@ class LedgerClient:
             raise PermissionError(
                 f"The parameter service at {self._service.address} refused this worker. Received: "
                 f"status {Status(int(values[0])).name}: its secret, model, update rule with its "
-                "settings, format of messages (wire) or number differs. Use the same script, "
-                "TF_CONFIG cluster and secret on every task."
+                "settings, messages (wire, partition_bytes) or number differs. Use the same "
+                "script, TF_CONFIG cluster and secret on every task."
             )
         return values
