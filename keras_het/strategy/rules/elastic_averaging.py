@@ -151,6 +151,29 @@ def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
     return (4 - 2 * learning_rate) / (2 + at_once * (2 - learning_rate))
 
 
+def overlapped_rate(learning_rate: float | None, overlap: int) -> float | None:
+    r"""Rate of one step that is as far as all steps that are taken while an exchange travels.
+
+    The pull of an exchange that comes back o steps after it was sent is added to all of them: for
+    the bound they are one step of the rate
+
+    .. math:: 1 - (1 - \eta)^o
+
+    at :math:`\eta \le 1`. Above, some smaller curvature has the rate 1, with which all steps go the
+    whole way.
+
+    Args:
+        learning_rate: :math:`\eta`, times the largest curvature; None where it is not known.
+        overlap: o; 0 and 1 change nothing.
+
+    Returns:
+        The rate whose bound holds, not below :math:`\eta`.
+    """
+    if learning_rate is None or overlap < 2:
+        return learning_rate
+    return max(learning_rate, 1 - (1 - min(learning_rate, 1.0)) ** overlap)
+
+
 def check_moving_rate(alpha: float, learning_rate: float | None, at_once: int) -> None:
     """Refuses a moving rate outside of the bound.
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from keras_het.strategy.rules.elastic_averaging import (
     check_moving_rate,
     default_moving_rate,
+    overlapped_rate,
     plain_learning_rate,
 )
 from keras_het.strategy.rules.synchronous_rule import AllReduceSum, State, SynchronousRule
@@ -35,8 +36,9 @@ class SyncEASGD(SynchronousRule):
 
     Raises:
         ValueError: if alpha is outside the stability bound on a quadratic,
-            0 < alpha <= (4 - 2 eta) / (2 + n (2 - eta)), see `largest_moving_rate`; or a number is
-            out of its range.
+            0 < alpha <= (4 - 2 eta) / (2 + n (2 - eta)), see `largest_moving_rate`, where eta is
+            that of all steps of an overlap together, see `overlapped_rate`; or a number is out of
+            its range.
 
     Reference:
         You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
@@ -58,7 +60,7 @@ class SyncEASGD(SynchronousRule):
         self.num_workers = num_workers
         self.alpha = default_moving_rate(alpha, num_workers)
         self.learning_rate = learning_rate
-        check_moving_rate(self.alpha, learning_rate, num_workers)
+        check_moving_rate(self.alpha, overlapped_rate(learning_rate, overlap), num_workers)
 
     def initial_state(self, weights: Any) -> State:
         """The center."""
@@ -78,6 +80,7 @@ class SyncEASGD(SynchronousRule):
         """Checks the bound for the rate of plain gradient descent."""
         rate = plain_learning_rate(optimizer)
         if rate is not None and 0 <= rate <= 2:
+            rate = overlapped_rate(rate, self.overlap)
             check_moving_rate(self.alpha, rate, self.num_workers)
 
     def get_config(self) -> dict[str, Any]:

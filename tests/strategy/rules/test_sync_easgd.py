@@ -6,7 +6,7 @@ import pytest
 from rule_checks import SIZE, Group, start_vector
 
 from keras_het.strategy.rules import SyncEASGD
-from keras_het.strategy.rules.elastic_averaging import largest_moving_rate
+from keras_het.strategy.rules.elastic_averaging import largest_moving_rate, overlapped_rate
 
 WORKERS = 4
 
@@ -86,6 +86,30 @@ def test_bound_is_checked(cpu_devices):
         SyncEASGD(WORKERS, 0.3).check_optimizer(keras.optimizers.SGD(1.5))
     # a moving rate that is fine in turns is too much for eight at once
     assert largest_moving_rate(0.0, 8) < 0.3 < largest_moving_rate(0.0, 1)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.9, 1.0, 1.3, 1.9])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_bound_of_overlapped_steps(workers, rate):
+    def radius(alpha, curvature, period, overlap):
+        step = np.diag([1 - rate * curvature, 1.0])
+        alone = step[0, 0] ** (period - overlap) * (step[0, 0] ** overlap - alpha)
+        pull = np.array([[-alpha, alpha], [workers * alpha, -workers * alpha]])
+        matrix = np.linalg.matrix_power(step, overlap) + pull  # the pull comes after these steps
+        matrix = np.linalg.matrix_power(step, period - overlap) @ matrix
+        return max(abs(np.linalg.eigvals(matrix)).max(), abs(alone) if workers > 1 else 0)
+
+    for period in (1, 2, 5, 10):
+        for overlap in range(period + 1):
+            bound = largest_moving_rate(overlapped_rate(rate, overlap), workers)
+            SyncEASGD(workers, bound, rate, period, overlap)
+            with pytest.raises(ValueError, match="at most"):
+                SyncEASGD(workers, bound * 1.01 + 1e-9, rate, period, overlap)
+            for curvature in np.linspace(0, 1, 21):
+                assert radius(bound, curvature, period, overlap) <= 1 + 1e-9
+    # without the overlap in it, the bound would let them swing apart
+    if 0.1 < rate < 1:
+        assert radius(0.99 * largest_moving_rate(rate, workers), 1.0, 10, 10) > 1
 
 
 def test_default_is_the_authors(cpu_devices):
