@@ -19,7 +19,14 @@ from keras_het.strategy.parameter_service import (
     model_fingerprint,
 )
 from keras_het.strategy.parameter_service.admission import read_secret
-from keras_het.strategy.rules import AsyncSGD, Delta, ElasticAveraging
+from keras_het.strategy.rules import (
+    AsyncEASGD,
+    AsyncSGD,
+    DelayCompensated,
+    Delta,
+    ElasticAveraging,
+    RoundRobinEASGD,
+)
 
 SHAPES = ((3, 4), (5,), ())
 PARTITIONS = Partitions(SHAPES, partition_size=7)  # 18 elements: 7 + 7 + 4
@@ -378,6 +385,16 @@ def test_partitions_that_are_too_large_for_their_format_are_refused(service):
         ParameterService(free_address(), partitions, Delta(), GOOD, 1, wire=TopKWire(1.0))
     with pytest.raises(ValueError, match=match):
         ParameterClient(service.address, partitions, GOOD, 0, wire=TopKWire(1.0))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [DelayCompensated(0.1, 1.0, num_workers=3), RoundRobinEASGD(3), AsyncEASGD(None, None, 3)],
+)
+def test_a_rule_that_was_made_for_fewer_workers_is_refused(cpu_devices, rule):
+    ParameterService(free_address(), PARTITIONS, rule, GOOD, 3)
+    with pytest.raises(ValueError, match=r"made for 3 workers.*num_workers=4"):
+        ParameterService(free_address(), PARTITIONS, rule, GOOD, 4)
 
 
 class Unhurried(ElasticAveraging):

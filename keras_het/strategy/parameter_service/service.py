@@ -52,7 +52,8 @@ class ParameterService:
             default.
 
     Raises:
-        ValueError: if a partition is too large for a message of the format.
+        ValueError: if a partition is too large for a message of the format, or the rule was made
+            for fewer workers.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ParameterService:
         self._staleness_bound = staleness_bound
         self._wire = wire or FloatWire()
         check_fits(self._wire, partitions)
+        _check_number_of_workers(rule, num_clients)
         self.partitions = partitions
         self._rule = rule
         self._num_clients = num_clients
@@ -504,3 +506,13 @@ class ParameterService:
         with tf.control_dependencies([answer]):
             new_version = part.version.assign_add(1, read_value=True)
             return tf.constant(int(Status.OK)), new_version, tf.identity(answer)
+
+
+def _check_number_of_workers(rule: UpdateRule, num_clients: int) -> None:
+    """Some would share the state of another worker, or never have their turn."""
+    made_for = rule.get_config().get("num_workers")
+    if made_for is not None and made_for < num_clients:
+        raise ValueError(
+            f"The rule {rule.name!r} was made for {made_for} workers. Received: a service with "
+            f"num_clients={num_clients}. Give the rule num_workers={num_clients}."
+        )
