@@ -52,8 +52,9 @@ def serve_parameters(options: argparse.Namespace) -> int:
     from keras_het.strategy.hybrid.serving import ServingProcess
 
     process = ServingProcess(address, secret, stopped.is_set, _say)
-    while process.serve_one() and not options.once:
-        pass
+    while process.serve_one():
+        if options.once and not process.is_offered_another:
+            break
     return 0
 
 

@@ -34,6 +34,11 @@ class ServingProcess:
         self._is_stopped, self._say = is_stopped, say
         self._offers = Offers(secret)
 
+    @property
+    def is_offered_another(self) -> bool:
+        """Whether a leader waits that has offered a training: the last one was left for it."""
+        return self._offers.is_pending
+
     def serve_one(self) -> bool:
         """Waits for a training and serves it to its end; whether there was one.
 

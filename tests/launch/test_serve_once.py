@@ -1,0 +1,43 @@
+"""`keras-het serve --once` ends after a training, not after an offer of one that was made anew."""
+
+import argparse
+import json
+
+import pytest
+
+from keras_het.launch import serve_command
+from keras_het.strategy.hybrid import serving
+
+
+@pytest.mark.parametrize(
+    ("offers_left", "once", "served"),
+    [
+        ([False], True, 1),
+        ([True, False], True, 2),  # the leader was started anew: its second offer was accepted
+        ([False, True, False], False, 3),
+    ],
+)
+def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
+    calls = []
+
+    class Process:
+        def __init__(self, *given):
+            pass
+
+        def serve_one(self):
+            calls.append(len(calls))
+            return len(calls) <= len(offers_left)
+
+        @property
+        def is_offered_another(self):
+            return offers_left[len(calls) - 1]
+
+    cluster = {"worker": ["127.0.0.1:1"], "async": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
+    task = {"type": "ps", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "0123456789abcdef")
+    monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
+    monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serving, "ServingProcess", Process)
+    assert serve_command.serve_parameters(argparse.Namespace(once=once)) == 0
+    assert len(calls) == served + (not once)  # the last one says that it was told to end
