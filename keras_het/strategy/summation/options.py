@@ -21,7 +21,8 @@ class Summation:
     Args:
         link_rates: full-duplex rate of each worker's link, worker by worker, in any unit; by
             default all links are equal.
-        spare_link_rates: the same of each spare machine (job `summation`), in the same unit.
+        spare_link_rates: the same of each spare machine (job `summation`), in the same unit, beside
+            `link_rates`; by default the workers' mean.
         partition_bytes: largest bytes of a message; by default every machine gets about 32
             messages a step, so that sending and receiving overlap.
         partitions_in_flight: messages on their way to the machine that sums most at the same time,
@@ -30,7 +31,8 @@ class Summation:
         timeout_seconds: when to ask whether a machine still lives that has not answered.
 
     Raises:
-        ValueError: if a rate is not positive, or another number is out of range.
+        ValueError: if a rate is not positive, those of spare machines come alone, or another number
+            is out of range.
     """
 
     link_rates: Sequence[float] | None = None
@@ -46,6 +48,12 @@ class Summation:
                     "Rates of links must be positive and finite. Received: "
                     f"link_rates={self.link_rates}, spare_link_rates={self.spare_link_rates}."
                 )
+        if self.spare_link_rates and not self.link_rates:
+            raise ValueError(
+                "Rates of the spare machines' links mean nothing beside unknown ones of the "
+                f"workers. Received: spare_link_rates={self.spare_link_rates} without link_rates. "
+                "Give both in the same unit, or neither if all links are equal."
+            )
         if self.partition_bytes is not None and not self.partition_bytes >= 4:
             raise ValueError(
                 "partition_bytes must be at least 4, one float32 value. Received: "

@@ -18,6 +18,8 @@ def test_what_aggregation_may_be():
     [
         ({"link_rates": [1.0, 0.0]}, "positive and finite"),
         ({"spare_link_rates": [float("inf")]}, "positive and finite"),
+        # without those of the workers the unit is unknown: all would be summed on one machine
+        ({"spare_link_rates": [1.25e9]}, "Give both in the same unit"),
         ({"partition_bytes": 3}, "at least 4"),
         ({"partition_bytes": 4_096_004}, "4096000 at most"),
         ({"partitions_in_flight": 0}, "at least 1"),
@@ -37,7 +39,7 @@ def test_rates_are_one_for_each_machine():
     with pytest.raises(ValueError, match=r"one rate per worker\. Received: 2 rates"):
         options.worker_rates(3)
     with pytest.raises(ValueError, match="one rate per spare machine"):
-        Summation(spare_link_rates=[1.0]).spare_rates(2)
+        Summation(link_rates=[1.0], spare_link_rates=[1.0]).spare_rates(2)
 
 
 def test_messages_are_neither_small_nor_larger_than_tensorflow_takes():
