@@ -1,5 +1,8 @@
 """Bad requests to every other function of the service change nothing; good ones still do."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -206,11 +209,17 @@ def test_a_process_that_serves_survives_offers_that_it_cannot_read(cpu_devices):
     make_offer(address, SECRET, spec(), 0, 10)
     assert offers.is_pending and offers.take()[1] == 0 and not offers.is_pending
     server.close()
-    process = ServingProcess(address, SECRET, lambda: "cannot be read" in said[-1], said.append)
+    process = ServingProcess(address, SECRET, lambda: "not taken" in said[-1], said.append)
     for text in ("[0, 17", "17", '[0, "{}"]'):
         process._offers._text.assign(text)
         assert process.serve_one() is False
         assert "cannot be read" in said.pop()
+    # of another version: values of other types
+    for changed in ({"num_clients": "two"}, {"wire": 5}, {"rule": 5}, {"partition_size": None}):
+        text = json.dumps([0, dataclasses.replace(spec(), **changed).to_json()])
+        process._offers._text.assign(text)
+        assert process.serve_one() is False
+        assert "an offer was not taken" in said.pop()
 
 
 def test_an_offer_to_nobody_says_what_to_start(cpu_devices):

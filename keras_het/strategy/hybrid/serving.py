@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -69,6 +70,8 @@ class ServingProcess:
         try:
             spec, place = self._offers.take()
             return HostedParts(self.address, place, spec, self._secret)
-        except ValueError as error:
+        except (AttributeError, TypeError, ValueError) as error:  # as of another version
             self._say(f"an offer was not taken: {error}")
-            return None
+        # TensorFlow ends a server with the last reference, and with it a later one at its address.
+        gc.collect()
+        return None
