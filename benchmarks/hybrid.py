@@ -88,7 +88,9 @@ def hosts_of(case: Case) -> Iterator[Any]:
     from _namespaces import limited_hosts
 
     fast = len(case.speeds) - case.num_slow
-    with limited_hosts([FAST_MBIT] * fast + [case.slow_mbit] * case.num_slow) as hosts:
+    rates = [FAST_MBIT] * fast + [case.slow_mbit] * case.num_slow
+    # jumbo frames, as packets cost the two cores that all hosts share time
+    with limited_hosts(rates, mtu=9000) as hosts:
         yield hosts
 
 
