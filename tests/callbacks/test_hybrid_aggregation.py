@@ -1,13 +1,11 @@
 """A whole `fit` of a sync group of one worker, in this process; its async worker never comes."""
 
 import functools
-import json
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import free_address
 
 import keras_het
 from keras_het.callbacks import HybridAggregation
@@ -16,16 +14,6 @@ from keras_het.strategy.rules import AsyncSGD
 
 SAMPLES, BATCH = 24, 4
 NUM_BATCHES = SAMPLES // BATCH
-
-
-@pytest.fixture
-def strategy(monkeypatch, cpu_devices):
-    cluster = {"worker": [free_address()], "async": [free_address()]}
-    task = {"type": "worker", "index": 0}
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-    monkeypatch.setenv("KERAS_HET_SERVICE_ADDRESS", free_address())
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
-    return keras_het.HeterogeneousStrategy()
 
 
 def make_model(strategy, make_optimizer=keras.optimizers.SGD, **compiled):

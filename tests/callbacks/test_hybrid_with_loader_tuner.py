@@ -1,30 +1,16 @@
 """LoaderTuner in a sync group with async workers: it measures, changes nothing, and says why."""
 
-import json
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import free_address
 from loader_training import STEPS, Patient, build, done, moving
 
-import keras_het
 from keras_het.callbacks import HybridAggregation
 from keras_het.loader import Knobs, pipeline
 
 KNOBS = Knobs(2, 2, 2)
 EPOCHS = 2
-
-
-@pytest.fixture
-def strategy(monkeypatch, cpu_devices):
-    cluster = {"worker": [free_address()], "async": [free_address()]}
-    task = {"type": "worker", "index": 0}
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-    monkeypatch.setenv("KERAS_HET_SERVICE_ADDRESS", free_address())
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
-    return keras_het.HeterogeneousStrategy()
 
 
 def trained(strategy, data, callbacks):

@@ -152,9 +152,10 @@ class ReadingCeiling:
         if trial is None:
             # what trials are compared with has the same errors as they
             return self._round.has(jobs, 2 * ROUND_SECONDS)
-        if trial.kind == MORE or not self._round.has(jobs, ROUND_SECONDS):
-            return self._round.has(jobs, ROUND_SECONDS)
-        return trial.pays(rates) or self._round.has(jobs, LONGEST_ROUND_SECONDS)
+        if not self._round.has(jobs, ROUND_SECONDS):
+            return False
+        is_clear = trial.kind == MORE or trial.pays(rates)
+        return is_clear or self._round.has(jobs, LONGEST_ROUND_SECONDS)
 
     def _fails(self, rates: Mapping[str, ReadingRate]) -> bool:
         """Whether a trial loses so much that it needs no second look."""

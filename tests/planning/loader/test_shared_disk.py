@@ -169,13 +169,15 @@ def reading(loaders=40, rate=50.0, idle=0.75, began=0.0, number=0, seconds=6.0):
     return Reading(loaders, steps, seconds, idle, began, began + seconds, number)
 
 
-def told(ceiling, began, **jobs):
-    """All jobs have had a window of six seconds, as (loaders, steps/s, idle fraction)."""
+def told(ceiling, began, seconds=6.0, **jobs):
+    """All jobs have had a window, as (loaders, steps/s, idle fraction)."""
+    number = ceiling.number
     readings = {
-        name: reading(*values, began=began, number=ceiling.number) for name, values in jobs.items()
+        name: reading(*values, began=began, number=number, seconds=seconds)
+        for name, values in jobs.items()
     }
     for name in readings:
-        ceiling.update(name, readings, began + 6.0)
+        ceiling.update(name, readings, began + seconds)
     return ceiling
 
 
@@ -198,6 +200,26 @@ def test_fewer_threads_are_taken_back_if_they_cost_throughput():
     told(ceiling, 20.0, a=(20, 45.0, 0.78), b=(20, 45.0, 0.78))
     told(ceiling, 30.0, a=(20, 45.0, 0.78), b=(20, 45.0, 0.78))
     assert (ceiling.threads, ceiling.parts) == (None, {})
+
+
+def test_the_first_moments_of_a_trial_say_nothing():
+    ceiling = begun()
+    for began in (20.0, 20.2):
+        told(ceiling, began, seconds=0.2, a=(20, 20.0, 0.9), b=(20, 20.0, 0.9))
+    assert ceiling.parts == {"a": 20, "b": 20}
+    told(ceiling, 21.0, seconds=0.5, a=(20, 20.0, 0.9), b=(20, 20.0, 0.9))
+    assert ceiling.parts == {}, "but half a second does"
+
+
+@pytest.mark.parametrize(("later", "kept"), [(52.0, True), (46.0, False)])
+def test_a_doubtful_trial_is_looked_at_longer(later, kept):
+    ceiling = begun()
+    for began in (20.0, 22.0):  # the first of a job that has moved ends what was gathered before
+        told(ceiling, began, seconds=2.0, a=(20, 46.0, 0.77), b=(20, 46.0, 0.77))
+    assert ceiling.parts == {"a": 20, "b": 20}
+    told(ceiling, 30.0, seconds=4.0, a=(20, later, 0.75), b=(20, later, 0.75))
+    assert (ceiling.threads == 10) == kept
+    assert (ceiling.parts == {}) != kept
 
 
 def test_what_one_loses_must_be_gained_by_another():

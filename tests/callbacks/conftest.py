@@ -1,0 +1,19 @@
+"""A cluster of one synchronous and one asynchronous worker, seen from this process."""
+
+import json
+
+import pytest
+from addresses import free_address
+
+import keras_het
+
+
+@pytest.fixture
+def strategy(monkeypatch, cpu_devices):
+    """Of the synchronous worker; the other one never comes."""
+    cluster = {"worker": [free_address()], "async": [free_address()]}
+    task = {"type": "worker", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    monkeypatch.setenv("KERAS_HET_SERVICE_ADDRESS", free_address())
+    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
+    return keras_het.HeterogeneousStrategy()
