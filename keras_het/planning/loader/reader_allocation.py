@@ -75,8 +75,19 @@ def working_fraction(needs: Sequence[float], parts: Sequence[int]) -> float:
         needs: threads that each job needs, r_j.
         parts: threads that each job has, n_j.
     """
-    work = [need * _model(need).throughput(part) for need, part in zip(needs, parts, strict=True)]
+    fractions = working_fractions(needs, parts)
+    work = [need * fraction for need, fraction in zip(needs, fractions, strict=True)]
     return sum(work) / sum(needs)
+
+
+def working_fractions(needs: Sequence[float], parts: Sequence[int]) -> list[float]:
+    """Part of the time in which each device works, 0 to 1.
+
+    Args:
+        needs: threads that each job needs, r_j.
+        parts: threads that each job has, n_j.
+    """
+    return [_model(need).throughput(part) for need, part in zip(needs, parts, strict=True)]
 
 
 def _model(need: float) -> JobModel:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from keras_het.planning.loader.reader_allocation import (
     allocate_readers,
     fair_threads,
     working_fraction,
+    working_fractions,
 )
 from keras_het.planning.loader.reading import Reading
 from keras_het.planning.loader.reading_rates import (
@@ -198,9 +199,11 @@ class ReadingCeiling:
             return False
         names = sorted(rates)
         needs = [rates[name].need for name in names]
-        have = working_fraction(needs, [self.parts[name] for name in names])
-        could = working_fraction(needs, allocate_readers(needs, self.threads))
-        if could < (1.0 + NOISE) * have:
+        have = [self.parts[name] for name in names]
+        could = allocate_readers(needs, self.threads)
+        # far too few threads are worth the same in any division: then the poorest job counts
+        gains_all = working_fraction(needs, could) >= (1.0 + NOISE) * working_fraction(needs, have)
+        if not gains_all and _least(needs, could) < (1.0 + CHANGED) * _least(needs, have):
             return False
         self._begin_trial(DIVIDE, self.threads, rates, rates, now)
         return True
@@ -292,6 +295,10 @@ class ReadingCeiling:
 
 def _threads(rates: Mapping[str, ReadingRate]) -> float:
     return sum(rate.loaders for rate in rates.values())
+
+
+def _least(needs: Sequence[float], parts: Sequence[int]) -> float:
+    return min(working_fractions(needs, parts))
 
 
 def _have_changed(before: Mapping[str, ReadingRate], after: Mapping[str, ReadingRate]) -> bool:

@@ -149,6 +149,25 @@ def test_a_budget_that_was_given_is_kept_and_divided_by_need(noise):
     assert host.ceiling.parts["fast"] >= 2 * host.ceiling.parts["slow"]
 
 
+def test_a_division_of_first_windows_that_mislead_does_not_stay():
+    """While buffers fill all devices wait as much; ten threads for 160 are worth as much anyhow."""
+    ceiling = ReadingCeiling()
+    first = {"fast": reading(8, 7.0, idle=0.95), "slow": reading(8, 7.0, idle=0.95)}
+    for name in first:
+        ceiling.update(name, first, 6.0, given=10)
+    assert ceiling.parts == {"fast": 5, "slow": 5}
+    for began in (10.0, 20.0, 30.0, 40.0):
+        later = {}
+        for name, device_seconds in (("fast", 0.001), ("slow", 0.005)):
+            part = ceiling.parts[name]
+            idle = 1.0 - 12.0 * part * device_seconds
+            later[name] = reading(part, 12.0 * part, idle, began, ceiling.number)
+        for name in later:
+            ceiling.update(name, later, began + 6.0, given=10)
+    assert ceiling.parts == {"fast": 8, "slow": 2}
+    assert ceiling._trial is None, "and is kept"
+
+
 def test_a_budget_that_was_given_holds_for_a_job_alone():
     host = trained(hungry("a"), given=3)
     assert host.jobs[0].loaders <= 3
