@@ -11,13 +11,14 @@ from keras_het.strategy.hybrid import AsyncWorker
 from keras_het.strategy.hybrid.participant import HybridOptions
 from keras_het.strategy.hybrid.push_pace import PushPace
 from keras_het.strategy.hybrid.service_connection import CenterClient
+from keras_het.strategy.hybrid.statistics_averaging import StatisticsAveraging
 from keras_het.strategy.parameter_service import (
     ParameterClient,
     ParameterService,
     Partitions,
     credential,
 )
-from keras_het.strategy.rules import AsyncSGD, Delta, ElasticAveraging
+from keras_het.strategy.rules import AsyncSGD, Delta, serialize
 
 PARTITIONS = Partitions(((2,),))
 PROOF = credential(b"0123456789abcdef", "model")
@@ -79,7 +80,7 @@ class Worker(AsyncWorker):
 
 def start(rule, **options):
     service = ParameterService(free_address(), PARTITIONS, rule, PROOF, 3, **options)
-    state = ParameterService(free_address(), PARTITIONS, ElasticAveraging(0.5), PROOF, 3)
+    state = ParameterService(free_address(), PARTITIONS, StatisticsAveraging(0.5), PROOF, 3)
     for each in (service, state):
         each.start()
     return service, state
@@ -111,6 +112,19 @@ def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twic
     # of the 2 that it moved alone, each of two workers keeps a half
     np.testing.assert_array_equal(center_of(service), 12)
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 12)
+
+
+def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(cpu_devices):
+    """Of 1 it sent, half goes to a center of 0; when that comes, 0.01 is left."""
+    service, state = start(Delta())
+    worker = Worker(service, state)
+    worker.vectors.state.write([tf.ones([2])])
+    worker.train(1.0)
+    worker.vectors.state.write([tf.constant([0.01, 0.01])])
+    worker.train(1.0)
+    np.testing.assert_allclose(worker.vectors.state.values[0], 0.005)
+    np.testing.assert_allclose(center_of(state), 0.5 * 0.5 + 0.5 * 0.005)
+    assert serialize(state._rule)["class_name"] == "elastic_averaging", "to a service elsewhere"
 
 
 @pytest.mark.parametrize("at_its_end", [False, True])

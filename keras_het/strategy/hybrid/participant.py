@@ -8,11 +8,12 @@ from typing import Any
 
 from keras_het.strategy.hybrid.gradient_sum import MeanGradient
 from keras_het.strategy.hybrid.model_vectors import ModelVectors
+from keras_het.strategy.hybrid.statistics_averaging import StatisticsAveraging
 from keras_het.strategy.parameter_service import FloatWire, TopKWire, Wire, credential
 from keras_het.strategy.parameter_service.admission import read_secret
 from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
-from keras_het.strategy.rules import ElasticAveraging, UpdateRule
+from keras_het.strategy.rules import UpdateRule
 
 WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
 
@@ -118,8 +119,7 @@ class Participant(abc.ABC):
         self.secret = read_secret()
         self.credential = credential(self.secret, self.service_fingerprint)
         self.num_clients = first_async_client(strategy) + strategy.num_async_workers
-        # Moving statistics: each worker pulls them a step of 1/n towards its own.
-        self.state_rule = ElasticAveraging(alpha=1.0 / self.num_clients)
+        self.state_rule = StatisticsAveraging(alpha=1.0 / self.num_clients)
         self.data = data = strategy.data_to_be_trained
         self.num_batches = int(data.cardinality)
         self.fingerprint = int(data.fingerprint or 0)
