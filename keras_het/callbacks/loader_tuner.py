@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import psutil
 import tensorflow as tf
 
 from keras_het.callbacks.batch_ends import BatchEnds
@@ -20,6 +19,7 @@ from keras_het.callbacks.local_replicas import local_replicas
 from keras_het.callbacks.present_fit import PresentFit
 from keras_het.callbacks.step_functions import StepFunction
 from keras_het.loader.host_budget import HostBudget
+from keras_het.loader.host_memory import available_memory
 from keras_het.loader.inspection import PipelineReport, inspect
 from keras_het.loader.live_iterator import LiveIterator
 from keras_het.loader.loader_settings import LoaderSettings
@@ -54,7 +54,7 @@ class LoaderTuner(keras.callbacks.Callback):
             object with the methods of `keras_het.planning.loader.LoaderController` of the first
             plan and the number of CPUs.
         max_memory: most bytes of batches that are prepared or wait; by default a quarter of the
-            memory that is available when training begins.
+            memory that is available when training begins, in the host and in its container.
         nice: nice value of the pipeline's own threads, so that they give way to the training step;
             0 leaves them alone.
         share_host: whether jobs of the same user on this host divide its CPUs, and what they may
@@ -422,7 +422,7 @@ class LoaderTuner(keras.callbacks.Callback):
             return self._controller(plan, cpus)
         memory = self._max_memory
         if memory is None:
-            memory = int(psutil.virtual_memory().available * _DEFAULT_MEMORY_FRACTION)
+            memory = max(int(available_memory() * _DEFAULT_MEMORY_FRACTION), 1)
         return TunerController(
             plan,
             cpus,

@@ -6,12 +6,11 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-CGROUPS = Path("/sys/fs/cgroup")
+from keras_het.loader.cgroups import CGROUPS, controller_folders
 
 
 def usable_cpus(cgroups: Path = CGROUPS, membership: Path | None = None) -> float:
@@ -43,7 +42,9 @@ class IdleCpus:
     """
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path | None = None) -> None:
-        folders = {folder: _quota_of(folder) for folder in _cpu_folders(cgroups, membership)}
+        folders = {
+            folder: _quota_of(folder) for folder in controller_folders("cpu", cgroups, membership)
+        }
         self._quotas = {folder: quota for folder, quota in folders.items() if quota < math.inf}
         self._cgroups = cgroups
         self._cpus = own_cpus()
@@ -83,36 +84,8 @@ def _idle_seconds(cpus: frozenset[int]) -> float:
 
 
 def _quota(cgroups: Path, membership: Path | None) -> float:
-    quotas = [_quota_of(folder) for folder in _cpu_folders(cgroups, membership)]
+    quotas = [_quota_of(folder) for folder in controller_folders("cpu", cgroups, membership)]
     return min(quotas, default=math.inf)
-
-
-def _cpu_folders(cgroups: Path, membership: Path | None) -> Iterator[Path]:
-    """The cgroup of this process that has the CPU controller, then those around it."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = (membership or Path("/proc/self/cgroup")).read_text().splitlines()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
-        root: Path | None
-        if controllers == "":
-            root = cgroups
-        elif "cpu" in names:
-            root = next((cgroups / n for n in (controllers, "cpu") if (cgroups / n).exists()), None)
-        else:
-            continue
-        if root is None or not root.exists():
-            continue
-        folder = root / path.lstrip("/")
-        # in a container the path may be that of the host: the root is then the own group
-        while not folder.exists() and folder != root:
-            folder = folder.parent
-        while True:
-            yield folder
-            if folder == root:
-                break
-            folder = folder.parent
 
 
 def _quota_of(folder: Path) -> float:

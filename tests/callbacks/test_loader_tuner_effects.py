@@ -8,7 +8,6 @@ import logging
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import keras
 import pytest
@@ -229,8 +228,7 @@ def test_the_controller_knows_the_quota_of_a_container(small_container):
     ],
 )
 def test_the_ceiling_for_batches_reaches_the_controller(max_memory, most, monkeypatch):
-    memory = SimpleNamespace(available=400_000)
-    monkeypatch.setattr(loader_tuner.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(loader_tuner, "available_memory", lambda: 400_000)
     tuner = LoaderTuner(max_memory=max_memory)
     controller = tuner._make_controller(LoaderPlan(16, 4), 2.0, None)
     window = LoaderWindow(10, 0.4, 0.3, idle_cpus=1.9, loader_cpu_seconds=0.01, batch_bytes=10_000)
