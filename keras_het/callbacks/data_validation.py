@@ -279,6 +279,11 @@ class DataValidation(keras.callbacks.Callback):
     def _write(self, epoch: int, replicas: dict[int, Any]) -> None:
         if self._directory is None:
             return
+        # an earlier training's would pass for replicas, or for later epochs, of this one
+        for old in self._directory.glob("epoch-*-replica-*.stats"):
+            number = old.name.split("-")[1]
+            if number.isdecimal() and int(number) > epoch:
+                old.unlink(missing_ok=True)
         for replica, statistics in replicas.items():
             name = f"epoch-{epoch + 1:04d}-replica-{replica}.stats"
             self._tools.write_statistics(statistics, self._directory / name)

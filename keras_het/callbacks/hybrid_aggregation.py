@@ -174,12 +174,13 @@ class HybridAggregation(keras.callbacks.Callback):
         kind = next(kind for applies, kind in kinds if applies)
         self._participant = kind(self.model, strategy, self._options)
         _check_steps(self.params.get("steps"), self._participant.num_batches)
+        self._participant.data.cut_anew()
+        _check_can_be_shared(self._participant.data)
         if self._options.rule.uses_gradients:
             self._send_gradients(self._participant)
         self._starts = True
         data = self._participant.data
         strategy.take_claimed_batches(data, self._claims)
-        data.cut_anew()
         self._samples_before = data.samples_delivered
         self._guard = StepGuard(self.model, self._abandon)
         self._guard.enter()
@@ -270,8 +271,11 @@ class HybridAggregation(keras.callbacks.Callback):
         chosen = os.environ.get(CHOSEN_ROLES)
         if chosen and strategy.is_chief:
             _logger.warning("Roles were chosen from measurements: %s", chosen)
-        may_choose = not chosen and strategy.num_workers > 1 and not strategy.num_async_workers
+        self._choice = None
+        may_choose = not (chosen or strategy.has_measured_roles or strategy.num_async_workers)
+        may_choose = may_choose and strategy.num_workers > 1
         if may_choose:
+            strategy.has_measured_roles = True
             self._last_batch = -1
             self._choice = RoleChoice(self.model, strategy, *self._measured)
         return may_choose
@@ -324,6 +328,16 @@ def _check_spread(options: HybridOptions, config: Any) -> None:
             'service="spread" gives every member of the sync group a part of the service. '
             "Received: a TF_CONFIG without sync group, in which the tasks of the job ps hold it. "
             'Leave service="auto".'
+        )
+
+
+def _check_can_be_shared(data: Any) -> None:
+    if data.was_looked_at:  # its first pass has begun, over all batches
+        raise ValueError(
+            "Workers share each pass over the data, which must begin anew for that. Received: "
+            f"{data}, in which a shuffle() that reshuffles is below an operation that cannot be "
+            "rebuilt, such as padded_batch, interleave, filter, cache or unbatch. Put shuffle() "
+            "after it, or give it reshuffle_each_iteration=False."
         )
 
 

@@ -153,7 +153,7 @@ class LoaderTuner(keras.callbacks.Callback):
             sys.stdout.write(f"\n{self.best_settings()}\n")
 
     def _end(self) -> None:
-        self._best = self._settings()
+        self._best = self._settings() or self._best
         self._functions["train"].restore()
         self._last_start = None
         self._close()

@@ -105,7 +105,12 @@ def _signals_forwarded(cluster: LocalCluster) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:
         cluster.request_stop(number)
 
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    before = {
+        number: signal.signal(number, forward)
+        for number in _SIGNALS
+        # nohup has it ignored, and that has to stay
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
@@ -118,7 +123,7 @@ def _report(cluster: LocalCluster, display: Display) -> int:
         display.say(f"stopped by {signal_name(cluster.stopped_by)}; all workers have ended.")
         return 128 + cluster.stopped_by
     if cluster.failures:
-        display.say(describe_failures(cluster.failures, cluster.num_workers))
+        display.say(describe_failures(cluster.failures, cluster.ended_others))
         return cluster.failures[0].shell_exit_code
     return 0
 

@@ -95,8 +95,11 @@ class Display:
         # Rendered apart because rich's own print exits the program when a pipe is closed.
         with console.capture() as rendered:
             console.print(text, end="")
+        # what the terminal cannot show must not end the thread that reads the worker's output
+        encoding = getattr(console.file, "encoding", None) or "utf-8"
+        output = (before + rendered.get() + after).encode(encoding, "replace").decode(encoding)
         try:
-            console.file.write(before + rendered.get() + after)
+            console.file.write(output)
             console.file.flush()
         except OSError:
             _discard(console.file)

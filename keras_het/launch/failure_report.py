@@ -8,15 +8,15 @@ from keras_het.launch.worker_process import WorkerResult
 _LINES = 15
 
 
-def describe_failures(failures: Sequence[WorkerResult], num_workers: int) -> str:
+def describe_failures(failures: Sequence[WorkerResult], ends_others: bool) -> str:
     """Returns the message about failed workers: who was first, why, and its last words.
 
     Args:
         failures: Workers that failed by themselves, the first one first; at least one.
-        num_workers: Number of workers of the cluster.
+        ends_others: Whether other workers were ended because of it.
     """
     first, *others = failures
-    ended = " The other workers were ended." if num_workers > 1 else ""
+    ended = " The other workers were ended." if ends_others else ""
     lines = [f"worker {first.index} failed: {first.describe_exit()}.{ended}"]
     lines += [f"worker {other.index} failed after it: {other.describe_exit()}." for other in others]
     if first.exit_code == -signal.SIGKILL:

@@ -114,6 +114,11 @@ class LocalCluster:
         own = [r for r in self._results.values() if r.exit_code != 0 and not r.was_ended]
         return tuple(sorted(own, key=lambda result: result.exited_at))
 
+    @property
+    def ended_others(self) -> bool:
+        """Whether workers were ended because others had failed."""
+        return any(result.was_ended for result in self._results.values())
+
     def start(self) -> None:
         """Starts all workers.
 

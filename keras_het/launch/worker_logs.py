@@ -1,5 +1,7 @@
 """One log file a worker."""
 
+import contextlib
+import sys
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ class WorkerLogs:
     def __init__(self, directory: Path, num_workers: int, label: str | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
+        self._failed: set[int] = set()
         self._files: list[TextIO] = [
             (directory / f"worker-{index}.log").open("w", encoding="utf-8", buffering=1)
             for index in range(num_workers)
@@ -31,6 +34,9 @@ class WorkerLogs:
     def write(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
         """Writes one line, without colours; overwritten states of progress bars are left out.
 
+        After an error, of a full disk for instance, nothing more is written to that file. What
+        reads the worker's output goes on: a worker whose pipe is full would stand still.
+
         Args:
             worker_index: The worker.
             stream: Which of its streams; both go to the same file.
@@ -40,8 +46,17 @@ class WorkerLogs:
         if not line.is_final:
             return
         with self._lock:
-            if not self._files[worker_index].closed:
-                self._files[worker_index].write(strip_ansi(line.text) + "\n")
+            file = self._files[worker_index]
+            if file.closed or worker_index in self._failed:
+                return
+            try:
+                file.write(strip_ansi(line.text) + "\n")
+            except OSError as error:
+                self._failed.add(worker_index)
+                sys.stderr.write(
+                    f"[keras-het] {file.name} is not written any more: {error}. Training goes on; "
+                    "make room, or give another --log-dir the next time.\n"
+                )
 
     def __enter__(self) -> "WorkerLogs":
         return self
@@ -54,4 +69,5 @@ class WorkerLogs:
     ) -> None:
         with self._lock:
             for file in self._files:
-                file.close()
+                with contextlib.suppress(OSError):
+                    file.close()

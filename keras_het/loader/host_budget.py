@@ -75,6 +75,11 @@ class HostBudget:
         self.reading_loaders: int | None = None
         self.division = 0
 
+    @property
+    def cpus(self) -> float:
+        """CPUs that this process may use if nobody else does."""
+        return self._cpus
+
     def update(self, job: JobModel, reading: Reading | None = None) -> float:
         """Writes the model of this job and returns its part of the CPUs.
 
@@ -193,7 +198,7 @@ def _is_alive(entry: Any) -> bool:
         process = psutil.Process(int(entry["pid"]))
         same = abs(process.create_time() - float(entry["started"])) < 1.0
         return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+    except (psutil.Error, RuntimeError):  # as in `_identity`
         return False
     except (KeyError, TypeError, ValueError) as error:
         logger.debug("An entry of another job tells no process (%r): %r", error, entry)

@@ -14,6 +14,10 @@ logger = logging.getLogger("keras_het")
 
 _LONGEST_AGE_SECONDS = 15.0
 _LONGEST_AGE_IN_WINDOWS = 4.0
+_OTHER_STEPS_OF_A_MOVE = 32
+"""Of the buffer, and of the window after it."""
+_CLOCK_SECONDS = 1.0
+"""By as much the file may be ahead of the clock."""
 
 
 def divide_reading(path: Path, name: str, jobs: Mapping[str, Entry], now: float) -> ReadingCeiling:
@@ -35,6 +39,9 @@ def divide_reading(path: Path, name: str, jobs: Mapping[str, Entry], now: float)
     }
     given = [entry.io_budget for entry in jobs.values() if entry.io_budget is not None]
     ceiling = _read(path)
+    if ceiling.newest > now + _CLOCK_SECONDS:
+        logger.debug("The clock has gone back: %s is begun anew.", path)
+        ceiling = ReadingCeiling(ceiling.number + 1)
     ceiling.update(name, readings, now, min(given, default=None))
     # a process that is killed here leaves the old file or the new one
     new = path.with_suffix(".new")
@@ -44,9 +51,14 @@ def divide_reading(path: Path, name: str, jobs: Mapping[str, Entry], now: float)
 
 
 def _is_fresh(reading: Reading, now: float) -> bool:
-    """Whether the job still reads: it may validate for a while, or save."""
-    window = reading.ended - reading.began
-    return now - reading.ended <= max(_LONGEST_AGE_SECONDS, _LONGEST_AGE_IN_WINDOWS * window)
+    """Whether the job still reads: it may validate for a while, or save.
+
+    One that moves reads too, but has no window until its loaders' batches are used.
+    """
+    step = reading.seconds / reading.steps
+    move = (2 * reading.loaders + _OTHER_STEPS_OF_A_MOVE) * step
+    longest = max(_LONGEST_AGE_SECONDS, _LONGEST_AGE_IN_WINDOWS * reading.seconds, 1.5 * move)
+    return now - reading.ended <= longest
 
 
 def _read(path: Path) -> ReadingCeiling:

@@ -32,6 +32,7 @@ class HostShare:
         self._job: JobModel | None = None
         self._reading: Reading | None = None
         self._is_told = True
+        self._is_bounded = False
         self._written: float | None = None
 
     @property
@@ -83,8 +84,17 @@ class HostShare:
             return None
         self._written, self._is_told = now, True
         try:
-            return self._budget.update(self._job, self._reading)
+            part = self._budget.update(self._job, self._reading)
         except OSError as error:
             logger.warning("Jobs on this host do not share it: %s.", error)
-            self._budget = None
+            return self._end()
+        self._is_bounded = True
+        return part
+
+    def _end(self) -> float | None:
+        """Shares no longer; what the others had of this host is not left to them."""
+        budget, self._budget = self._budget, None
+        if budget is None or not self._is_bounded:
             return None
+        budget.leave()
+        return budget.cpus

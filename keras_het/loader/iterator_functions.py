@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from typing import Any
@@ -14,8 +15,9 @@ def hold_functions_of(iterator: Any, holder: Any) -> None:
     iterator whose threads are calling them, which it may do where both are in one cycle (an
     exception's traceback is enough).
     """
-    while _condemned:
-        _held.pop(_condemned.pop(), None)
+    with contextlib.suppress(IndexError):  # another thread may take the last one
+        while True:
+            _held.pop(_condemned.pop(), None)
     key = next(_keys)
     _held[key] = holder
     weakref.finalize(iterator, _condemned.append, key).atexit = False

@@ -20,7 +20,11 @@ from keras_het.loader.local_pipeline import whole_batches
 from keras_het.loader.pipeline_form import PipelineForm, recognise, with_batch_size
 from keras_het.loader.preparation import JoiningPreparation, Preparation, SlicedPreparation
 from keras_het.loader.replay import fresh_copy
-from keras_het.loader.replayable import has_one_order_a_pass, why_not_replayed
+from keras_het.loader.replayable import (
+    has_one_order_a_pass,
+    shares_a_shuffle,
+    why_not_replayed,
+)
 from keras_het.loader.sliced_run import SlicedRun
 from keras_het.planning.loader import LoaderPlan
 
@@ -52,6 +56,7 @@ class OrderTuning:
         self._data = weakref.ref(data)
         self.is_plain = not isinstance(source, AdjustablePipeline)
         self._build = None if self.is_plain else source.build
+        self._source = source if self.is_plain else source.current
         self._batch_size = data.form.batch_size
         self.knobs = _knobs_of(source, data.form)
         self.has_own_threads = bool(data.form.options.threading.private_threadpool_size)
@@ -143,8 +148,13 @@ class OrderTuning:
         built = self._built_form(knobs)
         form = self.data.form
         if self.data.only_slices:
+            if built is not None and self.shares_orders(built.stream):
+                raise HandoverError(
+                    "The builder reads from a shuffle that was made outside of it, of which each "
+                    "pipeline would take an order. Call shuffle() within the builder."
+                )
             return built or self._with_pool(form, knobs)
-        if built is not None and not form.arrays and _has_same_order(form.stream, built.stream):
+        if built is not None and not form.arrays and self._starts_alike(form, built):
             return built
         copied = fresh_copy(form.stream)
         if built is None:
@@ -152,6 +162,21 @@ class OrderTuning:
             pooled = self._with_pool(form, knobs)
             return dataclasses.replace(pooled, stream=copied, autotuned_calls=calls)
         return dataclasses.replace(built, stream=copied, arrays=form.arrays)
+
+    def _starts_alike(self, form: PipelineForm, built: PipelineForm) -> bool:
+        """Whether what was built has the same order, from its first pass on."""
+        same = _has_same_order(form.stream, built.stream)
+        return same and not self.shares_orders(built.stream)
+
+    def shares_orders(self, stream: Any) -> bool:
+        """Whether an iterator of this stream would take an order from the data set's shuffles.
+
+        So it is if the builder reads from a shuffle that was made outside of it.
+
+        Args:
+            stream: of a form with other knobs.
+        """
+        return self.is_plain or shares_a_shuffle(self._source, stream)
 
     def _with_pool(self, form: PipelineForm, knobs: Knobs) -> PipelineForm:
         # not by merge(), which writes a warning to the log for each value that it changes

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het import private_api
 from keras_het.loader import tf_data_adapter as adapter
 
 Dataset = adapter.Dataset
@@ -85,6 +86,7 @@ def recognise(dataset: Dataset) -> PipelineForm:
         return _slices(dataset, reason, (), options)
     size, drop_remainder = adapter.batch_arguments(node)
     own = _own_work(adapter.inputs_of(node)[0])
+    threads = options.threading.private_threadpool_size
     if size is None or not own.reasons:
         reason = "no map of single samples with fixed dense input shapes right before batch()"
         return _slices(node, reason, row_functions, options)
@@ -100,6 +102,8 @@ def recognise(dataset: Dataset) -> PipelineForm:
         options=options,
         arrays=own.arrays,
         sample_spec=own.sample_spec,
+        # as many as the tuner that found them had; else as many as CPUs, on however many threads
+        autotuned_calls=2 * threads if threads else None,
     )
 
 
@@ -144,11 +148,21 @@ def _before_row_functions(
     dataset: Dataset,
 ) -> tuple[Dataset, tuple[Callable[..., Any], ...]]:
     node, functions = dataset, []
-    while adapter.is_prefetch_or_options(node) or adapter.keras_class_weight(node):
+    while (
+        adapter.is_prefetch_or_options(node)
+        or adapter.keras_class_weight(node)
+        or _is_adjustable(node)
+    ):
         if adapter.is_map(node):
             functions.append(adapter.map_function(node))
         node = adapter.inputs_of(node)[0]
     return node, tuple(reversed(functions))
+
+
+def _is_adjustable(node: Dataset) -> bool:
+    """Whether this is a `keras_het.loader.pipeline`, below what Keras has put behind it."""
+    is_ours = type(node).__module__.startswith("keras_het.")
+    return is_ours and isinstance(node, private_api.UnchangedElementsDataset)
 
 
 @dataclasses.dataclass(frozen=True)

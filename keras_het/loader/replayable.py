@@ -54,6 +54,13 @@ def _reason_of(node: adapter.Dataset) -> str | None:
     return None
 
 
+def shares_a_shuffle(one: adapter.Dataset, other: adapter.Dataset) -> bool:
+    """Whether two pipelines read from the same reshuffling shuffle: they share its orders."""
+    nodes = {id(node) for node in adapter.upstream_of(one)}
+    shuffles = (node for node in adapter.upstream_of(other) if adapter.is_reshuffled(node))
+    return any(id(node) in nodes for node in shuffles)
+
+
 def draws_an_order(dataset: adapter.Dataset) -> bool:
     """Whether a new iterator begins in a state that another build of the pipeline need not have.
 

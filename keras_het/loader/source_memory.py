@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from keras_het.loader.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.pass_counter import PassCounter
-from keras_het.loader.pipeline_form import PipelineForm, recognise
+from keras_het.loader.pipeline_form import PipelineForm, recognise, with_batch_size
 
 
 class Follower(Protocol):
@@ -65,7 +65,12 @@ def remember(dataset: Any, global_batch_size: int | None, form: PipelineForm) ->
     """
     known = _known.get(dataset, {}).get(global_batch_size)
     if known is not None:
-        known.form = form
+        # the size that the user gave, also where that of this training has grown
+        size = known.form.batch_size if known.form is not None else None
+        if size is not None and size != form.batch_size:
+            known.form = with_batch_size(form, size)
+        else:
+            known.form = form
         for each in list(known.inputs):
             each.follow(form)
 

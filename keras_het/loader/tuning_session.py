@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_het import private_api
+from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.adjustable_pipeline import (
     AdjustablePipeline,
     build_tuned,
@@ -28,6 +29,7 @@ from keras_het.loader.loader_threads import LoaderThreads, threads_of
 from keras_het.loader.order_tuning import OrderTuning
 from keras_het.loader.pass_end import PassEnd
 from keras_het.loader.preparation import Preparation
+from keras_het.loader.replayable import shares_a_shuffle
 from keras_het.loader.step_iterator import StepIterator
 from keras_het.planning.loader import (
     FixedController,
@@ -214,6 +216,8 @@ class TuningSession:
             self._host.mark(self._threads())
         if full:
             self._decide()
+        if is_last:
+            self._pause()  # also where Keras goes on with the same iterator
 
     def close(self) -> None:
         """Ends the session; iterators go in the background."""
@@ -267,6 +271,11 @@ class TuningSession:
         if dataset is None:
             return None
         if self._plain is None or self._plain[0] is not dataset:
+            if any(isinstance(node, AdjustablePipeline) for node in adapter.upstream_of(dataset)):
+                logger.info(
+                    "Operations behind keras_het.loader.pipeline (of class_weight, or map, take "
+                    "and the like) make it an ordinary data set: parallel calls stay as they are."
+                )
             self._plain = (dataset, plain_pipeline(dataset))
         return self._plain[1]
 
@@ -423,7 +432,8 @@ class TuningSession:
         elif self.pipeline is not None:
             known = self._built.get(knobs)
             is_plain = self._plain is not None and self._plain[1] is self.pipeline
-            work = (self.pipeline.build, knobs, known, is_plain)
+            running = None if is_plain else self.pipeline.current
+            work = (self.pipeline.build, knobs, known, running)
             future = self._background().submit(prepare_iterator, *work)
             self._building = (knobs, move, future)
 
@@ -452,6 +462,7 @@ class TuningSession:
             if move is not None and self.controller is not None:
                 move.refused = reason
                 self.controller.refused(move.plan)
+                self._confirmed = getattr(self.controller, "confirmed_plan", None)
             self._only_observe(reason)
         else:
             self._preparation = None
@@ -477,6 +488,7 @@ class TuningSession:
         except Exception as error:  # the user's function may raise anything
             move.refused = str(error) or type(error).__name__
             self.controller.refused(move.plan)
+            self._confirmed = getattr(self.controller, "confirmed_plan", None)
             self._only_observe(move.refused)
         else:
             move.handover_seconds = time.perf_counter() - start
@@ -488,11 +500,15 @@ class TuningSession:
         self._begin_window()
 
 
-def prepare_iterator(build: Any, knobs: Knobs, known: Any, is_plain: bool) -> tuple[Any, Any]:
-    """Does in the background what a handover needs: traces the functions, makes an iterator."""
+def prepare_iterator(build: Any, knobs: Knobs, known: Any, running: Any) -> tuple[Any, Any]:
+    """Does in the background what a handover needs: traces the functions, makes an iterator.
+
+    Where parts are those that run, an iterator would disturb their shuffles: so it is with an
+    ordinary data set, for which `running` is None, and with a shuffle made outside of the builder.
+    """
     dataset = build_tuned(build, knobs) if known is None else known
-    # the parts of an ordinary data set are those that run: an iterator would disturb its shuffles
-    return dataset, None if is_plain else iter(dataset)
+    is_apart = running is not None and not shares_a_shuffle(running, dataset)
+    return dataset, iter(dataset) if is_apart else None
 
 
 def _order_of(iterator: Any) -> OrderTuning | None:

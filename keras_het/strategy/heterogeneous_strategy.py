@@ -123,6 +123,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self.restored_service_state: dict[str, np.ndarray] | None = None
         # Trainings with async workers that this process began, to tell one fit from the next.
         self.num_hybrid_runs = 0
+        # roles="auto" measures in the first fit only: a new start forgets what was trained
+        self.has_measured_roles = False
         self._peer_watch: PeerWatch | None = None
         self._weights = _check_shares(shares, self.layout)
         self._check_emulated_devices()

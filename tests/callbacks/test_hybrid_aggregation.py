@@ -89,6 +89,14 @@ def test_gradients_of_a_training_shorter_than_a_period_count(strategy, epochs):
     assert isinstance(model.optimizer, keras.optimizers.SGD)
 
 
+def test_data_whose_first_pass_cannot_begin_anew_is_refused(strategy):
+    """Keras has looked at its first element: everybody would train the whole first epoch."""
+    rows = tf.data.Dataset.from_tensor_slices(arrays()).shuffle(SAMPLES, seed=1)
+    padded = rows.padded_batch(BATCH, drop_remainder=True)
+    with pytest.raises(ValueError, match="reshuffle_each_iteration=False"):
+        make_model(strategy).fit(padded, verbose=0, callbacks=[HybridAggregation()])
+
+
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 def test_what_callbacks_predict_is_not_trained(strategy, rule):
     model = make_model(strategy)

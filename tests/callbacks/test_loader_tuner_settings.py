@@ -268,3 +268,13 @@ def test_a_pipeline_needs_a_data_set():
 def test_knobs_are_checked(knobs):
     with pytest.raises(ValueError, match="1 or more"):
         Knobs(*knobs)
+
+
+def test_a_fit_of_the_same_model_in_a_callback_leaves_the_settings():
+    class Replays(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.fit(slow(0.0), verbose=0)
+
+    tuner = LoaderTuner(verbose=1)
+    dense().fit(slow(0.001), verbose=0, callbacks=[tuner, Replays()])
+    assert tuner.best_settings().knobs.threads >= 1

@@ -123,7 +123,12 @@ def test_signals_end_everything(
     number: signal.Signals,
     code: int,
 ) -> None:
-    launcher = launch("run", "--workers", "2", script(WAIT_WITH_CHILD))
+    # the launcher takes over what is ignored, as under nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        launcher = launch("run", "--workers", "2", script(WAIT_WITH_CHILD))
+    finally:
+        signal.signal(signal.SIGHUP, before)
     launcher.wait_for_output("[worker 0] ready", "[worker 1] ready")
     launcher.send_signal(number)
     result = launcher.finish()
@@ -134,6 +139,41 @@ def test_signals_end_everything(
         assert "[worker 1] KeyboardInterrupt" in result.stderr
     assert len(launcher.printed_process_ids()) == 4
     assert_gone(launcher.printed_process_ids())
+
+
+def test_what_nohup_ignores_ends_nothing(launch: Launch, script: Script) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launcher = launch("run", "--workers", "1", script(WAIT_WITH_CHILD))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    launcher.wait_for_output("[worker 0] ready")
+    launcher.send_signal(signal.SIGHUP)
+    launcher.send_signal(signal.SIGTERM)
+    result = launcher.finish()
+    assert result.exit_code == 143
+    assert "SIGHUP" not in result.stderr
+
+
+MUCH = 'sys.stdout.buffer.write("\u2501 much\\n".encode() * 40_000)'
+
+
+def test_a_log_on_a_full_disk_ends_no_training(
+    launch: Launch, script: Script, tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "worker-0.log").symlink_to("/dev/full")
+    result = launch("run", "-w", "1", "--log-dir", str(logs), script(MUCH)).finish()
+    assert result.exit_code == 0
+    assert result.stderr.count("is not written any more") == 1
+    assert "No space left" in result.stderr
+
+
+def test_what_the_terminal_cannot_show_ends_no_training(launch: Launch, script: Script) -> None:
+    result = launch("run", "-w", "1", script(MUCH), PYTHONIOENCODING="ascii").finish()
+    assert result.exit_code == 0
+    assert "[worker 0] ? much" in result.stdout
 
 
 def test_workers_die_with_a_killed_launcher(

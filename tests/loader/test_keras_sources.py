@@ -7,6 +7,8 @@ import tensorflow as tf
 from keras.src.trainers import data_adapters
 from workers import collect, make_workers, reference
 
+from keras_het.loader import pipeline
+
 
 def adapted(*arguments, **options):
     return data_adapters.get_data_adapter(*arguments, **options).get_tf_dataset()
@@ -62,6 +64,19 @@ def test_class_weight_of_a_data_set_keeps_element_mode():
     workers = make_workers(build, (1, 1), [[1, 3], [1, 0]])
     assert workers[0].mode == "element"
     assert collect([iter(worker) for worker in workers], (1, 1))[0] == reference(build())
+
+
+def test_class_weight_of_a_pipeline_with_a_builder_keeps_element_mode():
+    def build(knobs):
+        rows = tf.data.Dataset.range(23).map(lambda i: (tf.stack([i, i]), i % 3))
+        return rows.batch(5).prefetch(knobs.prefetch)
+
+    def weighted():
+        return adapted(pipeline(build), class_weight={0: 1.0, 1: 2.0, 2: 7.0})
+
+    workers = make_workers(weighted, (1, 1), [[1, 3], [1, 0]])
+    assert workers[0].mode == "element"
+    assert collect([iter(worker) for worker in workers], (1, 1))[0] == reference(weighted())
 
 
 class Batches(keras.utils.PyDataset):

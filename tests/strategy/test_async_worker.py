@@ -122,8 +122,8 @@ def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(cpu_devi
     worker.train(1.0)
     worker.vectors.state.write([tf.constant([0.01, 0.01])])
     worker.train(1.0)
-    np.testing.assert_allclose(worker.vectors.state.values[0], 0.005)
-    np.testing.assert_allclose(center_of(state), 0.5 * 0.5 + 0.5 * 0.005)
+    np.testing.assert_allclose(worker.vectors.state.values[0], 0.0)
+    np.testing.assert_allclose(center_of(state), 0.5 * 0.5)
     assert serialize(state._rule)["class_name"] == "elastic_averaging", "to a service elsewhere"
 
 
@@ -162,3 +162,22 @@ def test_gradients_that_were_summed_up_are_sent_at_the_end_only(cpu_devices):
     np.testing.assert_array_equal(worker.vectors.weights.values[0], -1)
     worker._meet(sends=True)  # nothing is left
     assert taken == [1]
+
+
+def test_the_statistics_of_one_worker_alone_go_on(cpu_devices):
+    service, _ = start(Delta())
+    state = ParameterService(free_address(), PARTITIONS, StatisticsAveraging(1.0), PROOF, 3)
+    state.start()
+    worker = Worker(service, state)
+    for _ in range(4):
+        worker.vectors.state.add(1.0)
+        worker.train(1.0)
+    worker._pending_state.push.wait()
+    np.testing.assert_array_equal(worker.vectors.state.values[0], 4)
+    np.testing.assert_array_equal(center_of(state), 4)
+
+
+def test_statistics_keep_what_was_learned_while_the_answer_travelled(cpu_devices):
+    rule = StatisticsAveraging(0.5)
+    sent, own, center = (tf.constant([value]) for value in (4.0, 5.0, 3.0))
+    np.testing.assert_allclose(rule.receive(own, sent, center), 4.5)

@@ -59,6 +59,15 @@ def test_callbacks_see_the_center_and_training_goes_on_from_its_own(rule):
     assert task.vectors.weights.values == [1.0]
 
 
+def test_the_service_shows_the_centers_statistics_too():
+    """It takes no step: without them `val_loss` and checkpoints would have those of the start."""
+    task = Task(Delta())
+    task.vectors.state = Vectors([1.0])
+    task.host = SimpleNamespace(center=lambda: [9.0], state_center=lambda: [5.0])
+    assert ServiceTask.meet_center(task) == [9.0]
+    assert (task.vectors.weights.values, task.vectors.state.values) == ([9.0], [5.0])
+
+
 class Ledger:
     """One async worker that was silent for some seconds, which pass while the service asks."""
 

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
-
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.advice import nodes
 from keras_het.loader.advice.advice import CACHEABLE_PREFIX, Advice, size_text
 from keras_het.loader.advice.cost import count
 from keras_het.loader.advice.examination import Examination, Gain
+from keras_het.loader.host_memory import available_memory
 
 Dataset = Any
 _MOST_CANDIDATES = 3
@@ -130,7 +129,7 @@ def _advice(examination: Examination, candidate: _Candidate) -> tuple[Advice | N
     if elements is not None and elements < 0:
         return None, True
     memory = None if elements is None else int(elements * size)
-    fits = memory is None or memory < _MEMORY_PART * psutil.virtual_memory().available
+    fits = memory is None or memory < _MEMORY_PART * available_memory()
     if not fits:
         note = ' That is too much for the memory here: use cache("file") on a local disk, slower.'
     elif memory is None:

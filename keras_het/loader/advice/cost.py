@@ -14,6 +14,7 @@ Dataset = Any
 _WARM_PART = 0.25
 _SIZED_ELEMENTS = 32
 _CHUNK = 16
+_COUNTED_AT_ONCE = 64
 _PROBE_PART = 0.1
 _CHUNKED_BELOW = 2e-3
 
@@ -106,6 +107,28 @@ def count(dataset: Dataset, most: int, seconds: float) -> int | None:
             release(iterator)
             return None
     return found
+
+
+def has_more_than(dataset: Dataset, most: int, seconds: float) -> bool | None:
+    """Whether a data set has more elements; None if that is not known in time.
+
+    Args:
+        dataset: what to count.
+        most: the number to compare with.
+        seconds: how long to read at most.
+    """
+    known = int(dataset.cardinality())
+    if known != tf.data.UNKNOWN_CARDINALITY:
+        return known < 0 or known > most
+    # counted within TensorFlow: Python takes 0.1 ms for each element that it gets
+    iterator = iter(dataset.map(lambda *_: 0).batch(_COUNTED_AT_ONCE))
+    end, found = time.perf_counter() + seconds, 0
+    for part in iterator:
+        found += int(tf.shape(part)[0])
+        if found > most or time.perf_counter() > end:
+            release(iterator)
+            return True if found > most else None
+    return False
 
 
 def is_read_within(dataset: Dataset, seconds: float, options: Any = None) -> bool:

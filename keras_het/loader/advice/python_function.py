@@ -42,7 +42,7 @@ def find(examination: Examination) -> list[Advice]:
 
 
 def _stand_in(node: Dataset) -> Dataset:
-    """The same number of elements from TensorFlow operations that cost nothing but their calls."""
+    """Elements of the same form from TensorFlow operations that cost nothing but their calls."""
 
     def zeros(spec: Any) -> Any:
         shape = spec.shape.as_list() if spec.shape.rank is not None else []
@@ -52,10 +52,10 @@ def _stand_in(node: Dataset) -> Dataset:
         return tf.nest.map_structure(zeros, node.element_spec)
 
     if adapter.is_map(node):
-        (source,) = adapter.inputs_of(node)
+        # with an end: a filter that drops zeros would look for another element for ever
+        source = adapter.inputs_of(node)[0].take(_STAND_INS)
         return source.map(nothing, num_parallel_calls=adapter.parallel_calls(node))
     if adapter.draws_from_generator(node):
-        # with an end: a filter that drops zeros would look for another element for ever
         return tf.data.Dataset.range(_STAND_INS).map(nothing)
     raise TypeError(f"No stand-in for {nodes.name(node)}.")
 

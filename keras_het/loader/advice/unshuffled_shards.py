@@ -7,7 +7,7 @@ from typing import Any
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.advice import nodes
 from keras_het.loader.advice.advice import UNSHUFFLED_SHARDS, Advice
-from keras_het.loader.advice.cost import count
+from keras_het.loader.advice.cost import has_more_than
 from keras_het.loader.advice.examination import Examination
 
 Dataset = Any
@@ -44,7 +44,7 @@ def _advice(examination: Examination, node: Dataset) -> Advice | None:
 
 
 def _is_shuffled_in_full(examination: Examination, node: Dataset) -> bool:
-    """Whether a shuffle after the files holds all their samples."""
+    """Whether a shuffle after the files holds all their samples, or may hold them."""
     sizes = [
         int(adapter.constant(other._buffer_size) or 0)
         for other, _ in examination.all_nodes()
@@ -52,5 +52,5 @@ def _is_shuffled_in_full(examination: Examination, node: Dataset) -> bool:
     ]
     if not sizes:
         return False
-    elements = count(node, max(sizes), max(4 * examination.seconds, 2.0))
-    return elements is not None and 0 <= elements <= max(sizes)
+    # what is not known is not advised
+    return has_more_than(node, max(sizes), max(4 * examination.seconds, 2.0)) is not True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import tensorflow as tf
 
-from keras_het.loader.data_service.addresses import is_reachable
+from keras_het.loader.data_service.addresses import is_reachable, split_address
 
 _WORKER_TIMEOUT_MS = 10_000
 _HEARTBEAT_MS = 1_000
@@ -26,12 +27,7 @@ def start_dispatcher(port: int, work_dir: str | None = None) -> tuple[Any, int]:
     Raises:
         OSError: if the port is taken.
     """
-    # TensorFlow would share a port with another dispatcher without a word
-    if port != 0 and is_reachable(f"127.0.0.1:{port}", _LOOK_SECONDS):
-        raise OSError(
-            f"The dispatcher of the tf.data service cannot listen on port {port}: another server "
-            "does. Give a free port, or 0, or join a dispatcher that runs there by its address."
-        )
+    _check_free(port, "dispatcher", ", or join a dispatcher that runs there by its address")
     config = tf.data.experimental.service.DispatcherConfig(
         port=port,
         work_dir=work_dir,
@@ -64,7 +60,10 @@ def start_worker(
 
     Raises:
         OSError: if the port is taken.
+        ValueError: if the dispatcher is on another machine, and `host` is this one's loopback.
     """
+    _check_free(port, "worker")
+    _check_host(dispatcher, host)
     config = tf.data.experimental.service.WorkerConfig(
         dispatcher_address=dispatcher,
         worker_address=f"{host}:%port%",
@@ -80,3 +79,31 @@ def start_worker(
             f"A worker of the tf.data service cannot start on port {port} for the dispatcher "
             f"{dispatcher}: {error.message}. Give a free port, or 0."
         ) from error
+
+
+def _check_free(port: int, what: str, otherwise: str = "") -> None:
+    # TensorFlow would share a port with another of its servers without a word
+    if port != 0 and is_reachable(f"127.0.0.1:{port}", _LOOK_SECONDS):
+        raise OSError(
+            f"The {what} of the tf.data service cannot listen on port {port}: another server "
+            f"does. Give a free port, or 0{otherwise}."
+        )
+
+
+def _check_host(dispatcher: str, host: str) -> None:
+    """Consumers elsewhere would look for the worker on their own machines, and wait for ever."""
+    if host in ("127.0.0.1", "localhost") and not _is_here(dispatcher):
+        raise ValueError(
+            f"The dispatcher {dispatcher} is on another machine, whose consumers cannot reach a "
+            f"worker here under host={host!r}. Give the name or address under which they reach "
+            "this machine (--host)."
+        )
+
+
+def _is_here(address: str) -> bool:
+    """Whether an address is one of this machine, as far as it answers."""
+    try:
+        with socket.create_connection(split_address(address), _LOOK_SECONDS) as connection:
+            return bool(connection.getsockname()[0] == connection.getpeername()[0])
+    except OSError:
+        return True  # TensorFlow waits for it

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from keras_het.loader.validation.tfdv_adapter import pyarrow
 
+_GREATEST = 2**63 - 1
+
 
 def record_batch(features: Mapping[str, Any]) -> Any:
     """Makes a record batch in which each row of a feature is a list of values.
@@ -58,9 +60,20 @@ def _lists(name: str, values: np.ndarray, splits: np.ndarray) -> Any:
     return pyarrow.LargeListArray.from_arrays(offsets, _values(name, values))
 
 
+def _check_fits(name: str, values: np.ndarray) -> None:
+    # int(): NumPy 1 compares uint64 with int in float64, in which 2**63 - 1 is 2**63
+    if values.dtype == np.uint64 and values.size and int(values.max()) > _GREATEST:
+        raise ValueError(
+            f"The integers of TensorFlow Data Validation end at 2**63 - 1. Received: feature "
+            f"{name!r} with {int(values.max())}. Give a function `features` that makes strings "
+            "of ids (tf.strings.as_string), or float64 of numbers."
+        )
+
+
 def _values(name: str, values: np.ndarray) -> Any:
     kind = values.dtype.kind
     if kind in "iub":
+        _check_fits(name, values)
         return pyarrow.array(values.astype(np.int64))
     if kind in "OSU":
         return pyarrow.array([_bytes(name, value) for value in values], pyarrow.large_binary())

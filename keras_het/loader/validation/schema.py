@@ -137,6 +137,7 @@ def write_schema(schema: Schema, path: str | Path) -> None:
         schema: the schema.
         path: the file, usually called `schema.pbtxt`.
     """
+    tf.io.gfile.makedirs(str(path).rpartition("/")[0] or ".")
     tfdv.write_schema_text(schema, str(path))
 
 

@@ -33,6 +33,8 @@ FEWER, MORE, DIVIDE = "fewer threads", "more threads", "other division"
 _WAITS = 0.1
 """Idle fraction from which a device is worth a trial that costs the others time."""
 _TRIAL = "any trial"
+_FIRST_FACTOR = 0.5
+"""Part of their threads that the first trial of fewer leaves to jobs."""
 _FIRST_PAUSE_SECONDS = 10.0
 CHANGED = 0.25
 """Relative change of a job's throughput from which everything may be tried again."""
@@ -87,14 +89,17 @@ class ReadingCeiling:
 
     A job that reads alone is never bounded by a ceiling that was learned.
 
+    Args:
+        number: number to begin with.
+
     Attributes:
         number: number of the present division; jobs say which one they knew.
         threads: the ceiling, None if there is none.
         parts: most threads of each job that is bounded.
     """
 
-    def __init__(self) -> None:
-        self.number = 0
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self.threads: int | None = None
         self.parts: dict[str, int] = {}
         self._readers: frozenset[str] = frozenset()
@@ -104,7 +109,8 @@ class ReadingCeiling:
         self._known: dict[str, ReadingRate] = {}
         self._pauses = Pauses(_FIRST_PAUSE_SECONDS)
         self._last = MORE
-        self._factor = 0.5
+        self._factor = _FIRST_FACTOR
+        self._division_failed = False
         self._seen = -math.inf
 
     def update(
@@ -126,6 +132,8 @@ class ReadingCeiling:
             self._trial = None
             self._divide(given, needs, now)
         if len(needs) < 2:
+            if given is None and self.parts:
+                self._put(None, {}, now)  # who gave it has left
             return
         self._seen = now
         if name in readings:
@@ -145,6 +153,8 @@ class ReadingCeiling:
         self._trial = self._chain = None
         self._known = {}
         self._pauses.end()
+        self._factor, self._last = _FIRST_FACTOR, MORE
+        self._round.forget_others(needs)
         self._divide(self.threads, needs if len(needs) > 1 else {}, now)
 
     def _is_known(self, jobs: Iterable[str], rates: Mapping[str, ReadingRate]) -> bool:
@@ -172,15 +182,24 @@ class ReadingCeiling:
             return
         if _have_changed(self._known, rates):
             self._pauses.end()
+            self._factor = _FIRST_FACTOR
         self._known = rates
-        if self._pauses.allow(_TRIAL, now) and not self._try_division(rates, now) and learns:
+        if not self._pauses.allow(_TRIAL, now):
+            return
+        # a division that fails again and again keeps no other trial away
+        failed, self._division_failed = self._division_failed, False
+        if not (failed and learns) and self._try_division(rates, now):
+            return
+        if learns:
             self._try_threads(rates, now)
 
     def _judge(self, trial: ReadingTrial, rates: dict[str, ReadingRate], now: float) -> None:
         self._trial = self._chain = None
         if not trial.pays(rates):
             self._pauses.start(_TRIAL, now)
-            self._factor = (1.0 + self._factor) / 2
+            self._division_failed = trial.kind == DIVIDE
+            if trial.kind == FEWER:
+                self._factor = (1.0 + self._factor) / 2
             self._put(trial.threads, trial.parts, now)
             return
         self._pauses.end()
@@ -249,6 +268,11 @@ class ReadingCeiling:
 
     # --- for the file of the host
 
+    @property
+    def newest(self) -> float:
+        """The latest time that is known here."""
+        return max(self._seen, self._round.newest)
+
     def to_dict(self) -> dict[str, Any]:
         """What is known, as plain Python values, for JSON."""
         return {
@@ -263,6 +287,7 @@ class ReadingCeiling:
             "pauses": self._pauses.to_dict(),
             "last": self._last,
             "factor": self._factor,
+            "division_failed": self._division_failed,
             "seen": self._seen,
         }
 
@@ -290,6 +315,7 @@ class ReadingCeiling:
         ceiling._pauses.load(values["pauses"])
         ceiling._last = str(values["last"])
         ceiling._factor, ceiling._seen = float(values["factor"]), float(values["seen"])
+        ceiling._division_failed = bool(values["division_failed"])
         return ceiling
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from keras_het.planning.loader.reading import Reading, needed_loaders
@@ -88,6 +88,15 @@ class ReadingRound:
         self.rates = rates_of(values["rates"])
         self._restarts = int(values["restarts"])
         self._latest = {name: (int(n), float(end)) for name, (n, end) in values["latest"].items()}
+
+    @property
+    def newest(self) -> float:
+        """End of the latest window, or the beginning of the round."""
+        return max((end for _, end in self._latest.values()), default=self._since)
+
+    def forget_others(self, names: Collection[str]) -> None:
+        """Forgets the windows of jobs that are not among these."""
+        self._latest = {name: latest for name, latest in self._latest.items() if name in names}
 
     def begin(self, since: float | None = None) -> None:
         """Starts a new round.

@@ -73,6 +73,7 @@ class TunerController:
         self._reading: int | None = None
         self._left: tuple[int, float] | None = None
         self._trial: Trial | None = None
+        self._replaced: LoaderPlan | None = None
         self._now = 0.0
         self._calm = 0.0
         self._skip = plan.prefetch + 2
@@ -114,11 +115,15 @@ class TunerController:
 
     def refused(self, plan: LoaderPlan) -> None:
         """Goes back, because a plan could not be put into effect."""
-        if self._trial is not None and plan == self.plan:
+        before, self._replaced = self._replaced, None
+        if before is None or plan != self.plan:
+            return
+        if self._trial is not None:
             self._pauses.start(self._trial.kind, self._now)
-            self._adopt(self._trial.before)
             self._trial = None
-            self._skip = 0
+        self._adopt(before)
+        self._replaced = None
+        self._skip = 0
 
     def observe(self, window: LoaderWindow) -> LoaderPlan | None:
         """Takes a window under the plan in effect; returns a new plan if there should be one."""
@@ -265,6 +270,8 @@ class TunerController:
         computes = uses * self.plan.loaders > 0.5 * self._cpus
         if not (busy and computes and self.plan.loaders > fewest):
             return None
+        if _waits_for_io(self.plan.loaders, window):
+            return None  # as many as it takes to use the CPUs
         if not self._pauses.allow("fewer loaders", self._now):
             return None
         reason = f"CPUs are busy, more than {fewest} loaders only hinder each other"
@@ -324,5 +331,13 @@ class TunerController:
         # a loader holds up to two samples or batches
         self._skip = self.plan.prefetch + 2 * self.plan.loaders + 1
         self._calm = 0.0
-        self.plan = plan
+        self._replaced, self.plan = self.plan, plan
         return plan
+
+
+def _waits_for_io(loaders: int, window: LoaderWindow) -> bool:
+    """Whether loaders mostly wait for I/O, and not for a CPU; False if nothing tells."""
+    if window.loader_cpu_seconds is None or window.loader_queue_seconds is None:
+        return False
+    runs = window.loader_cpu_seconds + window.loader_queue_seconds
+    return runs < 0.5 * loaders * window.seconds

@@ -62,6 +62,7 @@ class AsyncWorker(Participant):
         self._pace = PushPace(waits=options.waits_for_answer)
         self._planned_period: int | None = None
         self._plan = LocalPlan(self.rule, self._client) if self.rule.is_measured else None
+        self._warn_of_unused_batches()
 
     def start_epoch(self, epoch: int) -> None:
         """Connects before the first epoch; goes on with an epoch that is not used up."""
@@ -270,6 +271,21 @@ class AsyncWorker(Participant):
                 f"async_batch_size={size} and data that does not end in batch()."
             )
         return max(1, math.ceil(whole / size))
+
+    def _warn_of_unused_batches(self) -> None:
+        """Keras ends an epoch after as many steps as there are batches."""
+        parts, workers = self._num_parts(), self.strategy.num_async_workers
+        if not self.strategy.cluster_config.has_sync_group and parts > workers:
+            _logger.warning(
+                "Keras ends an epoch after %d steps, and a batch takes %d of them with "
+                "async_batch_size=%s: %d async workers alone use at most %d %% of the data. Make "
+                "the batches of the data set smaller instead.",
+                self.num_batches,
+                parts,
+                self.options.async_batch_size,
+                workers,
+                100 * workers // parts,
+            )
 
     def _next_batch(self) -> int | None:
         batch = self._claim()

@@ -85,6 +85,8 @@ class ServiceTask(Participant):
         """The center, which the model gets."""
         center = self.host.center() if self.host is not None else self.vectors.weights.read()
         self.vectors.weights.write(center)
+        if self.host is not None and self.vectors.state is not None:
+            self.vectors.state.write(self.host.state_center())
         return center
 
     def end(self) -> None:
@@ -97,8 +99,6 @@ class ServiceTask(Participant):
         while host.waiting_clients() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         self.meet_center()
-        if self.vectors.state is not None:
-            self.vectors.state.write(host.state_center())
         host.conclude()
         self.leave()
 

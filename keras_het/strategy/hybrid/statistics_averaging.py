@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from keras_het.strategy.rules import ElasticAveraging
 
 
 class StatisticsAveraging(ElasticAveraging):
-    r"""Each worker pulls the center a step of 1/n towards its own, and its own towards the center.
+    """Elastic averaging, in which a worker's statistics stay between its own and the center's.
 
-    .. math:: c \leftarrow c + \alpha (s_i - c), \qquad s_i \leftarrow s_i + \alpha (c - s_i).
-
-    To the service, which keeps the center, this is elastic averaging, and has its name. Both are
-    means, so that a variance is never negative. A worker that took steps while the answer
-    travelled takes the mean with its statistics of now: the difference at the time of sending may
-    be larger than what is left of a variance that has fallen since.
+    A worker that took steps while the answer travelled moves by the difference at the time of
+    sending, so that nothing that it learned meanwhile is lost. That difference may be larger than
+    what is left of a variance that has fallen since: hence the bound. To the service, which keeps
+    the center, this is elastic averaging, and has its name.
 
     Args:
         alpha: moving rate, at most 1.
     """
 
     def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
-        """The mean with the center."""
-        del sent_weights
-        return weights + self.alpha * (answer - weights)
+        """Its own, moved towards the center as the center was towards it, but not beyond."""
+        if self.alpha == 1:  # nobody else moves the center: it is what this worker sent
+            return weights
+        pulled = super().receive(weights, sent_weights, answer)
+        return tf.clip_by_value(pulled, tf.minimum(weights, answer), tf.maximum(weights, answer))

@@ -185,10 +185,8 @@ def test_a_cache_that_takes_long_to_fill_is_left_alone(monkeypatch):
 
 
 def test_what_fits_in_no_memory_goes_to_a_file(monkeypatch):
-    class Nothing:
-        available = 0
-
-    monkeypatch.setattr("psutil.virtual_memory", Nothing)
+    module = "keras_het.loader.advice.cacheable_prefix"
+    monkeypatch.setattr(f"{module}.available_memory", lambda: 0)
     advice = found(numbers().map(heavy).batch(BATCH), "cacheable_prefix")
     assert "too much for the memory" in advice.message
     assert not advice.is_measured
@@ -301,6 +299,22 @@ def test_shuffled_files_are_fine(tmp_path):
         tf.data.TFRecordDataset(names[:1]),
     ):
         assert unshuffled_shards.find(Examination(pipeline.batch(4), SECONDS, 0.0)) == []
+
+
+def test_a_shuffle_of_many_samples_may_hold_all(tmp_path):
+    names = [str(tmp_path / name) for name in ("one", "two")]
+    for name in names:
+        (tmp_path / name).write_text("sample\n" * 200_000)
+    lines = tf.data.TextLineDataset(names)
+    for held, kinds in ((400_000, []), (300_000, ["unshuffled_shards"])):
+        found = unshuffled_shards.find(Examination(lines.shuffle(held).batch(4), SECONDS, 0.0))
+        assert [advice.kind for advice in found] == kinds
+
+
+def test_a_filter_on_an_endless_source_ends():
+    """What stands in for the Python function gives zeros, all of which the filter drops."""
+    kept = numbers().repeat().map(slow_in_python).filter(lambda number: number > 0)
+    assert found(kept.batch(BATCH), "python_function").stage == "map(slow_in_python)"
 
 
 def test_a_slow_python_function_is_named():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from keras_het.loader.replayable import draws_an_order
+from keras_het.loader.replayable import draws_an_order, shares_a_shuffle
 
 
 def numbers() -> tf.data.Dataset:
@@ -41,3 +41,11 @@ def test_draws(make):
 @pytest.mark.parametrize("make", DOES_NOT.values(), ids=DOES_NOT)
 def test_does_not(make):
     assert not draws_an_order(make())
+
+
+def test_pipelines_over_one_shuffle_share_its_orders():
+    rows = tf.data.Dataset.range(9)
+    shuffled, fixed = rows.shuffle(3), rows.shuffle(3, reshuffle_each_iteration=False)
+    for source, shares in ((shuffled, True), (fixed, False), (rows, False)):
+        assert shares_a_shuffle(source.batch(2), source.map(lambda row: row).batch(2)) == shares
+    assert not shares_a_shuffle(rows.shuffle(3, seed=1), rows.shuffle(3, seed=1))

@@ -252,3 +252,15 @@ def test_the_file_of_each_user_is_private(tmp_path, monkeypatch):
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o077 == 0
     assert (folder / "loaders.json").exists()
+
+
+def test_an_entry_whose_process_tells_nothing_does_not_count(path, monkeypatch):
+    """Read before one's own: of a job outside of a container that hides when processes started."""
+    job_on(path).update(HUNGRY)
+
+    def hides(process):
+        raise RuntimeError("no btime")
+
+    monkeypatch.setattr(psutil.Process, "create_time", hides)
+    job_on(path).leave()
+    assert json.loads(path.read_text()) == {}

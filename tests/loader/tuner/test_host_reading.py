@@ -108,3 +108,35 @@ def test_readings_of_another_version_do_not_count(reading, path):
     values = Entry(JOB, 8.0, frozenset({0})).to_dict()
     assert entry_of(values) is not None
     assert entry_of({**values, "reading": reading}) is None
+
+
+def tell_all(path, now, number, loaders=40, rate=50.0, idle=0.75, ages=(0.0, 0.0), step=None):
+    """Both of two jobs have had a window of 6 s, so long ago."""
+    for name in "ab":
+        entries = {}
+        for other, age in zip("ab", ages, strict=True):
+            steps = int(6 * rate) if step is None else int(6 / step)
+            end = now - age
+            window = Reading(loaders, steps, 6.0, idle, end - 6.0, end, number)
+            entries[other] = Entry(JOB, 1, frozenset({0}), window)
+        ceiling = divide_reading(path, name, entries, now)
+    return ceiling
+
+
+def test_a_clock_that_goes_back_ends_what_is_tried(tmp_path):
+    path = tmp_path / "reading"
+    ceiling = tell_all(path, 10_000.0, 0)
+    ceiling = tell_all(path, 10_010.0, ceiling.number)
+    assert ceiling.parts == {"a": 20, "b": 20}
+    later = tell_all(path, 6_400.0, ceiling.number, 20, 25.0, 0.9)
+    assert (later.parts, later._trial) == ({}, None)
+    assert later.number > ceiling.number
+
+
+@pytest.mark.parametrize(("step", "reads"), [(0.5, True), (0.05, False)])
+def test_a_job_that_moves_still_reads(tmp_path, step, reads):
+    """Of 24 loaders it uses up to 48 batches of before, and has no window meanwhile."""
+    path = tmp_path / "reading"
+    first = tell_all(path, 1000.0, 0, loaders=24, step=step)
+    later = tell_all(path, 1040.0, first.number, loaders=24, ages=(40.0, 0.0), step=step)
+    assert (later.number == first.number) == reads

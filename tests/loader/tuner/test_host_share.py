@@ -30,7 +30,7 @@ class Budget:
         self._error = error
         self.written = []
         self.readings = []
-        self.reading_loaders, self.division = None, 0
+        self.reading_loaders, self.division, self.cpus = None, 0, 8.0
 
     def update(self, job, reading=None):
         if self._error is not None:
@@ -140,3 +140,16 @@ def test_every_step_keeps_the_part_also_while_a_move_is_prepared(clock):
     assert parts == [3.0] * 10
     session.close()
     assert budget.written[-1] is None
+
+
+def test_a_file_that_fails_later_gives_back_what_the_job_had_left(clock):
+    budget = Budget(clock)
+    budget.reading_loaders = 2
+    share = HostShare(budget, clock)
+    assert share.update(JOB) == 3.0
+    budget._error = OSError("disk is full")
+    clock.now += 2.0
+    assert share.update(JOB) == 8.0
+    assert share.reading_loaders is None
+    assert budget.written == [1000.0, None], "and has left"
+    assert share.update(JOB) is None

@@ -158,6 +158,40 @@ def test_a_move_in_every_step_changes_nothing(name, executor):
     assert bool(done) == (fits(name) and steps > 3), "shares of three steps are settled at once"
 
 
+def over_one_shuffle(end):
+    """A builder that reads from a shuffle made outside of it."""
+
+    def make():
+        rows = tf.data.Dataset.range(47).shuffle(11, seed=4)
+        return pipeline(lambda knobs: end(rows, knobs), FIRST)
+
+    return make
+
+
+ENDS = {
+    "samples": lambda rows, knobs: rows.map(row, knobs.num_parallel_calls).batch(5),
+    "whole batches": lambda rows, knobs: rows.map(
+        lambda index: tf.range(index % 4), knobs.num_parallel_calls
+    ).padded_batch(5, [3]),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
+def test_builds_that_share_a_shuffle_continue_in_its_order_or_stay(end, executor):
+    def make():
+        return end(tf.data.Dataset.range(47).shuffle(11, seed=4), FIRST)
+
+    untouched = run(make, [], executor)[0]
+    if end is ENDS["samples"]:
+        seen, done = run(over_one_shuffle(end), EVERY_STEP, executor)
+        assert done and seen == untouched
+        return
+    (worker,) = make_workers(over_one_shuffle(end), (1,), [[1]])
+    next(iter(worker))
+    with pytest.raises(HandoverError, match=r"Call shuffle\(\) within the builder"):
+        worker.tuning.moved_form(Knobs(3, 3, 3))
+
+
 def test_all_of_element_mode_but_pipelines_that_cannot_be_read_again_can_be_moved():
     assert [name for name in ELEMENT if not fits(name)] == []
 

@@ -30,7 +30,8 @@ def epochs_of(build, moves=(), epochs=EPOCHS):
         live, elements = LiveIterator(iter(source)), []
         while True:
             for knobs in [knobs for *place, knobs in moves if place == [epoch, len(elements)]]:
-                built[knobs], prepared = prepare_iterator(build, knobs, built.get(knobs), False)
+                work = build, knobs, built.get(knobs), source.current
+                built[knobs], prepared = prepare_iterator(*work)
                 assert prepared is not None
                 live.move_to(built[knobs], prepared)
                 assert live.iterator is prepared

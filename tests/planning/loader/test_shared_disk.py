@@ -168,6 +168,53 @@ def test_a_division_of_first_windows_that_mislead_does_not_stay():
     assert ceiling._trial is None, "and is kept"
 
 
+def test_a_division_that_fails_keeps_no_other_trial_away():
+    """What job a reads does not depend on its threads: it only seems to need most of them."""
+    ceiling, kinds = ReadingCeiling(), set()
+    both = {name: reading(8, 10.0, 0.5) for name in "ab"}
+    ceiling.update("a", both, 6.0)
+    ceiling._divide(16, {"a": 24.0, "b": 24.0}, 6.0)
+    began = 10.0
+    while began < 3600.0:
+        jobs = {}
+        for name in "ab":
+            loaders = ceiling.parts.get(name, 8)
+            rate, device = (min(2.0, loaders), 0.025) if name == "a" else (1.25 * loaders, 1 / 30)
+            idle = max(1.0 - rate * device, 0.0)
+            jobs[name] = reading(loaders, rate, idle, began, ceiling.number, seconds=8.0)
+        for name in jobs:
+            ceiling.update(name, jobs, began + 8.0)
+        kinds.add(None if ceiling._trial is None else ceiling._trial.kind)
+        began += 8.5
+    assert kinds & {"more threads", "fewer threads"}
+
+
+def test_other_jobs_learn_anew():
+    """A ceiling that held for long leaves nothing that keeps later jobs from having one."""
+
+    def train(names, loaders, began):
+        for _ in range(120):
+            parts = {name: ceiling.parts.get(name, loaders) for name in names}
+            told(ceiling, began, **{name: (parts[name], 50.0, 0.75) for name in names})
+            began += 7.0
+        return began
+
+    ceiling = ReadingCeiling()
+    end = train("ab", 40, 0.0)
+    assert ceiling.threads is not None
+    train("xy", 128, end + 3600.0)
+    assert ceiling.threads is not None
+
+
+def test_a_budget_goes_with_who_gave_it():
+    """A job that computes has given it, and ends."""
+    ceiling = ReadingCeiling()
+    ceiling.update("b", {"b": reading(24)}, 6.0, given=4)
+    assert ceiling.parts == {"b": 4}
+    ceiling.update("b", {"b": reading(4, began=10.0)}, 16.0)
+    assert ceiling.parts == {}
+
+
 def test_a_budget_that_was_given_holds_for_a_job_alone():
     host = trained(hungry("a"), given=3)
     assert host.jobs[0].loaders <= 3
