@@ -262,9 +262,13 @@ def fit_sorted(callbacks: list[Any], devices: tuple[str, ...], epochs: int = 1) 
 def test_each_replica_has_the_statistics_of_what_it_consumed(
     cpu_devices: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for left_behind in ("epoch-0009-replica-0.stats", "epoch-0001-replica-7.stats"):
+        (tmp_path / left_behind).touch()
     validation = DataValidation(schema(), compare_shards=True, directory=tmp_path)
     with caplog.at_level(logging.WARNING, "keras_het"):
         labels = fit_sorted([validation], cpu_devices)
+    files = {f"epoch-0001-replica-{replica}.stats" for replica in range(2)}
+    assert {path.name for path in tmp_path.iterdir()} == files
     # Shares 3:1 of each batch of 16, and of the last one of 8.
     is_second = np.concatenate([[0] * 12 + [1] * 4] * 6 + [[0] * 6 + [1] * 2]).astype(bool)
     frequencies = []

@@ -165,3 +165,16 @@ def test_columns_that_do_not_fit() -> None:
         record_batch({"a": np.zeros(2, np.complex64)})
     with pytest.raises(TypeError, match="'a' holds <class 'NoneType'>"):
         record_batch({"a": np.array(["x", None], object)})
+
+
+def test_images_of_a_replica_without_rows() -> None:
+    features = features_of_batch(np.zeros((0, 4, 4, 3), np.float32))
+    assert features
+    assert {len(values) for values in features.values()} == {0}
+
+
+def test_integers_beyond_those_of_tfdv() -> None:
+    with pytest.raises(ValueError, match=r"'id' with 9223372036854775808.*as_string"):
+        record_batch({"id": np.array([1, 2**63], np.uint64)})
+    batch = record_batch({"id": np.array([2**63 - 1], np.uint64)})
+    assert batch.to_pydict() == {"id": [[2**63 - 1]]}

@@ -112,3 +112,18 @@ def test_a_part_is_never_more_than_the_host():
     controller.set_cpus(64.0)
     drive(plant_of(COMPUTING), controller, STEPS)
     assert controller.plan.loaders <= 2
+
+
+@pytest.mark.parametrize(("queue_seconds", "moves"), [(0.5, False), (98.0, True)])
+def test_loaders_that_wait_for_io_are_not_taken_from_busy_cpus(queue_seconds, moves):
+    """Of 100 in one second: those that read are as many as it takes to use two CPUs."""
+    controller = TunerController(LoaderPlan(100, 2), 2.0, max_loaders=100)
+    plan = controller.observe(LoaderWindow(160, 1.0, 0.4, 0.05, 1.9, 0, 160, queue_seconds))
+    assert (plan is not None and "CPUs are busy" in plan.reason) == moves
+
+
+def test_a_part_that_was_refused_is_not_in_effect():
+    controller = TunerController(LoaderPlan(24, 2), 8.0)
+    controller.set_reading_loaders(4)
+    controller.refused(controller.observe(LoaderWindow(20, 2.0, 1.8, 8.0, 0.01)))
+    assert controller.plan == controller.confirmed_plan == LoaderPlan(24, 2)
