@@ -122,6 +122,7 @@ def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(cpu_devi
     worker.train(1.0)
     worker.vectors.state.write([tf.constant([0.01, 0.01])])
     worker.train(1.0)
+    worker._pending_state.push.wait()
     np.testing.assert_allclose(worker.vectors.state.values[0], 0.0)
     np.testing.assert_allclose(center_of(state), 0.5 * 0.5)
     assert serialize(state._rule)["class_name"] == "elastic_averaging", "to a service elsewhere"
