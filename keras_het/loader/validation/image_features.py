@@ -32,8 +32,8 @@ def image_features(images: np.ndarray) -> dict[str, np.ndarray]:
         return features
     # Each channel of an image in one piece: several times as fast as in steps.
     # No -1: a replica may have no rows.
-    pixels = images.reshape(rows, height * width, channels).transpose(0, 2, 1)
-    pixels = pixels.astype(np.float32, order="C")
+    pixels = images.reshape(rows, images.shape[1] * images.shape[2], channels)
+    pixels = pixels.transpose(0, 2, 1).astype(np.float32, order="C")
     features["minimum"], features["maximum"] = pixels.min(axis=(1, 2)), pixels.max(axis=(1, 2))
     means, deviations = pixels.mean(axis=2), pixels.std(axis=2)
     for channel in range(channels):
