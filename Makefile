@@ -28,17 +28,16 @@ help: ## List the targets.
 demo: .venv/installed ## Train on three emulated workers of different speed (under 3 minutes).
 	.venv/bin/python recipes/quickstart.py
 
-# Two processes share the tests file by file; those that measure, and those that need the whole
-# machine, run alone.
-SIDE_BY_SIDE := tests/exactness tests/outside tests/planning tests/strategy tests/callbacks \
-  tests/launch tests/loader tests/multi_process tests/test_make_validation.py \
-  tests/test_packaging.py tests/test_private_api.py
-ALONE := tests/benchmarks tests/recipes
-SHARED := -n 2 --dist loadfile
+# Two processes share the tests file by file, the files that take minutes first: the last one would
+# leave a core idle. Those that measure run alone.
+SIDE_BY_SIDE := tests/multi_process tests/benchmarks tests/recipes tests/strategy tests/exactness \
+  tests/callbacks tests/loader tests/outside tests/launch tests/planning \
+  $(patsubst %,tests/test_%.py,make_validation packaging private_api)
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint ## Lint, types and tests.
-	.venv/bin/python -m pytest $(SHARED) -m "not variant" $(SIDE_BY_SIDE)
-	.venv/bin/python -m pytest $(ALONE)
+	.venv/bin/python -m pytest $(SHARED) -m "not variant and not alone" $(SIDE_BY_SIDE)
+	.venv/bin/python -m pytest -m alone tests/recipes tests/benchmarks
 	@if $(MAKE) -s check-validation >/dev/null 2>&1; then $(MAKE) --no-print-directory test-validation; \
 	else echo "The tests of data validation were NOT run: they need Python 3.11." \
 	  "make test-validation says what is wrong."; fi

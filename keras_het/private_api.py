@@ -6,7 +6,13 @@ symbol, so that a release that moves one fails there first and says which.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import random
 import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -15,12 +21,15 @@ from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow import trainer as keras_tf_trainer
 from keras.src.backend.tensorflow.core import Variable as KerasTensorFlowVariable
+from keras.src.layers.normalization import batch_normalization as keras_batch_normalization
 from keras.src.losses import loss as keras_loss
 from keras.src.metrics import reduction_metrics as keras_reduction_metrics
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.optimizers import loss_scale_optimizer as keras_loss_scale_optimizer
 from keras.src.random import seed_generator as keras_seed_generator
 from tensorflow.core.framework import model_pb2
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import (
     collective_util,
@@ -56,6 +65,7 @@ __all__ = [
     "CollectiveKeys",
     "CommunicationOptions",
     "ConcreteFunction",
+    "EpochLoop",
     "KerasTensorFlowVariable",
     "Mirrored",
     "PerReplica",
@@ -74,6 +84,7 @@ __all__ = [
     "iterated_data_set",
     "iterator_model",
     "keras_base_optimizer",
+    "keras_batch_normalization",
     "keras_loss",
     "keras_loss_scale_optimizer",
     "keras_nn",
@@ -81,14 +92,18 @@ __all__ = [
     "keras_seed_generator",
     "keras_step_kind",
     "keras_tf_optimizer",
+    "learning_rate_of",
     "mutex_of",
+    "operation_seed_state",
     "peer_is_healthy",
     "regroup",
     "restart_iterator",
     "restore_iterator",
     "run_independently",
     "save_iterator",
+    "separate_operation_seeds",
     "type_spec_from_value",
+    "undecorated_step",
 ]
 
 
@@ -136,9 +151,12 @@ def keras_step_kind(function: Any) -> str | None:
         the closure of `Model.make_predict_function`, None for anything else (a custom loop).
     """
     owner = getattr(function, "__self__", None)
-    name = getattr(function, "__name__", "")
-    if isinstance(owner, keras.Model) and name in ("train_step", "test_step"):
-        return str(name).removesuffix("_step")
+    if isinstance(owner, keras.Model):
+        name = getattr(function, "__name__", "")
+        for step in ("train_step", "test_step"):
+            # a decorator need not copy the name
+            if name == step or function == getattr(owner, step):
+                return step.removesuffix("_step")
     wrapped = getattr(function, "__wrapped__", function)
     qualified_name = getattr(wrapped, "__qualname__", "")
     if (
@@ -147,6 +165,45 @@ def keras_step_kind(function: Any) -> str | None:
     ):
         return "predict"
     return None
+
+
+def undecorated_step(function: Any) -> Any:
+    """Returns the bound method behind a method that was decorated with `tf.function`.
+
+    A step must be traced with that of its replica: what leaves a function of its own is no longer
+    recognised as the result of a metric, or as a gradient that waits for its reduction.
+
+    Args:
+        function: `model.train_step`, or anything else, which is returned as it is.
+    """
+    if not hasattr(function, "python_function"):
+        return function
+    method: Any = getattr(function, "__original_wrapped__", None)
+    # one of a class is bound to a stand-in of its own for the instance
+    owner = getattr(method, "__self__", None)
+    # a model may have a target of its own, such as a second network
+    model = owner if isinstance(owner, keras.Model) else getattr(owner, "target", None)
+    if not isinstance(model, keras.Model):
+        return function
+    step = method.__func__
+    if function._autograph:
+        # enabled, because Keras disables it around its steps
+        enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
+        step = autograph.convert(recursive=True, conversion_ctx=enabled)(step)
+    return types.MethodType(_named_as_step(step, model, function), model)
+
+
+def _named_as_step(step: Any, model: Any, function: Any) -> Any:
+    """`step` under the name by which it is known, which a decorator below may not have copied."""
+    for name in ("train_step", "test_step"):
+        if getattr(model, name) is function and getattr(step, "__name__", "") != name:
+
+            def named(*arguments: Any, **options: Any) -> Any:
+                return step(*arguments, **options)
+
+            named.__name__ = name
+            return named
+    return step
 
 
 def model_of_step(function: Any) -> Any:
@@ -159,14 +216,93 @@ def model_of_step(function: Any) -> Any:
     return None
 
 
+def runs_keras_train_step(function: Any) -> bool:
+    """Tells whether a bound `train_step` is Keras's own."""
+    return getattr(function, "__func__", None) is keras_tf_trainer.TensorFlowTrainer.train_step
+
+
 def is_stock_train_step(function: Any) -> bool:
-    """Tells whether a bound `train_step`, and the metrics it computes, are Keras's own."""
+    """Tells whether a bound `train_step`, and how it computes metrics, are Keras's own."""
     trainer = keras_tf_trainer.TensorFlowTrainer
     model = getattr(function, "__self__", None)
     return (
-        getattr(function, "__func__", None) is trainer.train_step
+        runs_keras_train_step(function)
         and getattr(type(model), "compute_metrics", None) is trainer.compute_metrics
+        and getattr(type(model), "get_metrics_result", None) is trainer.get_metrics_result
     )
+
+
+def is_of_keras(metric: Any) -> bool:
+    """Tells whether the class of a metric, and the function or loss that it wraps, are Keras's."""
+    module = getattr(metric, "__module__", None) or ""
+    wrapped = [getattr(metric, name, None) for name in ("_fn", "fn")]
+    return module.split(".")[0] == "keras" and all(
+        is_of_keras(function) for function in wrapped if function is not None
+    )
+
+
+class EpochLoop:
+    """The loop of a running `fit`, whose `EpochIterator` counts the steps of epochs and passes.
+
+    Nothing hands it out: it is looked up in the frames of the call.
+
+    Args:
+        model: the `keras.Model` whose `fit` called, whatever lies between.
+
+    Attributes:
+        steps_per_epoch: what `fit` was given, None if it was not or the loop was not found.
+        data: the distributed data set that `fit` iterates, None if the loop was not found.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._iterator = _epoch_iterator_of_fit(model)
+        self.steps_per_epoch: int | None = getattr(self._iterator, "steps_per_epoch", None)
+        self.data: Any = None if self._iterator is None else self._iterator._get_iterator()
+        self._knows_steps = getattr(self._iterator, "_num_batches", None) is not None
+
+    @property
+    def is_at_end_of_pass(self) -> bool:
+        """Whether the steps so far have used up a pass over data of known size."""
+        batches = getattr(self._iterator, "_num_batches", None)
+        return batches is not None and self._iterator._steps_seen >= batches
+
+    def resume_epoch(self, steps: int, steps_of_pass: int) -> None:
+        """Makes the epoch that is about to begin the rest of one.
+
+        Args:
+            steps: steps of the epoch that are behind.
+            steps_of_pass: steps of the pass over the data that are behind.
+        """
+        if self._iterator is not None and self.steps_per_epoch is not None:
+            self._iterator.steps_per_epoch = self.steps_per_epoch - steps
+            # Keras ends a pass by its number of steps, counted since its iterator was made
+            self._iterator._current_iterator = iter(self.data)
+            self._iterator._steps_seen = steps_of_pass
+
+    def end_resumed_epoch(self) -> None:
+        """Makes later epochs whole ones."""
+        if self._iterator is None:
+            return
+        self._iterator.steps_per_epoch = self.steps_per_epoch
+        if self.steps_per_epoch is None and not self._knows_steps:
+            # Keras has taken the steps of the rest for those of the data
+            self._iterator._num_batches = None
+
+
+def _epoch_iterator_of_fit(model: Any) -> Any:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+            iterator = frame.f_locals.get("epoch_iterator")
+            if isinstance(iterator, keras_tf_trainer.EpochIterator):
+                return iterator
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """Returns what a Keras optimizer keeps of its rate: a variable, a schedule or a function."""
+    return optimizer._learning_rate
 
 
 def global_seed_is_set() -> bool:
@@ -178,6 +314,47 @@ def operation_seeds(seed: int) -> tuple[int, int]:
     """Returns the pair of seeds that TensorFlow derives from an operation seed."""
     first, second = random_seed.get_seed(seed)
     return int(first), int(second)
+
+
+def operation_seed_state() -> Any:
+    """Where the sequence stands from which operations without a seed of their own take one.
+
+    Returns:
+        A state for `separate_operation_seeds`; None without a global seed, where none is taken.
+    """
+    return eager_context.context()._rng.getstate() if global_seed_is_set() else None
+
+
+@contextlib.contextmanager
+def separate_operation_seeds(state: Any) -> Iterator[None]:
+    """Has operations that this thread makes take their seeds from a sequence apart.
+
+    The process has one sequence for all its threads. Saved before and restored after, it would
+    lose what another thread draws meanwhile.
+
+    Args:
+        state: where the sequence begins, from `operation_seed_state`.
+    """
+    generator = random.Random(0)
+    if state is not None:
+        generator.setstate(state)
+    context = eager_context.context()
+    if "_internal_operation_seed" not in vars(context):
+        original = context._internal_operation_seed
+        context._internal_operation_seed = functools.partial(_operation_seed, original)
+    before, _of_thread.generator = getattr(_of_thread, "generator", None), generator
+    try:
+        yield
+    finally:
+        _of_thread.generator = before
+
+
+def _operation_seed(original: Callable[[], int]) -> int:
+    generator = getattr(_of_thread, "generator", None)
+    return original() if generator is None else generator.randint(0, tf.int32.max)
+
+
+_of_thread = threading.local()
 
 
 def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
@@ -284,6 +461,6 @@ def iterator_model(iterator: Any) -> Any:
         return None
     try:
         text = read(iterator=iterator._iterator_resource).numpy()
-    except tf.errors.NotFoundError:
+    except tf.errors.OpError:  # not found; or no kernel, where the iterator is on a GPU
         return None
     return model_pb2.ModelProto.FromString(text)

@@ -3,12 +3,14 @@
 A tf.data service prepares the batches: a dispatcher here and a worker in a process of its own, as
 it would run on a spare CPU machine (`keras-het loader-worker`). Two processes take batches of the
 same epoch, one with a device (a sleep: EMULATED) four times faster than the other's. Every sample
-is used once over both.
+is used once over both, which is checked.
 
     python recipes/feed_from_elsewhere.py [--samples N]
 """
 
 import argparse
+import collections
+import json
 import os
 import subprocess
 import sys
@@ -33,23 +35,21 @@ def pipeline(samples):
 
     def prepare(number):
         x = tf.random.stateless_normal([16], [number, 0])
-        return x, tf.reduce_sum(x, keepdims=True)
+        return number, x, tf.reduce_sum(x, keepdims=True)
 
     numbers = tf.data.Dataset.range(samples).shuffle(samples, seed=1)
     return numbers.map(prepare, num_parallel_calls=2).batch(BATCH)
 
 
 class Device(keras.callbacks.Callback):
-    """The device's part of a step; counts the samples."""
+    """The device's part of a step."""
 
     def __init__(self, seconds):
         super().__init__()
         self.seconds = seconds
-        self.steps = 0
 
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(self.seconds)
-        self.steps += 1
 
 
 def consume(name, address, samples):
@@ -60,9 +60,20 @@ def consume(name, address, samples):
     print("ready", flush=True)
     sys.stdin.readline()  # both begin together
     data = keras_het.loader.service(address)
-    device = Device(DEVICE_SECONDS[name])
-    model.fit(data.distribute(pipeline(samples), job="train"), verbose=0, callbacks=[device])
-    print(device.steps, flush=True)
+    got = []
+
+    def note(numbers):
+        got.append(numbers.tolist())
+        return numbers
+
+    def noted(numbers, x, y):
+        # Python runs here, not in the workers of the service
+        with tf.control_dependencies([tf.numpy_function(note, [numbers], tf.int64)]):
+            return tf.identity(x), tf.identity(y)
+
+    batches = data.distribute(pipeline(samples), job="train").map(noted)
+    model.fit(batches, verbose=0, callbacks=[Device(DEVICE_SECONDS[name])])
+    print(json.dumps(got), flush=True)
 
 
 def start(*arguments):
@@ -88,23 +99,38 @@ def main():
             for process in consumers.values():
                 process.stdin.write("\n")
                 process.stdin.flush()
-            steps = {name: int(each.stdout.readline()) for name, each in consumers.items()}
+            # a consumer that was killed says nothing
+            got = {
+                name: json.loads(each.stdout.readline() or "[]") for name, each in consumers.items()
+            }
         finally:
             worker.terminate()
             for process in (worker, *consumers.values()):
                 process.communicate(timeout=60)
-    show(steps, arguments.samples)
+    show(got, arguments.samples)
 
 
-def show(steps, samples):
+def show(got, samples):
+    """Prints who took how many batches; `got` has the numbers of the samples in each of them."""
     table = Table(title="One epoch, shared by two consumers (EMULATED devices)")
     for column in ("consumer", "device ms a batch", "batches", "part"):
         table.add_column(column, justify="left" if column == "consumer" else "right")
-    for name, count in steps.items():
-        part = f"{count / sum(steps.values()):.0%}"
-        table.add_row(name, f"{DEVICE_SECONDS[name] * 1e3:.0f}", str(count), part)
+    total = sum(map(len, got.values()))
+    for name, batches in got.items():
+        part = f"{len(batches) / max(total, 1):.0%}"
+        table.add_row(name, f"{DEVICE_SECONDS[name] * 1e3:.0f}", str(len(batches)), part)
     Console().print(table)
-    print(f"{sum(steps.values())} batches of {BATCH}, of {samples} samples: each once.")
+    times = collections.Counter(
+        number for batches in got.values() for batch in batches for number in batch
+    )
+    missing = sum(times[number] == 0 for number in range(samples))
+    again = sum(count > 1 for count in times.values())
+    if missing or again:
+        raise SystemExit(
+            f"Expected each of {samples} samples once. {missing} did not arrive, {again} came more "
+            "than once. A consumer that does not come to its end takes its samples with it."
+        )
+    print(f"{total} batches of {BATCH}, of {samples} samples: each once.")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def start_successfully(workers: int, directory: Path, name: str) -> list[np.ndar
     """Trains to the end and returns the weights."""
     cluster = start(workers, directory, name)
     if cluster.failures:
-        sys.exit(describe_failures(cluster.failures, workers))
+        sys.exit(describe_failures(cluster.failures, cluster.ended))
     with np.load(directory / f"{name}.npz") as arrays:
         return [arrays[key] for key in arrays.files]
 
@@ -88,7 +88,8 @@ def compare(workers: int, directory: Path) -> None:
     print(f"2. Training that is killed after {KILL_AFTER} steps...", flush=True)
     killed = start(workers, directory, "interrupted", KILL_AFTER)
     if [result.exit_code for result in killed.failures[:1]] != [-signal.SIGKILL]:
-        sys.exit(describe_failures(killed.failures, workers) if killed.failures else "not killed")
+        report = describe_failures(killed.failures, killed.ended) if killed.failures else ""
+        sys.exit(report or "not killed")
     print(f"   {killed.failures[0].describe_exit()}", flush=True)
     print("3. The same command again...", flush=True)
     resumed = start_successfully(workers, directory, "interrupted")

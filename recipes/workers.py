@@ -67,7 +67,7 @@ def run_workers(
         with cluster:
             cluster.wait(timeout=TIMEOUT_SECONDS)
         if cluster.failures:
-            sys.exit(describe_failures(cluster.failures, cluster.num_workers))
+            sys.exit(describe_failures(cluster.failures, cluster.ended))
         return [_load(Path(directory), name) for name in names]
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het import private_api
+from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -43,32 +44,45 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._first_step = 0
         self._step = 0
         self._data: Any = None
+        self._loop: Any = None
+        # Steps of the interrupted pass that are behind, until its epoch begins; None after that.
+        self._pass_step: int | None = None
+        self._num_steps: int | None = None
         self._quiet_epoch: contextlib.ExitStack | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores weights, optimizer, epoch and place in the data."""
         super().on_train_begin(logs)
+        self._forget()
+        self._data = data_of_fit(self.model, self._strategy())
+        self._loop = private_api.EpochLoop(self.model)
         if not self._position_path.exists():
             return
         self._restore_service()
         position = json.loads(self._position_path.read_text())
+        size = position.get("global_batch_size")
+        if size and size != getattr(self._data, "global_batch_size", size):
+            self._data.set_global_batch_size(size)
         self._epoch, self._first_step = position["epoch"], position["step"]
-        num_steps = self.params.get("steps")
+        num_steps = self._steps_of_epoch()
         if num_steps and self._first_step >= num_steps:
             self._epoch, self._first_step = self._epoch + 1, 0
         self.model._initial_epoch = self._epoch
-        strategy = self._strategy()
-        size = position.get("global_batch_size")
-        if size and size != getattr(strategy.iterated_data, "global_batch_size", size):
-            strategy.iterated_data.set_global_batch_size(size)
-        strategy.resume_data(position["passes"], position["pass_step"])
+        if self._data is None:
+            self._strategy().resume_data(position["passes"], position["pass_step"])
+        else:
+            self._data.start_at(position["passes"], position["pass_step"])
+        self._pass_step = position["pass_step"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes where the epoch starts."""
         super().on_epoch_begin(epoch, logs)
+        self.model._initial_epoch = None  # a later fit begins with its own
         if epoch != self._epoch:
             self._epoch, self._first_step = epoch, 0
-        self._step = self._first_step
+        self._step, self._num_steps = self._first_step, self._steps_of_epoch()
+        if self._pass_step is not None:
+            self._loop.resume_epoch(self._first_step, self._pass_step)
         if self._first_step:
             # The rest of an epoch is shorter than Keras expects; that is no lack of data.
             self._quiet_epoch = contextlib.ExitStack()
@@ -78,20 +92,49 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Saves every `save_freq` batches."""
         self._step = self._first_step + batch + 1
-        self._data = self._strategy().iterated_data
         super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Saves after the epoch, if `save_freq` is "epoch"."""
-        if self._quiet_epoch is not None:
-            self._quiet_epoch.close()
-            self._quiet_epoch = None
-            if self._data is not None and self._data.cardinality >= 0:
-                # After a whole epoch Keras makes an iterator that it does not use, which moves
-                # shuffles on; after this shorter one it did not.
-                iter(self._data)
+        if self._end_quiet_epoch() and self._leaves_an_iterator():
+            # after this shorter epoch it did not
+            iter(self._data)
+        if self._pass_step is not None:
+            self._loop.end_resumed_epoch()
+            self._pass_step = None
         self._epoch, self._first_step, self._step = epoch + 1, 0, 0
         super().on_epoch_end(epoch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Deletes the backup, unless it is to be kept."""
+        super().on_train_end(logs)
+        self.model._initial_epoch = None
+
+    def _forget(self) -> None:
+        """Forgets a `fit` that failed within an epoch."""
+        self._end_quiet_epoch()
+        self._pass_step = None
+        self._epoch = self._first_step = self._step = 0
+
+    def _end_quiet_epoch(self) -> bool:
+        """Leaves warnings as they were; whether this epoch was the rest of one."""
+        quiet, self._quiet_epoch = self._quiet_epoch, None
+        if quiet is not None:
+            quiet.close()
+        return quiet is not None
+
+    def _steps_of_epoch(self) -> int | None:
+        """Steps of an epoch, None if not known: fewer than at first where the batch has grown."""
+        known = [self.params.get("steps"), int(getattr(self._data, "cardinality", -1))]
+        return min((steps for steps in known if steps and steps > 0), default=None)
+
+    def _leaves_an_iterator(self) -> bool:
+        """Whether Keras makes an iterator after this epoch that it does not use.
+
+        It moves shuffles on. Keras makes it after as many steps as the data had at first.
+        """
+        is_counted = self._num_steps is not None and self._num_steps == self.params.get("steps")
+        return is_counted and self._loop.steps_per_epoch is None
 
     def _save_model(self) -> None:
         super()._save_model()
@@ -104,10 +147,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._save_service(self._strategy().service_state)
 
     def _save_service(self, state: Any) -> None:
-        """Keeps the versions and the rule's state of a parameter service in this process."""
-        if state is not None:
+        """Keeps the versions and the rule's state of a parameter service, unless it is lost."""
+        arrays = state() if state is not None else None
+        if arrays is not None:
             temporary = self._service_path.with_name("service.tmp.npz")
-            np.savez(temporary, **state())
+            np.savez(temporary, **arrays)
             temporary.replace(self._service_path)
 
     def _restore_service(self) -> None:
@@ -120,12 +164,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._strategy().num_async_workers:
             # who took which batches of an epoch is not kept: it starts again from its beginning
             return {"epoch": self._epoch, "step": 0, "passes": passes, "pass_step": 0}
-        if self._step and self._step == self.params.get("steps") and not pass_step:
-            # Keras has yet to start the iterator that it does not use at the end of an epoch
-            passes = (*passes, False)
+        epoch, step = self._epoch, self._step
+        if step and self._loop.steps_per_epoch and self._loop.is_at_end_of_pass:
+            epoch, step = epoch + 1, 0  # Keras ends an epoch with the pass, however short it is
+        is_at_end = bool(self._num_steps) and self._step >= (self._num_steps or 0)
+        if is_at_end and not pass_step and self._leaves_an_iterator():
+            passes = (*passes, False)  # that iterator is yet to come
+        elif self._loop.steps_per_epoch and not self._step and not pass_step:
+            # after epochs of given length Keras has begun the next pass already
+            passes = passes[:-1] if passes[-1:] == (False,) else passes
         return {
-            "epoch": self._epoch,
-            "step": self._step,
+            "epoch": epoch,
+            "step": step,
             "passes": passes,
             "pass_step": pass_step,
             "global_batch_size": getattr(self._data, "global_batch_size", None),

@@ -20,10 +20,11 @@ from keras_het.callbacks.memory_bounds import (
     note_out_of_memory,
     replicas_without_memory,
 )
-from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy
 from keras_het.callbacks.reading_interval import ReadingInterval
 from keras_het.callbacks.share_bounds import Bound, each_bound
-from keras_het.planning import BalancePlan, BalancePolicy, make_policy
+from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
+from keras_het.planning.bounded_shares import MAX_TOTAL
 from keras_het.strategy.compute_times import StepTimes
 
 _logger = logging.getLogger("keras_het")
@@ -70,7 +71,8 @@ class BatchBalancer(keras.callbacks.Callback):
     Attributes:
         plans: all `keras_het.planning.BalancePlan`s so far, oldest first; on workers other than the
             chief with the shares only.
-        global_batch_sizes: sizes of the global batch so far; one, unless it is adaptive.
+        global_batch_sizes: sizes of the global batch so far; one, unless it is adaptive or a
+            later `fit` has another.
         measurements: the latest steps as dicts of "step", "shares" (samples) and "seconds" (compute
             time), each with one number for each replica.
 
@@ -133,19 +135,21 @@ class BatchBalancer(keras.callbacks.Callback):
         strategy = heterogeneous_strategy(self.model, self)
         strategy.measure_compute_times(self.model, gradients=self._is_growing)
         self._interval = ReadingInterval()
-        if self._policy is None:
-            # steps and wishes of an earlier fit are not this balancer's
-            strategy.compute_times.read_new()
-            strategy.compute_times.want([0] * len(strategy.shares))
+        # steps and wishes of fits in between are not this balancer's
+        strategy.compute_times.read_new()
+        wanted = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
+        strategy.compute_times.want(wanted)
         note_out_of_memory(self.model, self._out_of_memory)
         # Keras has looked at the first batch, which tells the size of the global batch: bounds and
         # weights count from the first step.
-        total = sum(strategy.latest_shares)
-        if self._policy is None and total:
-            before = strategy.latest_shares
-            self._start(strategy, total)
-            if self._used_shares and self._used_shares != before:
-                strategy.iterated_data.cut_anew()
+        data = data_of_fit(self.model, strategy)
+        is_latest = data is not None and data is strategy.iterated_data
+        before = strategy.latest_shares if is_latest else ()
+        if total := sum(before) or int(getattr(data, "global_batch_size", None) or 0):
+            begin = self._start if self._policy is None else self._go_on
+            begin(strategy, total)
+            if self._used_shares and apportion(total, self._used_shares) != before:
+                data.cut_anew()
         if self._is_growing:
             self._growth = GlobalBatchGrowth(
                 strategy, self.model, self._max_global_batch, self._predicted_step_seconds
@@ -159,15 +163,12 @@ class BatchBalancer(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the clock of whole steps anew: validation is none."""
         self._latest_reading = None
+        self._follow_batch(self._growth.epoch_begins() if self._growth is not None else None)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Changes the global batch, if it is adaptive."""
         self._read()
-        batch = self._growth.epoch_ends() if self._growth is not None else None
-        if batch is not None and self._policy is not None:
-            self._global_batch_size = batch
-            self.global_batch_sizes.append(batch)
-            self._policy.set_global_batch_size(batch)
+        self._follow_batch(self._growth.epoch_ends() if self._growth is not None else None)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Reads the rest, and leaves Keras as it was."""
@@ -244,6 +245,24 @@ class BatchBalancer(keras.callbacks.Callback):
             strategy.set_shares(plan.shares)
             strategy.compute_times.want(plan.shares)
 
+    def _go_on(self, strategy: Any, total: int) -> None:
+        """Another fit with this balancer: its shares count again, for batches of that size."""
+        if self._used_shares:
+            strategy.set_shares(self._used_shares)
+        data = data_of_fit(self.model, strategy)
+        size = int(getattr(data, "global_batch_size", None) or total)
+        # a single smaller batch may be the rest of some data: that is not another size
+        is_rest = size < (self._global_batch_size or 0) and data.cardinality == 1
+        if size != self._global_batch_size and size >= len(strategy.shares) and not is_rest:
+            self._follow_batch(size)
+
+    def _follow_batch(self, batch: int | None) -> None:
+        """Makes the next plans sum to another global batch, on every worker."""
+        if batch is not None and self._policy is not None:
+            self._global_batch_size = batch
+            self.global_batch_sizes.append(batch)
+            self._policy.set_global_batch_size(batch)
+
     def _decided(self, strategy: Any, plan: BalancePlan | None) -> None:
         """The chief's decision goes to all workers with the next step."""
         if plan is None:
@@ -272,14 +291,15 @@ class BatchBalancer(keras.callbacks.Callback):
 
     def _make_policy(self, strategy: Any, total: int) -> BalancePolicy:
         num_replicas = len(strategy.shares)
-        upper = each_bound(self._max_share, num_replicas, total, total)
+        # a later global batch may be larger than this one
+        upper = each_bound(self._max_share, num_replicas, MAX_TOTAL, MAX_TOTAL)
         for replica, most in (self._memory.read() if self._memory else {}).items():
             if replica < num_replicas:
                 upper[replica] = min(upper[replica], most)
         if not isinstance(self._given_policy, str):
             policy = make_policy(self._given_policy, num_replicas, total, **self._options)
             for replica, most in enumerate(upper):
-                if most < total:
+                if most < MAX_TOTAL:
                     policy.set_upper(replica, most)
             return policy
         options = {**self._options, "upper": upper}

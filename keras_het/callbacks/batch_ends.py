@@ -13,16 +13,18 @@ class BatchEnds:
 
     The end of an epoch comes to one callback after the other: what those before have done then, to
     write a checkpoint for instance, is no part of the last step. Keras puts its `History` behind
-    the user's callbacks, so that this one knows when a step is over.
+    the user's callbacks, so that this one knows when a step is over. A subclass of the user's own
+    is left alone: it may stand anywhere, and look at batches itself.
 
     Args:
         model: the `keras.Model` that is trained, in `on_train_begin`.
     """
 
     def __init__(self, model: Any) -> None:
-        self._history = getattr(model, "history", None)
+        history = getattr(model, "history", None)
+        self._history = history if type(history) is keras.callbacks.History else None
         self._last = (-1, 0.0)
-        if isinstance(self._history, keras.callbacks.History):
+        if self._history is not None:
             self._history.on_train_batch_end = self._note
 
     def begin_epoch(self) -> None:

@@ -12,7 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_het.callbacks.model_strategy import distribute_strategy
 from keras_het.callbacks.present_fit import PresentFit
+from keras_het.callbacks.step_functions import functions_in
 
 logger = logging.getLogger("keras_het")
 
@@ -92,9 +94,12 @@ class DataValidation(keras.callbacks.Callback):
         self.drift: list[list[Any]] = []
         self._shards: Any = None
         self._previous: dict[int, Any] = {}
-        self._wrapper: Any = None
+        self._wrapper: _FirstBatches | None = None
+        self._function: Any = None
         self._fit: PresentFit | None = None
+        self._waiting: list[Any] = []
         self._is_checked = True
+        self._is_observed = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """The next batches are the first ones."""
@@ -105,18 +110,20 @@ class DataValidation(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to look at the data."""
         self._shards = self._new_shards() if self._compare_shards else None
-        if self._fit is not None:
-            self._fit.begin_epoch()
         # Not earlier: the functions of other callbacks, which may change the input, come below.
-        if self._wrapper is None:
-            self._wrapper = _FirstBatches(self, self.model.train_function)
-            self.model.train_function = self._wrapper
+        self._enter()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Looks at the data still, if another callback has made the train function anew."""
+        self._is_observed = False
+        self._enter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Checks that the data was seen."""
-        if not self._is_checked:
+        if not self._is_checked or (self._compare_shards and not self._is_observed):
+            missed = "compared" if self._is_checked else "checked"
             raise RuntimeError(
-                "A batch was trained that was not checked: another callback has made the model's "
+                f"A batch was trained that was not {missed}: another callback has made the model's "
                 "train function anew. Put DataValidation last among the callbacks."
             )
 
@@ -132,14 +139,55 @@ class DataValidation(keras.callbacks.Callback):
 
     def let_go(self) -> None:
         """Sees no more batches, and leaves Keras as it was."""
-        wrapper, self._wrapper, self._shards = self._wrapper, None, None
+        self.leave()
+        self._shards, self._waiting = None, []
+
+    def _enter(self) -> None:
+        """Puts the function that shows the batches around the model's, unless it is there."""
+        if self._fit is not None:
+            self._fit.begin_epoch()
+        function = self.model.train_function
+        is_in = self._wrapper is not None and (
+            function is self._function  # seen before: this is called in every step
+            or any(each is self._wrapper for each in functions_in(function))
+        )
+        if not is_in:
+            self.leave()
+            self._wrapper = _FirstBatches(self, self.model.train_function)
+            self.model.train_function = self._wrapper
+        self._function = self.model.train_function
+
+    # --- what the train function calls
+
+    def leave(self) -> None:
+        """Takes its function out of the model's steps."""
+        wrapper, self._wrapper, self._function = self._wrapper, None, None
         if wrapper is not None:
             # If a function of somebody else is around it, it stays there and does nothing.
             wrapper.is_active = False
             if self.model.train_function is wrapper:
                 self.model.train_function = wrapper.original
 
-    # --- what the train function calls
+    def take_batches(self, iterator: Any) -> list[Any]:
+        """The batches of the next execution, if it begins with some that were read ahead.
+
+        Args:
+            iterator: of the epoch.
+
+        Returns:
+            The batches; none if the iterator is to be read as usual.
+        """
+        # Kept here, not in the function, of which there may be another one in the next step.
+        self._waiting += self.first_batches(iterator)
+        if not self._waiting:
+            return []
+        steps = self.model.steps_per_execution
+        batches, self._waiting = self._waiting[:steps], self._waiting[steps:]
+        return batches + _some(iterator, steps - len(batches))
+
+    def begin_execution(self) -> None:
+        """Takes note that the batches of the present step are seen."""
+        self._is_observed = True
 
     def first_batches(self, iterator: Any) -> list[Any]:
         """Reads the first batches and checks them, once in each training.
@@ -188,7 +236,7 @@ class DataValidation(keras.callbacks.Callback):
         return self._compare_shards
 
     def _new_shards(self) -> Any:
-        strategy = self.model.distribute_strategy
+        strategy = distribute_strategy(self.model)
         return self._tools.ShardStatistics(strategy, schema=self._schema, features=self._features)
 
     def _known_features(self, batch: Any) -> Mapping[str, Any]:
@@ -220,7 +268,7 @@ class DataValidation(keras.callbacks.Callback):
 
     def _workers_with_anomalies(self) -> list[int]:
         flag = np.array([len(self.anomalies)], np.int64)
-        strategy = self.model.distribute_strategy
+        strategy = distribute_strategy(self.model)
         if getattr(strategy, "num_workers", 1) > 1:
             flag = strategy.extended.gather_over_workers(flag)
         return [int(worker) for worker in np.flatnonzero(flag)]
@@ -249,7 +297,7 @@ class DataValidation(keras.callbacks.Callback):
         self.distances.append(distances)
         self.drift.append(drift)
         self._previous = replicas
-        if not getattr(self.model.distribute_strategy, "is_chief", True):
+        if not getattr(distribute_strategy(self.model), "is_chief", True):
             return
         exceeded = [distance for distance in (*distances, *drift) if distance.is_exceeded]
         if exceeded:
@@ -308,19 +356,17 @@ class _FirstBatches:
         self._callback = callback
         self.original = original
         self.is_active = True
-        self._waiting: list[Any] = []
 
     def __call__(self, iterator: Any) -> Any:
         if self.is_active and not self._callback.is_training:
-            # A fit that ended in an error left this: its batches are none of the present one.
-            self._callback.let_go()
+            # A fit that ended in an error left this, or another callback has called fit: what was
+            # read ahead, and the shards, are not of its batches.
+            self._callback.leave()
         if not self.is_active:
             return self.original(iterator)
-        self._waiting += self._callback.first_batches(iterator)
-        if self._waiting:
-            steps = self._callback.model.steps_per_execution
-            batches, self._waiting = self._waiting[:steps], self._waiting[steps:]
-            batches += _some(iterator, steps - len(batches))
+        self._callback.begin_execution()
+        batches = self._callback.take_batches(iterator)
+        if batches:
             for batch in batches:
                 self._callback.observe(batch)
             return self.original(batches)
@@ -335,7 +381,12 @@ class _Observed:
     Args:
         iterator: the iterator.
         callback: the `DataValidation`.
+
+    Attributes:
+        why_path_stays: why `LoaderTuner` changes nothing behind it.
     """
+
+    why_path_stays = "DataValidation(compare_shards=True) looks at every batch on its way"
 
     def __init__(self, iterator: Any, callback: DataValidation) -> None:
         self._given = iterator

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from keras_het.callbacks.model_strategy import data_of_fit
 from keras_het.planning.global_batch import choose_global_batch, learning_rate_factor
 from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
 from keras_het.strategy.compute_times import StepTimes
@@ -60,10 +61,11 @@ class GlobalBatchGrowth:
         step_seconds: Callable[[int], float | None],
     ) -> None:
         _check_cluster(strategy)
-        _check(strategy, model)
+        self._data = data_of_fit(model, strategy)
+        _check(strategy, model, self._data)
         self._strategy, self._model = strategy, model
         self._step_seconds = step_seconds
-        self.base = self.current = int(strategy.iterated_data.global_batch_size)
+        self.base = self.current = int(self._data.global_batch_size)
         self.largest = 8 * self.base if largest is None else int(largest)
         if self.largest < self.base:
             raise ValueError(
@@ -75,6 +77,7 @@ class GlobalBatchGrowth:
         self._overhead = 0.0
         self._last_end: float | None = None
         self._wanted = (0, 1.0)
+        strategy.compute_times.want_batch(0, 1.0)  # wishes of an earlier fit are not this one's
         self._is_adaptive = not isinstance(_innermost(model.optimizer), keras.optimizers.SGD)
         self._quiet: contextlib.ExitStack | None = None
 
@@ -134,6 +137,18 @@ class GlobalBatchGrowth:
         factor = rate(chosen) / rate(self.current)
         self._strategy.compute_times.want_batch(chosen, factor)
 
+    def epoch_begins(self) -> int | None:
+        """Takes the size that the data has now: another callback may have brought back a backup.
+
+        Returns:
+            The global batch, or None if it is the same as before.
+        """
+        batch = int(self._data.global_batch_size)
+        if batch == self.current:
+            return None
+        self.current = batch
+        return batch
+
     def epoch_ends(self) -> int | None:
         """Applies what the chief wanted last; between two epochs, on every worker.
 
@@ -152,7 +167,7 @@ class GlobalBatchGrowth:
             factor,
         )
         self.current = batch
-        self._strategy.iterated_data.set_global_batch_size(batch)
+        self._data.set_global_batch_size(batch)
         optimizer = _innermost(self._model.optimizer)
         rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         optimizer.learning_rate = rate * factor
@@ -173,13 +188,12 @@ class GlobalBatchGrowth:
             self._quiet = None
 
 
-def _check(strategy: Any, model: Any) -> None:
+def _check(strategy: Any, model: Any, data: Any) -> None:
     if strategy.num_replicas_in_sync < 2:
         raise ValueError(
             'global_batch="adaptive" compares the gradients of replicas, and needs two at least. '
             f"Received: {strategy.num_replicas_in_sync}. Leave it out."
         )
-    data = strategy.iterated_data
     size = getattr(data, "global_batch_size", None)
     if size is None or data.cardinality == -1:
         raise ValueError(

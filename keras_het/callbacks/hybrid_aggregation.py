@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
+from keras_het.callbacks.fit_watch import FitWatch
 from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy
+from keras_het.callbacks.present_fit import is_within_callbacks_of
 from keras_het.callbacks.step_guard import StepGuard
 from keras_het.planning import RolePlan
 from keras_het.strategy.cluster_config import CHOSEN_ROLES
+from keras_het.strategy.compute_times import CAPACITY
 from keras_het.strategy.hybrid import (
     AsyncWorker,
     HybridOptions,
@@ -22,11 +27,12 @@ from keras_het.strategy.hybrid import (
     SyncGroup,
 )
 from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
-from keras_het.strategy.hybrid.role_choice import RoleChoice, start_again
+from keras_het.strategy.hybrid.role_choice import MEASURED_STEPS, RoleChoice, start_again
 from keras_het.strategy.parameter_service import TopKWire, Wire
 from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH
-from keras_het.strategy.rules import ElasticAveraging, UpdateRule, get
+from keras_het.strategy.rules import RULES, ElasticAveraging, UpdateRule, get
+from keras_het.strategy.uneven_per_replica import find_sizes
 
 _logger = logging.getLogger("keras_het")
 
@@ -70,7 +76,8 @@ class HybridAggregation(keras.callbacks.Callback):
             leader. "spread": in equal parts on every member of the sync group and every task `ps`.
         timeout_seconds: for each message.
         connect_seconds: how long an async worker waits for the service to start.
-        end_seconds: how long the sync group waits at its end for async workers that are here.
+        end_seconds: how long the sync group waits at its end for async workers that are here; once
+            more for those that learn late that training is over.
         wire: format of the weights on the wire, such as
             `keras_het.strategy.parameter_service.FloatWire("float16")`.
         roles: "tf_config": as TF_CONFIG says. "auto", where it lists all as workers: the first
@@ -78,7 +85,7 @@ class HybridAggregation(keras.callbacks.Callback):
             chooses among that, some asynchronous and some left out, and tells what it predicts for
             each. If roles change, every process starts its script again with them in TF_CONFIG,
             or ends; what the measured steps trained is forgotten.
-        measured_steps: steps to measure, after some to warm up.
+        measured_steps: steps to measure, after some to warm up; at most 256.
         noise_scale: gradient noise scale in samples, for `roles="auto"`: the larger it is, the less
             staleness costs. By default that of the measured steps; later in training it is mostly
             larger, so that a training of which it is known should say it.
@@ -108,11 +115,13 @@ class HybridAggregation(keras.callbacks.Callback):
         service: str = "auto",
         partition_bytes: int = LARGEST_MESSAGE_BYTES,
         roles: str = "tf_config",
-        measured_steps: int = 16,
+        measured_steps: int = MEASURED_STEPS,
         noise_scale: float | None = None,
     ) -> None:
         super().__init__()
         _check_arguments(period, async_batch_size, staleness_bound)
+        _check_seconds(timeout_seconds, connect_seconds, end_seconds)
+        _check_measured(measured_steps, noise_scale)
         _check_choice("on_service_loss", on_service_loss, ("raise", "continue"))
         _check_choice("service", service, ("auto", "spread"))
         _check_choice("roles", roles, ("tf_config", "auto"))
@@ -140,8 +149,11 @@ class HybridAggregation(keras.callbacks.Callback):
         self._participant: Participant | None = None
         self._user_optimizer: Any = None
         self._guard: StepGuard | None = None
+        self._watch: FitWatch | None = None
         self._last_batch = -1
-        self._starts = False
+        self._samples: int | None = None
+        self._delivered = 0
+        self._starts = self._begins_pass = False
 
     @property
     def participant(self) -> Participant | None:
@@ -161,8 +173,10 @@ class HybridAggregation(keras.callbacks.Callback):
         rule = _asynchronous(self._rule, num_workers)
         _check_waiting(rule, strategy.cluster_config)
         _check_spread(self._options, strategy.cluster_config)
+        _check_can_be_served(rule, strategy.cluster_config)
         _check_number_of_workers(rule, num_workers)
         rule.check_optimizer(self.model.optimizer)
+        _check_overlap(self._options, rule, self.model.optimizer)
         check_keeps_weights(self.model.optimizer, self)
         epochs = min(self.params.get("epochs") or LARGEST_EPOCH, LARGEST_EPOCH)
         self._options = dataclasses.replace(self._options, rule=rule, num_epochs=epochs)
@@ -179,11 +193,11 @@ class HybridAggregation(keras.callbacks.Callback):
         if self._options.rule.uses_gradients:
             self._send_gradients(self._participant)
         self._starts = True
-        data = self._participant.data
-        strategy.take_claimed_batches(data, self._claims)
-        self._samples_before = data.samples_delivered
-        self._guard = StepGuard(self.model, self._abandon)
+        self._begins_pass = False
+        strategy.take_claimed_batches(self._participant.data, self._claims)
+        self._guard = StepGuard(self.model, self._abandon, self, self._counting)
         self._guard.enter()
+        self._watch = FitWatch(self._participant.leave)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Opens the service, or connects to it; gives the worker its own weights back."""
@@ -199,6 +213,22 @@ class HybridAggregation(keras.callbacks.Callback):
             self._participant.hide_center()
             self._participant.start_epoch(epoch)
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Lets the epoch's pass take this task's batches; others over the same data take all."""
+        if self._participant is None:
+            return
+        data = self._participant.data
+        if self._guard is not None:
+            self._guard.enter()  # others may have made the train function anew
+        self._samples, self._delivered = None, data.samples_delivered
+        if self._last_batch >= 0:
+            return
+        with self._watching():
+            data.cut_anew()  # others may have looked at its first element since
+            _check_can_be_shared(data)
+            self._participant.check_rate()  # which others set at the begin or end of an epoch
+        self._begins_pass = True
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Exchanges if it is time."""
         if self._choice is not None:
@@ -207,11 +237,11 @@ class HybridAggregation(keras.callbacks.Callback):
         if self._participant is None:
             return
         steps, self._last_batch = batch - self._last_batch, batch
-        # of this data set alone: callbacks may evaluate and predict others
-        delivered = self._participant.data.samples_delivered
-        samples, self._samples_before = delivered - self._samples_before, delivered
+        data, samples = self._participant.data, self._samples
+        if samples is None:  # the train function was made anew once more, just before the step
+            samples = data.samples_delivered - self._delivered
         with self._watching():
-            _check_trains_on(self._participant.data, samples)
+            _check_trains_on(data, samples)
             if logs and "loss" in logs and isinstance(self._participant, AsyncWorker):
                 self._participant.note_loss(float(logs["loss"]))
             self._participant.steps_done(steps, samples)
@@ -222,11 +252,6 @@ class HybridAggregation(keras.callbacks.Callback):
             with self._watching():
                 self._participant.show_center()
 
-    def on_test_end(self, logs: Any = None) -> None:
-        """Keeps samples out of the count that were evaluated, if they are those of training."""
-        if self._participant is not None:
-            self._samples_before = self._participant.data.samples_delivered
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Shows the center to the callbacks that follow."""
         if self._participant is not None:
@@ -235,6 +260,9 @@ class HybridAggregation(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leaves the center's weights in the model."""
+        choice, self._choice = self._choice, None
+        if choice is not None:
+            choice.end()
         if self._participant is None:
             return
         with self._watching():
@@ -244,6 +272,22 @@ class HybridAggregation(keras.callbacks.Callback):
             self._guard.leave()
         self._forget()
 
+    @contextlib.contextmanager
+    def _counting(self, batches: Any) -> Iterator[None]:
+        """Counts the samples of steps alone: callbacks may evaluate and predict what is trained.
+
+        Args:
+            batches: an iterator over the data, or a list where another callback has read ahead.
+        """
+        data = self._participant.data if self._participant is not None else None
+        before = data.samples_delivered if data is not None else 0
+        yield
+        if isinstance(batches, list):
+            samples = sum(map(_samples_in, batches))
+        else:
+            samples = data.samples_delivered - before if data is not None else 0
+        self._samples = samples + (self._samples or 0)
+
     def _watching(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._guard is None else self._guard.watching()
 
@@ -251,13 +295,20 @@ class HybridAggregation(keras.callbacks.Callback):
         """Ends what runs beside a training that has failed."""
         if self._participant is None:
             return
+        self._end_watch()
         try:
             self._participant.leave()
         finally:
             self._forget()
 
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+
     def _forget(self) -> None:
         """Leaves model and strategy as they were found."""
+        self._end_watch()
         strategy = heterogeneous_strategy(self.model, self)
         strategy.take_claimed_batches(None, None)
         strategy.service_state = None
@@ -272,33 +323,45 @@ class HybridAggregation(keras.callbacks.Callback):
         if chosen and strategy.is_chief:
             _logger.warning("Roles were chosen from measurements: %s", chosen)
         self._choice = None
-        may_choose = not (chosen or strategy.has_measured_roles or strategy.num_async_workers)
-        may_choose = may_choose and strategy.num_workers > 1
+        may_choose = strategy.role_trials_left > 0 and not chosen
+        may_choose = may_choose and strategy.num_workers > 1 and not strategy.num_async_workers
         if may_choose:
-            strategy.has_measured_roles = True
             self._last_batch = -1
-            self._choice = RoleChoice(self.model, strategy, *self._measured)
+            strategy.role_trials_left -= 1
+            self._choice = RoleChoice(self.model, strategy, self._options, *self._measured)
         return may_choose
 
     def _choose_roles(self, plan: RolePlan | None) -> None:
         """Goes on if all workers stay in the sync group; else all start again in their roles."""
-        if plan is None:
+        choice = self._choice
+        if plan is None or choice is None:
             return
         self._choice = None
         strategy = heterogeneous_strategy(self.model, self)
+        strategy.role_trials_left = 0
         if strategy.is_chief:
             _logger.warning("Measured for roles: %s", plan)
         if any(role != "sync" for role in plan.roles):
             start_again(strategy, plan)
+        choice.end()
 
     def _claims(self) -> Any:
-        return self._participant.claims() if self._participant is not None else None
+        """Whose batches a pass takes that starts now: all of them, if it is not the epoch's."""
+        if is_within_callbacks_of(self):  # another callback evaluates before the first step
+            return None
+        begins, self._begins_pass = self._begins_pass, False
+        return self._participant.claims() if begins and self._participant is not None else None
 
     def _send_gradients(self, participant: Participant) -> None:
         """Makes steps sum gradients up; the optimizer that moves weights is in the service."""
         self._user_optimizer = self.model.optimizer
         self.model.optimizer = participant.sum_gradients()
         self.model.make_train_function(force=True)
+
+
+def _samples_in(batch: Any) -> int:
+    sizes = find_sizes(batch)
+    return 0 if sizes is None else int(sizes.numpy().sum())
 
 
 def _asynchronous(rule: Any, num_workers: int) -> UpdateRule:
@@ -328,6 +391,19 @@ def _check_spread(options: HybridOptions, config: Any) -> None:
             'service="spread" gives every member of the sync group a part of the service. '
             "Received: a TF_CONFIG without sync group, in which the tasks of the job ps hold it. "
             'Leave service="auto".'
+        )
+
+
+def _check_can_be_served(rule: UpdateRule, config: Any) -> None:
+    """A task that runs no script makes the rule from its name and settings."""
+    serving = config.parameter_services[0 if config.has_sync_group else 1 :]
+    if serving and type(rule) not in RULES.values():
+        raise ValueError(
+            "`keras-het serve` knows the rules of keras_het only. Received: "
+            f"{type(rule).__name__}, a rule of your own, and {', '.join(serving)} of the job ps, "
+            "which run no script. Leave them out of TF_CONFIG: then the leader of the sync group "
+            'holds the service, or all of the group with service="spread"; async workers alone '
+            "keep one task ps, which runs the script."
         )
 
 
@@ -396,6 +472,12 @@ def _check_adapts(options: HybridOptions) -> None:
         )
 
 
+def _check_overlap(options: HybridOptions, rule: UpdateRule, optimizer: Any) -> None:
+    """An async worker takes the steps of a period while its exchange travels."""
+    if isinstance(rule, ElasticAveraging) and not rule.may_wait:
+        rule.check_overlap(optimizer, math.inf if options.adapts_period else options.period)
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         expected = " or ".join(f'"{choice}"' for choice in choices)
@@ -413,3 +495,20 @@ def _check_arguments(period: int | str, async_batch_size: int | None, bound: int
             raise ValueError(f"{name} must be a whole number of 1 or more. Received: {value!r}.")
     if bound is not None and bound < 0:
         raise ValueError(f"staleness_bound must be 0 or more, or None. Received: {bound!r}.")
+
+
+def _check_seconds(timeout: float, connect: float, end: float) -> None:
+    if not timeout > 0:
+        raise ValueError(f"timeout_seconds must be more than 0. Received: {timeout!r}.")
+    for name, value in {"connect_seconds": connect, "end_seconds": end}.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must be 0 or more. Received: {value!r}.")
+
+
+def _check_measured(steps: int, noise_scale: float | None) -> None:
+    if not 1 <= steps <= CAPACITY:
+        raise ValueError(
+            f"measured_steps must be from 1 to {CAPACITY}, which are kept. Received: {steps!r}."
+        )
+    if noise_scale is not None and not noise_scale > 0:
+        raise ValueError(f"noise_scale must be samples above 0. Received: {noise_scale!r}.")

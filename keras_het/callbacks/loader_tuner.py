@@ -16,11 +16,15 @@ import tensorflow as tf
 
 from keras_het.callbacks.batch_ends import BatchEnds
 from keras_het.callbacks.local_replicas import local_replicas
-from keras_het.callbacks.present_fit import PresentFit
+from keras_het.callbacks.present_fit import (
+    PresentFit,
+    is_in_fit_within_its_fit,
+    is_within_callbacks_of,
+)
 from keras_het.callbacks.step_functions import StepFunction
 from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.host_memory import available_memory
-from keras_het.loader.inspection import PipelineReport, inspect
+from keras_het.loader.inspection import PipelineReport, show
 from keras_het.loader.live_iterator import LiveIterator
 from keras_het.loader.loader_settings import LoaderSettings
 from keras_het.loader.metered_iterator import MeteredIterator
@@ -102,6 +106,7 @@ class LoaderTuner(keras.callbacks.Callback):
         self._ends: BatchEnds | None = None
         self._best: LoaderSettings | None = None
         self._last_reason: str | None = None
+        self._last_report: PipelineReport | None = None
         self._functions = {kind: StepFunction(f"{kind}_function") for kind in _KINDS}
         self._test_live: LiveIterator | None = None
         self._last_start: float | None = None
@@ -113,7 +118,17 @@ class LoaderTuner(keras.callbacks.Callback):
     # --- fit
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins to measure and tune."""
+        """Begins to measure and tune.
+
+        Raises:
+            RuntimeError: if a callback of a `fit` with this object has called this `fit` with it.
+        """
+        if self._session is not None and is_in_fit_within_its_fit(self):
+            raise RuntimeError(
+                "A LoaderTuner tunes one pipeline at a time. Received: the same LoaderTuner in a "
+                "fit and in one that a callback of that fit calls. Give the inner fit one of its "
+                "own, or none."
+            )
         self._close()
         self._session = self._make_session()
         self.moves = self._session.moves
@@ -135,6 +150,8 @@ class LoaderTuner(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Comes back where another callback has made the model's train function anew."""
         self._batch = batch
+        if self._fit is not None:
+            self._fit.begin_epoch()  # another callback may have trained the model meanwhile
         if self._session is not None and not self._functions["train"].is_in(self.model):
             self._functions["train"].replace(self.model, self._train_function)
 
@@ -164,8 +181,11 @@ class LoaderTuner(keras.callbacks.Callback):
             self._ends = None
         if self._session is not None:
             self._last_reason = self._session.observes_only
-            self._session.close()
-            self._session = None
+            session, self._session = self._session, None
+            try:
+                self._last_report = session.last_report()
+            finally:
+                session.close()
 
     def _train_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         session, fit = self._session, self._fit
@@ -176,9 +196,8 @@ class LoaderTuner(keras.callbacks.Callback):
             if isinstance(iterator, (list, types.GeneratorType)):
                 # of train_on_batch, or batches that were read ahead: not the epoch's pipeline
                 return original(iterator)
-            if not fit.is_running:
-                # that fit ended in an error elsewhere: this one is not ours
-                self._end()
+            if not (fit.is_running or session.reads(iterator)):
+                self._meet_other_fit()
                 return original(iterator)
             try:
                 return self._step(session, original, iterator)
@@ -190,6 +209,12 @@ class LoaderTuner(keras.callbacks.Callback):
                 raise
 
         return step
+
+    def _meet_other_fit(self) -> None:
+        if is_within_callbacks_of(self):
+            self._end_of_steps()  # ours goes on when that callback is done
+        else:
+            self._end()  # ours ended in an error elsewhere
 
     def _step(self, session: TuningSession, original: Callable[[Any], Any], iterator: Any) -> Any:
         self._account()
@@ -323,24 +348,23 @@ class LoaderTuner(keras.callbacks.Callback):
     def inspect(self, file: Any = None) -> PipelineReport:
         """Prints what the running pipeline does; see `keras_het.loader.inspect`.
 
+        After `fit`, and after a move, of which TensorFlow records nothing, it is what was last
+        seen: within the epoch, of a pipeline with a shuffle to the end of the training. An ordinary
+        data set with a seeded shuffle, or a cache in memory, is moved before its first batch, and
+        nothing is known of it.
+
         Args:
             file: where to print, the terminal by default.
 
         Raises:
-            RuntimeError: if nothing is being trained, or under a distribution strategy.
+            RuntimeError: if nothing was trained, or under one of TensorFlow's own strategies.
         """
-        if self._session is None or self._session.live is None:
-            raise RuntimeError(
-                "There is no running pipeline. Call inspect within fit, from another callback."
-            )
-        live = self._session.live
-        if not live.is_tf_data:
-            raise RuntimeError(
-                "inspect shows one pipeline of tf.data. Received: the input of a distribution "
-                f"strategy ({type(live.given).__name__}), which has pipelines of its own for each "
-                "worker inside. Give the data set to keras_het.loader.inspect without the strategy."
-            )
-        return inspect(live.iterator, file=file)
+        session = self._session
+        report = self._last_report if session is None else session.report()
+        if report is None:
+            raise RuntimeError(_why_nothing_to_inspect(session))
+        show(report, file)
+        return report
 
     def best_settings(self) -> LoaderSettings:
         """The settings in effect, as code to paste.
@@ -362,7 +386,7 @@ class LoaderTuner(keras.callbacks.Callback):
         return LoaderSettings(
             session.knobs,
             session.is_plain,
-            self._nice,
+            session.nice,
             session.observes_only,
             self.meter,
             session.turns_prefetch,
@@ -434,6 +458,26 @@ class LoaderTuner(keras.callbacks.Callback):
 
 _KINDS = ("train", "test", "predict")
 _FIXED = 'controller="fixed" measures, and changes nothing'
+
+
+def _why_nothing_to_inspect(session: TuningSession | None) -> str:
+    live = session.live if session is not None else None
+    if live is None or live.is_tf_data:
+        return (
+            "There is no pipeline to show. Call inspect within fit, from another callback, or "
+            "after a fit with this callback."
+        )
+    reason = getattr(live.given, "why_path_stays", None)
+    if reason is not None:
+        return (
+            f"The pipeline of this training is not seen: {reason}. Give the data set to "
+            "keras_het.loader.inspect, or leave that out for this training."
+        )
+    return (
+        "inspect shows one pipeline of tf.data for each worker. Received: the input of a "
+        f"distribution strategy ({type(live.given).__name__}), whose pipelines are not known. Give "
+        "the data set to keras_het.loader.inspect without the strategy."
+    )
 
 
 def _check_arguments(controller: Any, max_memory: int | None, nice: int) -> None:

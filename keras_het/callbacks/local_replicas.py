@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het.callbacks.model_strategy import distribute_strategy
+
 
 def local_replicas(model: Any) -> dict[int, str]:
     """Devices of the replicas of this process, by their numbers.
@@ -17,7 +19,7 @@ def local_replicas(model: Any) -> dict[int, str]:
         Under a `HeterogeneousStrategy` numbers that count over all workers; under another strategy,
         or none, numbers within this process.
     """
-    strategy = model.distribute_strategy
+    strategy = distribute_strategy(model)
     layout = getattr(strategy, "layout", None)
     try:
         devices = strategy.extended.worker_devices

@@ -136,7 +136,8 @@ class LocalTraining(keras.callbacks.Callback):
             adopt_variables_of_the_chief(self.model, strategy)
         if self._steps is not None:
             self._steps.leave()
-        strategy.service_state = None
+        # a training without an epoch leaves a backup unused, which is none of the next one
+        strategy.service_state = strategy.restored_service_state = None
         self._exchange = self._steps = None
 
 

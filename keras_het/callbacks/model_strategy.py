@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
+from keras_het import private_api
+from keras_het.keras_backend import check_keras_backend
+
+
+def distribute_strategy(model: Any) -> Any:
+    """The strategy under which a model trains, TensorFlow's default one if there is none.
+
+    Args:
+        model: the `keras.Model` of a callback.
+
+    Raises:
+        ValueError: if Keras runs on another backend, whose models have no such thing.
+    """
+    check_keras_backend(keras.backend.backend())
+    return model.distribute_strategy
+
 
 def heterogeneous_strategy(model: Any, callback: Any) -> Any:
     """The `HeterogeneousStrategy` under which a model trains.
@@ -13,9 +31,10 @@ def heterogeneous_strategy(model: Any, callback: Any) -> Any:
         callback: the callback, for the error's text.
 
     Raises:
-        ValueError: if the model was built under another strategy, or none.
+        ValueError: if the model was built under another strategy, or none, or Keras runs on
+            another backend.
     """
-    strategy = model.distribute_strategy
+    strategy = distribute_strategy(model)
     if not hasattr(strategy, "measure_compute_times"):
         name = type(callback).__name__
         raise ValueError(
@@ -24,6 +43,19 @@ def heterogeneous_strategy(model: Any, callback: Any) -> Any:
             f"`with strategy.scope():`, or leave {name} out."
         )
     return strategy
+
+
+def data_of_fit(model: Any, strategy: Any) -> Any:
+    """The distributed data set that a running `fit` trains on, None if there is none.
+
+    What the strategy has iterated last may be that of an evaluation by another callback.
+
+    Args:
+        model: the `keras.Model` of a callback.
+        strategy: its `HeterogeneousStrategy`.
+    """
+    data = private_api.EpochLoop(model).data
+    return strategy.iterated_data if data is None else data
 
 
 def check_keeps_weights(optimizer: Any, callback: Any) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
+
+import keras
+
+_FILE_OF_CALLBACK_LISTS = keras.callbacks.CallbackList.__init__.__code__.co_filename
 
 
 class PresentFit:
@@ -24,7 +30,12 @@ class PresentFit:
         self._epochs: list[int] | None = None
 
     def begin_epoch(self) -> None:
-        """Takes note of the list of epochs, which all callbacks have begun by now."""
+        """Takes note of the list of epochs, which all callbacks have begun by now.
+
+        Call it where Keras calls a callback of this `fit`. If another callback has called `fit` of
+        the same model within this one, the model has the `History` of that.
+        """
+        self._history = getattr(self._model, "history", None)
         self._epochs = getattr(self._history, "epoch", None)
 
     @property
@@ -34,3 +45,36 @@ class PresentFit:
         if history is not self._history:
             return False
         return self._epochs is None or getattr(history, "epoch", None) is self._epochs
+
+
+def is_within_callbacks_of(callback: Any) -> bool:
+    """Whether Keras is calling this callback, or another one of the same `fit`.
+
+    A step that is trained meanwhile is one of a `fit` within that `fit`.
+
+    Args:
+        callback: a `keras.callbacks.Callback`.
+    """
+    return bool(_lists_that_call(callback))
+
+
+def is_in_fit_within_its_fit(callback: Any) -> bool:
+    """Whether Keras is calling this callback in a `fit` within another one that has it too.
+
+    Args:
+        callback: a `keras.callbacks.Callback`.
+    """
+    return len(_lists_that_call(callback)) > 1
+
+
+def _lists_that_call(callback: Any) -> list[Any]:
+    """Keras's lists of callbacks that have this one and are being called, each once."""
+    found: dict[int, Any] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _FILE_OF_CALLBACK_LISTS:
+            called = frame.f_locals.get("self")
+            if any(each is callback for each in getattr(called, "callbacks", ())):
+                found[id(called)] = called
+        frame = frame.f_back
+    return list(found.values())

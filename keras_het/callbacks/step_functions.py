@@ -54,9 +54,7 @@ class StepFunction:
             make: makes the new function of the one that is there.
         """
         self.restore()
-        place = (model, self._name)
-        while getattr(getattr(*place), "stays_outermost", False):
-            place = (getattr(*place), "original")
+        place = place_of(model, self._name)
         original = getattr(*place)
         if original is None:
             return
@@ -87,6 +85,19 @@ class StepFunction:
                 setattr(*self._place, self._replacement.original)
             self._replacement.retire()
         self._place = self._replacement = self._seen = None
+
+
+def place_of(model: Any, name: str) -> tuple[Any, str]:
+    """Where a function goes around a model's step function: object and name of its attribute.
+
+    Args:
+        model: the `keras.Model`.
+        name: as for `StepFunction`.
+    """
+    place = (model, name)
+    while getattr(getattr(*place), "stays_outermost", False):
+        place = (getattr(*place), "original")
+    return place
 
 
 def original_of(function: Any) -> Any:

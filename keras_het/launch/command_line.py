@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.arguments import parse_arguments, worker_command
 from keras_het.launch.display import Display
 from keras_het.launch.emulation import Emulation
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, display: Display) -> int:
+    _warn_of_another_backend(display)
     emulation = _emulation(options)
     label = emulation.describe() if emulation else None
     with contextlib.ExitStack() as stack:
@@ -59,6 +62,18 @@ def _run(options: argparse.Namespace, display: Display) -> int:
         with cluster:
             cluster.wait()
         return _report(cluster, display)
+
+
+def _warn_of_another_backend(display: Display) -> None:
+    """A script may set its own before it imports keras, which the strategy sees and checks."""
+    backend = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND
+    if backend != NEEDED_BACKEND:
+        display.say(
+            f"{KERAS_BACKEND} is {backend!r} here, and keras_het needs {NEEDED_BACKEND!r}: unless "
+            "the script sets that before it imports keras, HeterogeneousStrategy refuses to be "
+            "made, and without a strategy each worker trains alone. To set it for all workers: "
+            f"{KERAS_BACKEND}={NEEDED_BACKEND} keras-het run ..."
+        )
 
 
 def _make_cluster(
@@ -123,7 +138,7 @@ def _report(cluster: LocalCluster, display: Display) -> int:
         display.say(f"stopped by {signal_name(cluster.stopped_by)}; all workers have ended.")
         return 128 + cluster.stopped_by
     if cluster.failures:
-        display.say(describe_failures(cluster.failures, cluster.ended_others))
+        display.say(describe_failures(cluster.failures, cluster.ended))
         return cluster.failures[0].shell_exit_code
     return 0
 

@@ -1,8 +1,11 @@
 """Which CPUs each local worker runs on, and how many threads it should use."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from keras_het.usable_cpus import own_cpus
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,7 @@ class CpuAssignment:
 
 def available_cpus() -> tuple[int, ...]:
     """Returns the ids of the CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(own_cpus()))
 
 
 def assign_cpus(
@@ -30,12 +31,14 @@ def assign_cpus(
     cpus: Sequence[int],
     cpus_per_worker: int | None = None,
     pin: bool | None = None,
+    usable: float = math.inf,
 ) -> CpuAssignment:
     """Deals the CPUs to the workers round robin.
 
     Without `cpus_per_worker` every CPU is dealt to exactly one worker, or, if there are more
     workers than CPUs, worker `i` gets CPU `i` modulo their number. With it, each worker gets that
-    many, and CPUs are shared once they are all dealt.
+    many, and CPUs are shared once they are all dealt. A quota that is less than the CPUs is divided
+    too, into threads: more would only be held back by the system.
 
     Args:
         num_workers: Number of workers.
@@ -43,6 +46,7 @@ def assign_cpus(
         cpus_per_worker: CPUs of each worker. Defaults to an even division.
         pin: Whether to bind workers to their CPUs. Defaults to yes if the operating system can and
             no CPU has to be shared: sharing is better left to its scheduler.
+        usable: How many CPUs a quota lets all workers together use at a time. Defaults to all.
 
     Returns:
         CPUs and thread counts, one entry a worker.
@@ -66,7 +70,11 @@ def assign_cpus(
     )
     if pin is None:
         pin = can_pin and sum(len(own) for own in sets) <= len(cpus)
-    return CpuAssignment(sets if pin else None, tuple(len(own) for own in sets))
+    threads = [len(own) for own in sets]
+    if cpus_per_worker is None and usable < len(cpus):
+        most = max(1, math.floor(usable / num_workers))
+        threads = [min(number, most) for number in threads]
+    return CpuAssignment(sets if pin else None, tuple(threads))
 
 
 def _cpus_of(

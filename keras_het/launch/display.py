@@ -51,9 +51,13 @@ class Display:
         if not line.is_final and not is_terminal:
             return
         prefix = f"[worker {worker_index}] "
-        text = Text(prefix, style=_STYLES[worker_index % len(_STYLES)])
-        content = Text.from_ansi(line.text) if is_terminal else Text(strip_ansi(line.text))
-        text = Text.assemble(text, content)
+        if not is_terminal:
+            with self._lock:
+                # not a Text, whose tabs become spaces
+                self._print(stream, prefix + strip_ansi(line.text), worker_index)
+            return
+        style = _STYLES[worker_index % len(_STYLES)]
+        text = Text.assemble((prefix, style), Text.from_ansi(line.text))
         with self._lock:
             if line.is_final:
                 self._print(stream, text, worker_index)
@@ -72,7 +76,7 @@ class Display:
                 prefix = Text("[keras-het] ", style="bold")
                 self._print(stream, Text.assemble(prefix, line), None)
 
-    def _print(self, stream: Stream, text: Text, worker_index: int | None) -> None:
+    def _print(self, stream: Stream, text: Text | str, worker_index: int | None) -> None:
         redrawn = self._redrawn
         if redrawn:
             self._write(redrawn[1], Text(""), before=_ERASE_LINE)
@@ -90,14 +94,16 @@ class Display:
         self._write(stream, shown)
         self._redrawn = (worker_index, stream, text)
 
-    def _write(self, stream: Stream, text: Text, before: str = "", after: str = "") -> None:
+    def _write(self, stream: Stream, text: Text | str, before: str = "", after: str = "") -> None:
         console = self._consoles[stream]
-        # Rendered apart because rich's own print exits the program when a pipe is closed.
-        with console.capture() as rendered:
-            console.print(text, end="")
+        if isinstance(text, Text):
+            # Rendered apart because rich's own print exits the program when a pipe is closed.
+            with console.capture() as rendered:
+                console.print(text, end="")
+            text = rendered.get()
         # what the terminal cannot show must not end the thread that reads the worker's output
         encoding = getattr(console.file, "encoding", None) or "utf-8"
-        output = (before + rendered.get() + after).encode(encoding, "replace").decode(encoding)
+        output = (before + text + after).encode(encoding, "replace").decode(encoding)
         try:
             console.file.write(output)
             console.file.flush()

@@ -6,22 +6,29 @@ from collections.abc import Sequence
 from keras_het.launch.worker_process import WorkerResult
 
 _LINES = 15
+_TRACEBACK = "Traceback (most recent call last)"
 
 
-def describe_failures(failures: Sequence[WorkerResult], ends_others: bool) -> str:
-    """Returns the message about failed workers: who was first, why, and its last words.
+def describe_failures(failures: Sequence[WorkerResult], ended: Sequence[WorkerResult] = ()) -> str:
+    """Returns the message about failed workers: who was first, why, and their last words.
+
+    The first to exit need not be the first to fail: a worker that lost another may exit before
+    that one has. So what the others said is shown as well, if they failed or showed an error.
 
     Args:
-        failures: Workers that failed by themselves, the first one first; at least one.
-        ends_others: Whether other workers were ended because of it.
+        failures: Workers that failed by themselves, the first to exit first; at least one.
+        ended: Workers that were ended because of it. Defaults to none.
     """
     first, *others = failures
-    ended = " The other workers were ended." if ends_others else ""
-    lines = [f"worker {first.index} failed: {first.describe_exit()}.{ended}"]
+    note = " The other workers were ended." if ended else ""
+    lines = [f"worker {first.index} failed: {first.describe_exit()}.{note}"]
     lines += [f"worker {other.index} failed after it: {other.describe_exit()}." for other in others]
     if first.exit_code == -signal.SIGKILL:
         lines.append("SIGKILL is often the system's answer to memory that has run out.")
-    return "\n".join([*lines, *last_words(first)])
+    failing = [result for result in ended if result not in failures and _TRACEBACK in result.stderr]
+    lines += [f"worker {other.index} was ended after it had shown an error." for other in failing]
+    words = [line for result in (*failures, *failing) for line in last_words(result)]
+    return "\n".join([*lines, *words])
 
 
 def last_words(result: WorkerResult) -> list[str]:

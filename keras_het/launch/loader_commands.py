@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+_LARGEST_PORT = 65535
 _ADVICE = """\
 Runs the script up to its first model.fit, takes the tf.data.Dataset that is given to it, and says
 what could be changed in that pipeline and what it would gain. Nothing is trained.
@@ -61,7 +62,7 @@ def add_loader_commands(commands: Any) -> None:
         help="name or address under which consumers reach this machine (default: 127.0.0.1)",
     )
     worker.add_argument(
-        "--port", type=int, default=0, metavar="N", help="port (default: a free one)"
+        "--port", type=_port, default=0, metavar="N", help="port (default: a free one)"
     )
     worker.add_argument(
         "--patience",
@@ -91,6 +92,14 @@ def _run_worker(options: argparse.Namespace) -> int:
 
     run_worker(options.dispatcher, options.host, options.port, options.patience)
     return 0
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > _LARGEST_PORT:
+        raise argparse.ArgumentTypeError(
+            f"expected a port from 0 (a free one) to {_LARGEST_PORT}, received {text!r}"
+        )
+    return int(text)
 
 
 def _positive(text: str) -> float:

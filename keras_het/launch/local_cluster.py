@@ -2,6 +2,7 @@
 
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from keras_het.launch.emulation import Emulation
 from keras_het.launch.escalation import Escalation
 from keras_het.launch.free_ports import ReservedPorts
 from keras_het.launch.line_splitter import OutputLine
-from keras_het.launch.worker_environment import service_environment, worker_environment
+from keras_het.launch.worker_environment import ADDRESS, service_environment, worker_environment
 from keras_het.launch.worker_process import OnLine, Stream, WorkerProcess, WorkerResult
+from keras_het.usable_cpus import usable_cpus
 
 _TIMEOUT_LINES = 15
 
@@ -82,7 +84,9 @@ class LocalCluster:
         self._worker_env = worker_env or [{}] * self.num_workers
         self._cwd = None if cwd is None else str(cwd)
         self._emulation = emulation
-        self._cpus = assign_cpus(self.num_workers, available_cpus(), cpus_per_worker, pin)
+        self._cpus = assign_cpus(
+            self.num_workers, available_cpus(), cpus_per_worker, pin, usable_cpus()
+        )
         self._on_line = on_line or _ignore
         self._on_stop = on_stop or (lambda signal_number: None)
         self._keep_lines = keep_lines
@@ -94,7 +98,7 @@ class LocalCluster:
         self._results: dict[int, WorkerResult] = {}
         self._ports: ReservedPorts | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
-        self._service_env: dict[str, str] = {}
+        self._secret = secrets.token_hex(32)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -111,13 +115,13 @@ class LocalCluster:
         """Workers that failed by themselves, the first one first; empty after a stop request."""
         if self.stopped_by is not None:
             return ()
-        own = [r for r in self._results.values() if r.exit_code != 0 and not r.was_ended]
+        own = [result for result in self._results.values() if result.has_failed]
         return tuple(sorted(own, key=lambda result: result.exited_at))
 
     @property
-    def ended_others(self) -> bool:
-        """Whether workers were ended because others had failed."""
-        return any(result.was_ended for result in self._results.values())
+    def ended(self) -> tuple[WorkerResult, ...]:
+        """Workers that were sent a signal to end them, as when others had failed."""
+        return tuple(result for result in self._results.values() if result.was_ended)
 
     def start(self) -> None:
         """Starts all workers.
@@ -131,8 +135,6 @@ class LocalCluster:
         # one more for the parameter service
         self._ports = ReservedPorts(self.num_workers + bool(self.num_async_workers))
         self._addresses = self._ports.addresses[: self.num_workers]
-        if self.num_async_workers:
-            self._service_env = service_environment(self._ports.addresses[-1], os.environ)
         try:
             self._watchdog = _start_watchdog()
             self._ports.release()
@@ -227,7 +229,7 @@ class LocalCluster:
         self.close()
 
     def _start_worker(self, index: int) -> None:
-        inherited = {**os.environ, **self._service_env, **self._env, **self._worker_env[index]}
+        inherited = self._inherited_environment(index)
         threads = self._cpus.threads_per_worker[index]
         environment = worker_environment(
             index,
@@ -249,6 +251,14 @@ class LocalCluster:
         )
         self._workers.append(worker)
         self._tell_watchdog("+", worker)
+
+    def _inherited_environment(self, index: int) -> dict[str, str]:
+        own = {**self._env, **self._worker_env[index]}
+        inherited = {**os.environ, **own}
+        if self._ports is None or not self.num_async_workers:
+            return inherited
+        address = own.get(ADDRESS, self._ports.addresses[-1])
+        return {**inherited, **service_environment(address, inherited, self._secret)}
 
     def _on_exit(self, index: int) -> None:
         self._events.put(("exit", index))

@@ -8,6 +8,8 @@ import sys
 import threading
 from typing import Any
 
+from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
+
 
 def add_serve(commands: Any) -> None:
     """Adds the command to a parser.
@@ -36,11 +38,16 @@ def serve_parameters(options: argparse.Namespace) -> int:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the center is in host memory
+    os.environ[KERAS_BACKEND] = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND  # as of workers
     logging.basicConfig(level=logging.WARNING)
     # imported late: TensorFlow takes seconds, and reads the environment
+    import keras
+
     from keras_het.strategy.cluster_config import read_cluster_config
     from keras_het.strategy.parameter_service.admission import read_secret
+    from keras_het.strategy.parameter_service.function_server import ServerStartError
 
+    check_keras_backend(keras.backend.backend())
     config = read_cluster_config()
     if config is None or not config.is_serving_only:
         raise ValueError(_wrong_task(config))
@@ -52,9 +59,12 @@ def serve_parameters(options: argparse.Namespace) -> int:
     from keras_het.strategy.hybrid.serving import ServingProcess
 
     process = ServingProcess(address, secret, stopped.is_set, _say)
-    while process.serve_one():
-        if options.once and not process.is_offered_another:
-            break
+    try:
+        while process.serve_one():
+            if options.once and not process.is_offered_another:
+                break
+    except ServerStartError as error:
+        raise OSError(str(error)) from error  # wrong usage, not a defect
     return 0
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 _WRONG_USAGE = 2
+_THRESHOLD = 0.1
+_KINDS = ("skew", "drift")
 _EPILOG = """\
 examples:
   keras-het validate 'data/train-*.tfrecord' --write-schema schema.pbtxt
@@ -71,8 +74,8 @@ def _add_schema_options(parser: argparse.ArgumentParser) -> None:
             f"--{kind}-threshold",
             type=float,
             metavar="D",
-            help=f"{measure} distance that is too far for {kind} features (default: the schema's, "
-            "else 0.1)",
+            help=f"{measure} distance that is too far for {kind} features, of those that the "
+            f"schema compares, else of all (default: the schema's, else {_THRESHOLD})",
         )
 
 
@@ -88,17 +91,25 @@ def run_validate(options: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         # Takes seconds, and needs TensorFlow Data Validation.
-        from keras_het.loader import validation
+        import tensorflow as tf
 
+        from keras_het.loader import validation
+    except ImportError as error:
+        return _refuse(error)
+    try:
         return _validate(options, validation)
-    except (ImportError, ValueError, OSError) as error:
-        print(f"[keras-het] error: {error}", file=sys.stderr)
-        return _WRONG_USAGE
+    except (ImportError, ValueError, OSError, tf.errors.OpError) as error:  # OpError: of files
+        return _refuse(error)
+
+
+def _refuse(error: Exception) -> int:
+    print(f"[keras-het] error: {error}", file=sys.stderr)
+    return _WRONG_USAGE
 
 
 def _validate(options: argparse.Namespace, validation: Any) -> int:
     given = validation.read_schema(options.schema) if options.schema else None
-    data, before = _read(options, validation, given)
+    data, before, idle = _read(options, validation, given)
     reference = options.reference or max(data, key=lambda name: _num_rows(data[name]))
     if reference not in data:
         raise ValueError(f"There is no data {reference!r}; there is {', '.join(data)}.")
@@ -107,11 +118,12 @@ def _validate(options: argparse.Namespace, validation: Any) -> int:
     )
     if given is None:
         print(f"schema: inferred from {reference}")
-    _set_thresholds(options, validation, schema)
+    _set_missing_thresholds(validation, schema)
+    _set_given_thresholds(options, validation, schema)
     if options.write_schema:
         validation.write_schema(schema, options.write_schema)
         print(f"schema: written to {options.write_schema}")
-    found = _show_anomalies(validation, data, schema)
+    found = _show_anomalies(validation, data, schema, idle)
     found += _show_distances(validation, data, before, schema, reference)
     if options.html:
         validation.write_report(options.html, data, schema, reference)
@@ -119,9 +131,14 @@ def _validate(options: argparse.Namespace, validation: Any) -> int:
     return int(found > 0)
 
 
-def _show_anomalies(validation: Any, data: Mapping[str, Any], schema: Any) -> int:
+def _show_anomalies(
+    validation: Any, data: Mapping[str, Any], schema: Any, idle: Collection[str]
+) -> int:
     found = 0
     for name, statistics in data.items():
+        if name in idle:
+            print(f"{name}: 0 rows")
+            continue
         anomalies = validation.find_anomalies(statistics, schema)
         print(f"{name}: {_num_rows(statistics)} rows, {len(anomalies)} anomalies")
         for anomaly in anomalies:
@@ -152,16 +169,18 @@ def _show_distances(
 
 def _read(
     options: argparse.Namespace, validation: Any, schema: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All data by name, and what there is of the epoch before."""
+) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    """All data by name, what there is of the epoch before, and replicas that had no share."""
     data: dict[str, Any] = {}
     before: dict[str, Any] = {}
+    idle: set[str] = set()
     for argument in options.data:
         name, path, is_given = _name_and_path(argument)
         if Path(path).is_dir():
             prefix = f"{name} " if is_given else ""
             new, old = _read_directory(validation, Path(path), options.epoch, prefix)
             before |= old
+            idle |= _without_share(new)
         elif path.endswith(".stats"):
             new = {name: validation.read_statistics(path)}
         else:
@@ -175,13 +194,22 @@ def _read(
                 "NAME=DATA."
             )
         data |= new
-    return data, before
+    return data, before, idle
+
+
+def _without_share(replicas: Mapping[str, Any]) -> set[str]:
+    """Replicas without rows beside others: a share may be zero."""
+    without = {name for name, statistics in replicas.items() if not _num_rows(statistics)}
+    return without if len(without) < len(replicas) else set()
 
 
 def _name_and_path(argument: str) -> tuple[str, str, bool]:
     """Name, path, and whether the user gave the name."""
     name, equals, path = argument.partition("=")
-    if not equals or Path(argument).exists():
+    # such as data/date=2024-01-01/train-*, which may also be elsewhere (gs://...)
+    # (not Path.glob, which raises for some names)
+    is_path = "/" in name or Path(argument).exists() or glob.glob(argument)  # noqa: PTH207
+    if not equals or is_path:
         return Path(argument).stem or argument, argument, False
     return name, path, True
 
@@ -217,15 +245,45 @@ def _read_directory(
     return data, before
 
 
-def _set_thresholds(options: argparse.Namespace, validation: Any, schema: Any) -> None:
-    has_some = any(feature.HasField("skew_comparator") for feature in schema.feature)
-    default = None if has_some else 0.1
-    categorical, numeric = options.categorical_threshold, options.numeric_threshold
+def _set_missing_thresholds(validation: Any, schema: Any) -> None:
+    if not _compared(schema, "skew"):
+        drift = _compared(schema, "drift")
+        # What the schema has no drift of either may be left out on purpose.
+        names = drift or {feature.name for feature in schema.feature}
+        _set(validation, schema, names, _THRESHOLD, ["skew"] if drift else _KINDS)
+
+
+def _set_given_thresholds(options: argparse.Namespace, validation: Any, schema: Any) -> None:
+    kinds = [kind for kind in _KINDS if _compared(schema, kind)]
+    for is_categorical, threshold in (
+        (True, options.categorical_threshold),
+        (False, options.numeric_threshold),
+    ):
+        features = {
+            feature.name
+            for feature in schema.feature
+            if validation.schema.is_categorical(feature) == is_categorical
+        }
+        changed = {kind: features & _compared(schema, kind) for kind in kinds}
+        for kind in kinds if threshold is not None else ():
+            names = changed[kind] if any(changed.values()) else features
+            _set(validation, schema, names, threshold, [kind])
+
+
+def _set(
+    validation: Any, schema: Any, features: Collection[str], threshold: float, kinds: Iterable[str]
+) -> None:
     validation.set_comparison_thresholds(
         schema,
-        categorical=default if categorical is None else categorical,
-        numeric=default if numeric is None else numeric,
+        categorical=None,
+        numeric=None,
+        of_features=dict.fromkeys(features, threshold),
+        kinds=kinds,
     )
+
+
+def _compared(schema: Any, kind: str) -> set[str]:
+    return {feature.name for feature in schema.feature if feature.HasField(f"{kind}_comparator")}
 
 
 def _num_rows(statistics: Any) -> int:

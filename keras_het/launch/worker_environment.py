@@ -4,9 +4,11 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 
+from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.emulation import Emulation
 
 _LEAST_INTEROP_THREADS = 2
+ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
 _SECRET = "KERAS_HET_SERVICE_SECRET"
 
 
@@ -21,7 +23,7 @@ def worker_environment(
     """Returns the whole environment of one worker.
 
     TF_CONFIG and, when emulating, KERAS_HET_EMULATED_DEVICES are always ours. The numbers of
-    threads and Python's buffering are set only where the user did not.
+    threads, Python's buffering and Keras's backend are set only where the user did not.
 
     Args:
         worker_index: The worker.
@@ -46,18 +48,26 @@ def worker_environment(
         "OMP_NUM_THREADS": str(threads),
         # Without a terminal Python would hold its output back until the worker ends.
         "PYTHONUNBUFFERED": "1",
+        # wins over the user's keras.json
+        KERAS_BACKEND: NEEDED_BACKEND,
     }
     emulated = emulation.environment_of(worker_index) if emulation else {}
-    return {**defaults, **inherited, **emulated, "TF_CONFIG": json.dumps(tf_config)}
+    environment = {**defaults, **inherited, **emulated, "TF_CONFIG": json.dumps(tf_config)}
+    environment[KERAS_BACKEND] = environment[KERAS_BACKEND] or NEEDED_BACKEND  # Keras's own rule
+    return environment
 
 
-def service_environment(address: str, inherited: Mapping[str, str]) -> dict[str, str]:
+def service_environment(
+    address: str, inherited: Mapping[str, str], secret: str | None = None
+) -> dict[str, str]:
     """Returns what all workers of a local cluster need to find the parameter service.
 
     Args:
         address: `host:port` of the service.
-        inherited: Environment in which the user may have given a secret.
+        inherited: Environment in which the user may have given a secret; an empty one counts as
+            none.
+        secret: The one to use if not. Defaults to a new one.
     """
-    given = any(name in inherited for name in (_SECRET, f"{_SECRET}_FILE"))
-    secret = {} if given else {_SECRET: secrets.token_hex(32)}
-    return {"KERAS_HET_SERVICE_ADDRESS": address, **secret}
+    given = any(inherited.get(name) for name in (_SECRET, f"{_SECRET}_FILE"))
+    own = {} if given else {_SECRET: secret or secrets.token_hex(32)}
+    return {ADDRESS: address, **own}

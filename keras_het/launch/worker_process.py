@@ -19,6 +19,8 @@ OnLine = Callable[[int, Stream, OutputLine], None]
 _READ_SIZE = 65536
 # A process that left the worker's group could keep the pipes open for ever.
 _DRAIN_SECONDS = 5.0
+# What ends a worker when another has failed.
+_ENDING = (signal.SIGTERM, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class WorkerResult:
     exited_at: float
     stdout: str
     stderr: str
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it failed by itself, also if that was while it was being ended."""
+        if not self.was_ended:
+            return self.exit_code != 0
+        # such an exit code is that of a handler of the signal
+        obeyed = {0, *(-number for number in _ENDING), *(128 + number for number in _ENDING)}
+        return self.exit_code not in obeyed
 
     @property
     def shell_exit_code(self) -> int:

@@ -42,7 +42,8 @@ def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
         TypeError: if `build` does not return a `tf.data.Dataset`.
     """
     knobs = knobs or Knobs.for_host()
-    return AdjustablePipeline(build, knobs, build_tuned(build, knobs))
+    seeds = private_api.operation_seed_state()
+    return AdjustablePipeline(build, knobs, build_tuned(build, knobs), seeds)
 
 
 def build_tuned(build: Build, knobs: Knobs) -> Any:
@@ -63,14 +64,16 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
         build: builds the data set.
         knobs: settings of `dataset`.
         dataset: what `build` gave for them.
+        seeds: state of the sequence of operation seeds before `build` made it.
 
     Attributes:
         build: builds the data set.
         knobs: settings of the iterators that are made from now on.
     """
 
-    def __init__(self, build: Build, knobs: Knobs, dataset: Any) -> None:
+    def __init__(self, build: Build, knobs: Knobs, dataset: Any, seeds: Any = None) -> None:
         self.build = build
+        self._seeds = seeds
         self.knobs = self._first_knobs = knobs
         self._original = self._current = dataset
         has_cache, draws = has_memory_cache(dataset), draws_an_order(dataset)
@@ -86,6 +89,27 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
     def current(self) -> Any:
         """The data set that is iterated with the present knobs."""
         return self._current
+
+    def build_again(self, knobs: Knobs) -> Any:
+        """The data set with other knobs, in any thread.
+
+        Shuffles without a seed get those of the first build under the same global seed. The
+        sequence of seeds that the program draws from stays where it is: workers that move at
+        different times would draw different numbers later on.
+
+        Args:
+            knobs: its settings.
+        """
+        with private_api.separate_operation_seeds(self._seeds):
+            return build_tuned(self.build, knobs)
+
+    def to_look_at(self) -> Any:
+        """The pipeline with the present knobs, for an iterator that is none of training.
+
+        Another build, so that it takes no order from the sequence of a shuffle, and need not be
+        handed over. With a cache in memory or a `repeat` it is the one that is trained.
+        """
+        return self._current if self._is_direct else self.build_again(self.knobs)
 
     def adopt(self, knobs: Knobs, dataset: Any) -> None:
         """Makes iterators from now on those of another build.

@@ -34,6 +34,8 @@ class DistributedSteps(adapter.DistributedDataset):
         wrap: makes what the training step gets from the local batches and all sizes. If it has a
             method `bound_to`, what that returns for this data set is used.
         can_rewind: whether an epoch may be handed over after a look.
+        draws_once: whether the source can be drawn from once only: a new pass would go without
+            what this one has read ahead.
         passes: counts the passes over the source, which other instances may have started.
 
     Attributes:
@@ -48,12 +50,14 @@ class DistributedSteps(adapter.DistributedDataset):
         wrap: Wrap,
         can_rewind: bool,
         passes: PassCounter | None = None,
+        draws_once: bool = False,
     ) -> None:
         self.samples_delivered = 0
         self._spec = element_spec
         self._steps = np.int64(cardinality)
         self._wrap: Wrap = wrap.bound_to(self) if hasattr(wrap, "bound_to") else wrap
         self._can_rewind = can_rewind
+        self._draws_once = draws_once
         self._passes = passes or PassCounter()
         self._first_step = 0
         self._looked_at: Run | None = None
@@ -138,6 +142,9 @@ class DistributedSteps(adapter.DistributedDataset):
                 f"passes and step must be zero or more. Received: passes={passes}, step={step}."
             )
         gone_by = (True,) * passes if isinstance(passes, int) else tuple(map(bool, passes))
+        if self._draws_once and self._looked_at is not None:
+            self._go_on_at(self._looked_at, gone_by, step)
+            return
         self._seek(gone_by)
         if self._looked_at is not None:
             self._looked_at.close()
@@ -152,6 +159,8 @@ class DistributedSteps(adapter.DistributedDataset):
         """
         run = self._looked_at
         if run is None:
+            return
+        if self._draws_once and run.cut_first_anew():
             return
         try:
             self.start_at(self._passes.before(run.number), run.first_step)
@@ -169,6 +178,20 @@ class DistributedSteps(adapter.DistributedDataset):
     @abc.abstractmethod
     def _new_run(self, number: int, first_step: int) -> Run:
         """Starts a pass."""
+
+    def _go_on_at(self, run: Run, passes: tuple[bool, ...], step: int) -> None:
+        """Makes the pass that was looked at the one after `passes`, and goes on in it."""
+        if step < run.first_step:
+            raise ValueError(
+                "A generator that was given to `fit` can be drawn from once. Received: step="
+                f"{step}, after the input was brought to step {run.first_step}. Call fit with a "
+                "new generator."
+            )
+        run.leave_out(step - run.first_step)
+        self._passes.set_to(passes)
+        run.number, _ = self._passes.start(len(passes))
+        self._passes.give_back(run.number)
+        run.on_end = functools.partial(self._passes.finish, run.number)
 
     def _open(self, number: int) -> Run:
         run, self._looked_at = self._looked_at, None
@@ -189,6 +212,8 @@ class DistributedSteps(adapter.DistributedDataset):
     def _drop(self, run: Run) -> None:
         # With a single step a look and a whole epoch are the same; only the first is a look.
         single = self._steps == 1 and self._runs_started > 1
+        # So may be the rest of a resumed pass; Keras executes nothing where it looks.
+        single |= run.first_step > 0 and run.ended and run.was_executed
         if self._steps < 0 and run.ended and run.first_step == 0 and run.delivered == 1:
             self._steps = np.int64(1)
         if self._can_rewind and run is self._last and not single and run.rewind():

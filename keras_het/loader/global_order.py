@@ -114,9 +114,13 @@ class GlobalOrderDataset(DistributedSteps):
             rows.relax_rows(self._batch_spec()),
             int(global_batches(self.form).cardinality()),
             wrap,
-            # a generator may have been told meanwhile that its epoch is over
-            can_rewind=not any(adapter.draws_from_generator(node) for node in upstream),
+            # one that can be drawn from again may have been told meanwhile that its epoch is over
+            can_rewind=not any(
+                adapter.draws_from_generator(node) and not adapter.is_keras_generator(node)
+                for node in upstream
+            ),
             passes=passes,
+            draws_once=any(map(adapter.is_keras_generator, upstream)),
         )
         self._warn_of_changing_order(upstream)
         logger.info("Input in %s mode: %s.", self.mode, self.reason)

@@ -115,7 +115,13 @@ def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
     except tf.errors.OpError as error:
         text = str(error.message).splitlines()[0][:300]
         raise HandoverError(f"TensorFlow refused to hand the pipeline over: {text}") from error
+    new.keras_het_was_handed_over = True
     return with_threads(new, threads)
+
+
+def was_handed_over(iterator: Any) -> bool:
+    """Whether an iterator goes on where another one was: TensorFlow then shows no model of it."""
+    return getattr(iterator, "keras_het_was_handed_over", False)
 
 
 def _operations(dataset: Any) -> list[Any]:

@@ -9,13 +9,13 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from keras_het.loader.host_cpus import own_cpus, usable_cpus
+from keras_het.loader.host_cpus import own_cpus, own_quotas, usable_cpus
 from keras_het.loader.host_jobs import Entry, entry_of, part_of
 from keras_het.loader.host_reading import divide_reading
 from keras_het.planning.loader import JobModel, Reading
@@ -47,6 +47,8 @@ class HostBudget:
         cpu_set: ids of the CPUs that this process may run on; by default those it may use now.
         io_budget: reading threads of all jobs of the host together, None to learn what is of use.
             If several jobs have one, the smallest counts.
+        quotas: CPUs that the cgroups of this process may use at once, by group. By default what
+            they may use now; not known if `cpus` is given.
 
     Attributes:
         jobs: jobs that competed for the same CPUs at the last `update`, this one included.
@@ -64,7 +66,9 @@ class HostBudget:
         path: Path | None = None,
         cpu_set: Collection[int] | None = None,
         io_budget: int | None = None,
+        quotas: Mapping[str, float] | None = None,
     ) -> None:
+        self._quotas = own_quotas() if quotas is None and cpus is None else quotas
         self._cpus = usable_cpus() if cpus is None else cpus
         self._cpu_set = frozenset(own_cpus() if cpu_set is None else cpu_set)
         self._path = path or _own_folder() / "loaders.json"
@@ -97,7 +101,7 @@ class HostBudget:
         if fcntl is None:
             self.reading_loaders = self._io_budget if reading is not None else None
             return self._cpus
-        own = Entry(job, self._cpus, self._cpu_set, reading, self._io_budget)
+        own = Entry(job, self._cpus, self._cpu_set, reading, self._io_budget, self._quotas)
         try:
             jobs = self._exchange(own)
         except BlockingIOError:

@@ -1,34 +1,18 @@
-"""CPUs that this process may use, and those of them that nobody uses."""
+"""Those of the CPUs that this process may use that nobody uses."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from pathlib import Path
 
 import psutil
 
-from keras_het.loader.cgroups import CGROUPS, controller_folders
+from keras_het.cgroups import CGROUPS, controller_folders
+from keras_het.usable_cpus import own_cpus, own_quotas, quota_of, usable_cpus
 
-
-def usable_cpus(cgroups: Path = CGROUPS, membership: Path | None = None) -> float:
-    """CPUs that this process may use: its affinity, bounded by the quotas of its cgroups.
-
-    Args:
-        cgroups: where the cgroup file systems are mounted.
-        membership: file that names the cgroups of the process, that of this process by default.
-
-    Returns:
-        A number above 0, not necessarily whole; quotas of versions 1 and 2 count, also those of
-        the groups that contain the process's own.
-
-    Reference:
-        https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files and
-        https://docs.kernel.org/scheduler/sched-bwc.html
-    """
-    return min(float(len(own_cpus())), _quota(cgroups, membership))
+__all__ = ["IdleCpus", "own_cpus", "own_quotas", "usable_cpus"]
 
 
 class IdleCpus:
@@ -43,7 +27,7 @@ class IdleCpus:
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path | None = None) -> None:
         folders = {
-            folder: _quota_of(folder) for folder in controller_folders("cpu", cgroups, membership)
+            folder: quota_of(folder) for folder in controller_folders("cpu", cgroups, membership)
         }
         self._quotas = {folder: quota for folder, quota in folders.items() if quota < math.inf}
         self._cgroups = cgroups
@@ -66,13 +50,6 @@ class IdleCpus:
         return time.monotonic(), _idle_seconds(self._cpus), used
 
 
-def own_cpus() -> frozenset[int]:
-    """Ids of the CPUs that this process may run on: its affinity."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
 def _idle_seconds(cpus: frozenset[int]) -> float:
     try:
         times = psutil.cpu_times(percpu=True)
@@ -81,22 +58,6 @@ def _idle_seconds(cpus: frozenset[int]) -> float:
     chosen = [times[cpu] for cpu in cpus if cpu < len(times)] or times
     # a CPU whose threads wait for the disk is free
     return sum(entry.idle + getattr(entry, "iowait", 0.0) for entry in chosen)
-
-
-def _quota(cgroups: Path, membership: Path | None) -> float:
-    quotas = [_quota_of(folder) for folder in controller_folders("cpu", cgroups, membership)]
-    return min(quotas, default=math.inf)
-
-
-def _quota_of(folder: Path) -> float:
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (folder / "cpu.max").read_text().split()[:2]
-        return math.inf if quota == "max" else int(quota) / int(period)
-    with contextlib.suppress(OSError, ValueError):
-        microseconds = int((folder / "cpu.cfs_quota_us").read_text())
-        period_us = int((folder / "cpu.cfs_period_us").read_text())
-        return microseconds / period_us if microseconds > 0 else math.inf
-    return math.inf
 
 
 def _cpu_seconds(folder: Path, cgroups: Path) -> float:

@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from keras_het.planning.loader import JobModel, Reading, allocate_loaders
+from keras_het.loader.bounded_division import Bound, divided
+from keras_het.planning.loader import JobModel, Reading
 
 logger = logging.getLogger("keras_het")
 
-_FEWEST_CPUS = 0.1
+_UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Entry:
         cpu_set: ids of the CPUs that it may run on, at least one.
         reading: its latest window if its loaders mostly wait for I/O, None if they do not.
         io_budget: reading threads of all jobs of the host, None if its user gave none.
+        quotas: CPUs that its cgroups may use at once, by group; None if that is not known.
 
     Raises:
         ValueError: if it may use no CPU.
@@ -35,6 +37,7 @@ class Entry:
     cpu_set: frozenset[int]
     reading: Reading | None = None
     io_budget: int | None = None
+    quotas: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if not (self.cpus > 0 and self.cpu_set):
@@ -48,12 +51,18 @@ class Entry:
             "cpu_set": sorted(self.cpu_set),
             "reading": None if self.reading is None else dataclasses.asdict(self.reading),
             "io_budget": self.io_budget,
+            "quotas": None if self.quotas is None else dict(self.quotas),
         }
 
     @property
-    def quota(self) -> float:
-        """What bounds its CPUs beside their number, infinity if nothing does."""
-        return self.cpus if self.cpus < len(self.cpu_set) else math.inf
+    def known_quotas(self) -> Mapping[str, float]:
+        """Its quotas; all jobs of which they are not known are taken to share one.
+
+        `_bounds` has them share those of each other group too.
+        """
+        if self.quotas is not None:
+            return self.quotas
+        return {_UNKNOWN: self.cpus} if self.cpus < len(self.cpu_set) else {}
 
 
 def entry_of(values: Any) -> Entry | None:
@@ -74,18 +83,29 @@ def entry_of(values: Any) -> Entry | None:
             cpu_set,
             None if reading is None else Reading(**reading),
             None if io_budget is None else int(io_budget),
+            _quotas_of(values.get("quotas")),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         logger.debug("An entry of another job cannot be read (%r): %r", error, values)
         return None
 
 
+def _quotas_of(values: Any) -> dict[str, float] | None:
+    """What a job wrote of its quotas; earlier versions wrote nothing of them."""
+    if values is None:
+        return None
+    quotas = {str(group): float(quota) for group, quota in values.items()}
+    if not all(0.0 < quota < math.inf for quota in quotas.values()):
+        raise ValueError(f"quotas above 0 were expected, received: {quotas}")
+    return quotas
+
+
 def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, int]:
     """A job's part of the CPUs for which it competes.
 
     Jobs compete if their sets of CPUs overlap, or each overlaps that of a third. All of them divide
-    the CPUs of all their sets, at most their quota, by marginal gain; what nobody gains from is
-    divided evenly. All compute the same.
+    the CPUs of all their sets by marginal gain, those of a cgroup at most its quota; what nobody
+    gains from is divided evenly. All compute the same.
 
     Args:
         name: the job.
@@ -98,31 +118,26 @@ def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, int]:
     own = entries[name]
     if len(names) == 1:
         return own.cpus, 1
-    return _parts({each: entries[each] for each in names})[name], len(names)
+    rivals = {each: entries[each] for each in names}
+    cpus = frozenset().union(*(entry.cpu_set for entry in rivals.values()))
+    jobs = {each: entry.job for each, entry in rivals.items()}
+    return divided(jobs, float(len(cpus)), _bounds(rivals))[name], len(names)
 
 
-def _parts(rivals: dict[str, Entry]) -> dict[str, float]:
-    all_cpus = len(frozenset().union(*(entry.cpu_set for entry in rivals.values())))
-    total = min(all_cpus, max(entry.quota for entry in rivals.values()))
-    parts: dict[str, float] = {}
-    while rivals:
-        division = _division([entry.job for entry in rivals.values()], total)
-        found = dict(zip(rivals, division, strict=True))
-        # what is more than a job may use is for the others
-        full = {name for name, part in found.items() if part > rivals[name].cpus}
-        parts.update({name: min(part, rivals[name].cpus) for name, part in found.items()})
-        if not full:
-            break
-        total = max(total - sum(rivals[name].cpus for name in full), _FEWEST_CPUS)
-        rivals = {name: entry for name, entry in rivals.items() if name not in full}
-    return parts
-
-
-def _division(jobs: list[JobModel], total: float) -> list[float]:
-    given = allocate_loaders(jobs, total)
-    parts = [count * job.cpus_per_loader for count, job in zip(given, jobs, strict=True)]
-    spare = max(total - sum(parts), 0.0) / len(parts)
-    return [max(part + spare, _FEWEST_CPUS) for part in parts]
+def _bounds(jobs: Mapping[str, Entry]) -> list[Bound]:
+    """What each job may use, and what those of each cgroup with a quota may use together."""
+    bounds = [Bound(frozenset({name}), entry.cpus) for name, entry in jobs.items()]
+    for group in sorted({group for entry in jobs.values() for group in entry.known_quotas}):
+        quotas = {
+            name: entry.known_quotas[group]
+            for name, entry in jobs.items()
+            if group in entry.known_quotas
+        }
+        # An earlier version tells no groups; most jobs of a user are in one.
+        unknown = {name for name, entry in jobs.items() if _UNKNOWN in entry.known_quotas}
+        # they differ where it was changed meanwhile
+        bounds.append(Bound(frozenset(unknown.union(quotas)), max(quotas.values())))
+    return bounds
 
 
 def _competitors(name: str, entries: Mapping[str, Entry]) -> set[str]:

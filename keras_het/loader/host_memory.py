@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from keras_het.loader.cgroups import CGROUPS, controller_folders
+from keras_het.cgroups import CGROUPS, controller_folders
 
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),

@@ -12,7 +12,7 @@ from keras_het.loader.adjustable_pipeline import pipeline_of
 from keras_het.loader.handover import hand_over
 from keras_het.loader.iterator_functions import hold_functions_of
 from keras_het.loader.iterator_release import release
-from keras_het.loader.loader_threads import threads_of
+from keras_het.loader.loader_threads import start, threads_of
 
 
 class LiveIterator:
@@ -76,7 +76,19 @@ class LiveIterator:
         Raises:
             HandoverError: if it cannot be done exactly; nothing has changed then.
         """
-        old, new = self.iterator, hand_over(self.iterator, dataset, prepared)
+        self._go_on_in(hand_over(self.iterator, dataset, prepared), dataset)
+
+    def begin_in(self, dataset: Any) -> None:
+        """Begins another pipeline instead, of which TensorFlow then shows the model.
+
+        Args:
+            dataset: the same pipeline with other knobs; nothing was read yet, and an iterator more
+                takes no order from a sequence.
+        """
+        self._go_on_in(start(dataset), dataset)
+
+    def _go_on_in(self, new: Any, dataset: Any) -> None:
+        old = self.iterator
         hold_functions_of(new, dataset)
         self.iterator = new
         self._use(new)

@@ -15,7 +15,7 @@ class LoaderSettings:
     Args:
         knobs: the settings, None if nothing was ever changed.
         is_plain: whether the data set is an ordinary one, without a builder.
-        nice: nice value of the pipeline's own threads.
+        nice: nice value of the pipeline's own threads, which no option of a data set gives them.
         observes_only: why nothing was changed, None if it could be.
         meter: what was measured.
         has_prefetch: whether the last `prefetch` is among the settings.
@@ -34,7 +34,7 @@ class LoaderSettings:
         if self.knobs is None:
             return f"# Nothing was changed: {self.observes_only or 'no step was trained'}."
         lines = self._plain_lines() if self.is_plain else self._builder_lines()
-        return "\n".join([self._headline(), *lines])
+        return "\n".join([self._headline(), *self._priority(), *lines])
 
     def __str__(self) -> str:
         return self.code
@@ -43,6 +43,16 @@ class LoaderSettings:
         meter = self.meter
         text = f"# keras_het LoaderTuner, {meter.steps} steps, "
         return f"{text}{meter.idle_fraction:.1%} of the time waiting for data."
+
+    def _priority(self) -> list[str]:
+        if not self.nice:
+            return []
+        return [
+            f"# Measured with the loader's threads at nice {self.nice}, which no option of tf.data "
+            "sets. For them, and no moves:",
+            "# keras_het.callbacks.LoaderTuner(lambda plan, cpus: "
+            f"keras_het.planning.loader.FixedController(plan), nice={self.nice})",
+        ]
 
     def _plain_lines(self) -> list[str]:
         knobs = self.knobs or Knobs(1, 1, 1)

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.adjustable_pipeline import AdjustablePipeline, build_tuned, prefetch_size
+from keras_het.loader.adjustable_pipeline import AdjustablePipeline, prefetch_size
 from keras_het.loader.claimed_run import ClaimedRun
 from keras_het.loader.handover import HandoverError, difference, has_memory_cache, why_not
+from keras_het.loader.inspection import PipelineReport, read_report
+from keras_het.loader.kept_reports import with_own_rows_named
 from keras_het.loader.knobs import Knobs
 from keras_het.loader.loader_threads import LoaderThreads
 from keras_het.loader.local_pipeline import whole_batches
 from keras_het.loader.pipeline_form import PipelineForm, recognise, with_batch_size
+from keras_het.loader.pipeline_run import PipelineRun
 from keras_het.loader.preparation import JoiningPreparation, Preparation, SlicedPreparation
 from keras_het.loader.replay import fresh_copy
 from keras_het.loader.replayable import (
@@ -55,7 +58,7 @@ class OrderTuning:
     def __init__(self, data: GlobalOrderDataset, source: Any) -> None:
         self._data = weakref.ref(data)
         self.is_plain = not isinstance(source, AdjustablePipeline)
-        self._build = None if self.is_plain else source.build
+        self._build = None if self.is_plain else source.build_again
         self._source = source if self.is_plain else source.current
         self._batch_size = data.form.batch_size
         self.knobs = _knobs_of(source, data.form)
@@ -109,6 +112,15 @@ class OrderTuning:
         """Threads of the running pipeline's own pool, None if it has none."""
         data = self._data()
         return getattr(data.running, "threads", None) if data is not None else None
+
+    def report(self) -> PipelineReport | None:
+        """What the running pipeline does, None if there is none that can be shown."""
+        data = self._data()
+        run = data.running if data is not None else None
+        if not isinstance(run, (PipelineRun, SlicedRun)) or run.is_over:
+            return None
+        report = read_report(run.iterator)
+        return with_own_rows_named(report) if isinstance(run, PipelineRun) else report
 
     def give_way(self, nice: int) -> None:
         """Sets the priority of the pipeline's own threads, once.
@@ -192,7 +204,7 @@ class OrderTuning:
     def _built_form(self, knobs: Knobs) -> PipelineForm | None:
         if self._build is None:
             return None
-        form, built = self.data.form, recognise(build_tuned(self._build, knobs))
+        form, built = self.data.form, recognise(self._build(knobs))
         if built.batch_size != self._batch_size:
             raise HandoverError(
                 f"The builder changes the batch size: it was {self._batch_size} and would be "

@@ -76,6 +76,11 @@ class PipelineRun(Run):
         return self._rows
 
     @property
+    def iterator(self) -> Any:
+        """The `tf.data.Iterator` that gives its steps."""
+        return self._iterator.iterator
+
+    @property
     def threads(self) -> LoaderThreads | None:
         """Threads of the pipeline's own pool, None if it has none."""
         return self._iterator.threads

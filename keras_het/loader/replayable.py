@@ -75,6 +75,25 @@ def draws_an_order(dataset: adapter.Dataset) -> bool:
     )
 
 
+def takes_a_place(dataset: adapter.Dataset) -> bool:
+    """Whether each new iterator takes the next of a seeded sequence of orders.
+
+    One iterator more would then give the later ones other orders. Without a seed there is no
+    sequence that could be repeated.
+
+    Args:
+        dataset: a pipeline.
+    """
+    return any(_takes_a_place(node) for node in adapter.upstream_of(dataset))
+
+
+def _takes_a_place(node: adapter.Dataset) -> bool:
+    if adapter.is_shuffle(node):
+        return adapter.is_reshuffled(node) and adapter.shuffle_seeds(node) != (0, 0)
+    kind = type(node).__name__
+    return "Shuffle" in kind or "Random" in kind
+
+
 def _interleaves_in_any_order(node: adapter.Dataset) -> bool:
     """Whether `node` is a parallel interleave with deterministic=False, which only its graph tells.
 

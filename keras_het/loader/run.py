@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ class Run(abc.ABC):
         ended: whether the end of the data was reached.
         fingerprint: hash of the first global batch, None if it is not known.
         on_end: called when the end of the data is reached.
+        was_executed: whether a training step has used an element.
     """
 
     def __init__(self, number: int, first_step: int, num_steps: int) -> None:
@@ -35,6 +37,7 @@ class Run(abc.ABC):
         self.ended = False
         self.fingerprint: int | None = None
         self.on_end: Callable[[], None] | None = None
+        self.was_executed = False
         self._first: Element | None = None
         self._rewound = False
         self._closed = False
@@ -83,6 +86,23 @@ class Run(abc.ABC):
             return False
         self._rewound = True
         return True
+
+    def leave_out(self, steps: int) -> None:
+        """Goes on as a pass that begins after some of its steps; before any is used.
+
+        Args:
+            steps: steps to leave out.
+        """
+        with contextlib.suppress(StopIteration):
+            for _ in range(steps):
+                self.next_element()
+        if steps:
+            self.first_step, self.delivered = self.first_step + steps, 0
+            self._first, self._rewound = None, False
+
+    def cut_first_anew(self) -> bool:
+        """Cuts what was looked at by the present weights; whether that is possible."""
+        return False
 
     @property
     def was_asked_on(self) -> bool:

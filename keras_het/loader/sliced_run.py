@@ -62,7 +62,13 @@ class SlicedRun(Run):
         self._read = collections.deque(tuple(weights()) for _ in range(lookahead))
         self.batch_bytes = 0
         self._latest: tuple[Any, Sizes, Any] | None = None
+        self._first_batch: Any = None
         self._iterator = HeldIterator(pipeline, keep_alive)
+
+    @property
+    def iterator(self) -> Any:
+        """The `tf.data.Iterator` that gives its steps."""
+        return self._iterator.iterator
 
     @property
     def threads(self) -> LoaderThreads | None:
@@ -93,6 +99,18 @@ class SlicedRun(Run):
             self.batch_bytes = count_bytes(batch)
         if self.delivered == 0 and self._wants_fingerprint:
             self.fingerprint = int(rows.hash_rows(batch))
+        self._first_batch = batch if self.delivered == 0 else None
+        return self._cut(batch, weights)
+
+    def cut_first_anew(self) -> bool:
+        """Cuts the first batch by the present weights, which count from there on."""
+        weights = tuple(self._weights())
+        self._read = collections.deque(weights for _ in self._read)
+        if self._first is not None:
+            self._first = self._cut(self._first_batch, weights)
+        return True
+
+    def _cut(self, batch: Any, weights: tuple[float, ...]) -> Element:
         total = rows.count_rows_eagerly(batch)
         if self._latest is None or self._latest[0] != (weights, total):
             # most steps have the shares of the step before

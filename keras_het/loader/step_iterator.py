@@ -23,7 +23,8 @@ class StepIterator:
     not one of TensorFlow's: it calls `iter()` on it at the start of each execution. An execution
     that got nothing must end with `OutOfRangeError` (after StopIteration Keras would go on to use a
     result it does not have), one that got something must end with StopIteration so that Keras
-    reports what it has. Outside of executions the end is StopIteration, as in any iterator.
+    reports what it has. A loop over a whole pass ends as with any iterator. One that calls `iter()`
+    again on an iterator at its end looks like an execution, and gets `OutOfRangeError`.
 
     Args:
         open_run: starts the pass, called at the first step.
@@ -86,6 +87,7 @@ class StepIterator:
         start = time.perf_counter()
         if self._run is None:
             self._run = self._open_run()
+        self._run.was_executed |= self._first_of_execution
         try:
             batches, sizes = self._run.next_element()
         except StopIteration:

@@ -199,6 +199,12 @@ def is_file_cache(node: Dataset) -> bool:
     )
 
 
+def writes_files(node: Dataset) -> bool:
+    """Whether reading from `node` writes files, or may."""
+    writers = ("_SnapshotDataset", "_LegacySnapshotDataset", "_SaveDataset")
+    return is_file_cache(node) or type(node).__name__ in writers
+
+
 def _may_name_files(name: tf.Tensor) -> bool:
     value = tensor_util.constant_value(name)
     return value is None or np.asarray(value).item() not in (b"", "")
@@ -403,6 +409,24 @@ def draws_from_generator(node: Dataset) -> bool:
     return isinstance(node, flat_map_op._FlatMapDataset) and bool(
         operations_in_functions(node) & GENERATOR_OPERATIONS
     )
+
+
+def is_keras_generator(node: Dataset) -> bool:
+    """Whether `node` draws from a Python generator that was given to `fit` itself.
+
+    It can be drawn from once only, and Keras never tells it that an epoch is over.
+    """
+    if not draws_from_generator(node):
+        return False
+    function: Any = map_function(node)
+    for name in ("get_iterator_id_fn", "generator_state"):
+        # what a user gives to flat_map may be any callable, with cells that are empty
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        cells = getattr(function, "__closure__", None) or ()
+        cell = dict(zip(names, cells, strict=True)).get(name)
+        function = None if cell is None else cell.cell_contents
+    place = getattr(getattr(function, "_generator", None), "__qualname__", "")
+    return str(place).startswith("GeneratorDataAdapter.")
 
 
 def _is_keras_function(node: Dataset, module: str, name: str) -> bool:

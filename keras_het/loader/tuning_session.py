@@ -13,7 +13,6 @@ from keras_het import private_api
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.adjustable_pipeline import (
     AdjustablePipeline,
-    build_tuned,
     plain_pipeline,
     prefetch_size,
 )
@@ -23,13 +22,15 @@ from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.host_cpus import usable_cpus
 from keras_het.loader.host_share import HostShare
 from keras_het.loader.host_sums import HostSums
-from keras_het.loader.knobs import Knobs
+from keras_het.loader.inspection import PipelineReport, is_unread, read_report
+from keras_het.loader.kept_reports import KeptReports
+from keras_het.loader.knobs import Build, Knobs
 from keras_het.loader.live_iterator import LiveIterator
 from keras_het.loader.loader_threads import LoaderThreads, threads_of
 from keras_het.loader.order_tuning import OrderTuning
 from keras_het.loader.pass_end import PassEnd
 from keras_het.loader.preparation import Preparation
-from keras_het.loader.replayable import shares_a_shuffle
+from keras_het.loader.replayable import shares_a_shuffle, takes_a_place
 from keras_het.loader.step_iterator import StepIterator
 from keras_het.planning.loader import (
     FixedController,
@@ -88,6 +89,7 @@ class TuningSession:
 
     Attributes:
         moves: what was done.
+        nice: nice value of the pipeline's own threads.
         observes_only: why nothing is changed, None if it may be.
         pipeline: the pipeline that is tuned, None before the first step and under a strategy.
         order: what is tuned under the strategy, None without one.
@@ -103,7 +105,7 @@ class TuningSession:
         observes_only: str | None = None,
     ) -> None:
         self._make_controller = make_controller
-        self._nice = nice
+        self.nice = nice
         self.share = HostShare(budget)
         self._plain: tuple[Any, AdjustablePipeline] | None = None
         self.pipeline: AdjustablePipeline | None = None
@@ -118,7 +120,7 @@ class TuningSession:
         self._host = HostSums()
         self._reading = ReadingJob()
         self._began = time.time(), 0
-        self._steps = 0
+        self._steps = self._steps_before = 0
         self._epochs = 0
         self._batch_bytes: int | None = None
         self._built: dict[Knobs, Any] = {}
@@ -128,6 +130,7 @@ class TuningSession:
         self._confirmed: LoaderPlan | None = None
         self._first_knobs: Knobs | None = None
         self._end = PassEnd()
+        self._reports = KeptReports(self._read_report)
         self._epochs_begun = 0
 
     def begin_epoch(self, steps: int | None) -> None:
@@ -137,6 +140,7 @@ class TuningSession:
             steps: its steps; None if they are not known, or it is the last one.
         """
         self._end.begin(steps)
+        self._steps_before = self._steps
         self._epochs_begun += 1
         if self._epochs_begun == 2:
             # an iterator of cache().repeat() stays over epochs: no other one tells
@@ -152,11 +156,11 @@ class TuningSession:
             What to read instead.
         """
         if self.live is not None:
-            self._pause()
+            self._pause(_STEPS_TO_START)
             self.live.let_go()
         self._epochs += 1
         self._batch_bytes = None
-        live = LiveIterator(iterator, self._nice)
+        live = LiveIterator(iterator, self.nice)
         self.live = live
         if self._epochs == 2:
             self._freeze_if_cached()
@@ -173,6 +177,14 @@ class TuningSession:
         if live.pipeline is None:
             self._move_plain(live, adjustable)
         return live
+
+    def reads(self, iterator: Any) -> bool:
+        """Whether this is the iterator that was opened last.
+
+        Args:
+            iterator: that a training loop reads.
+        """
+        return self.live is not None and self.live.given is iterator
 
     def note_batch(self, batch: Any) -> None:
         """Looks at the size of a batch, once an epoch.
@@ -195,11 +207,12 @@ class TuningSession:
             is_last: whether the epoch ends here: what can be done within the next one has time.
         """
         self._steps += steps
+        self._reports.after_step(self._steps)
         self._use(self.share.stay())
         if self._end.is_near(seconds, steps) and not is_last:
             self._make_spares()
         if self.order is not None:
-            self.order.give_way(self._nice)
+            self.order.give_way(self.nice)
         if self._preparation is not None:
             self._poll(*self._preparation)
             return
@@ -217,7 +230,8 @@ class TuningSession:
         if full:
             self._decide()
         if is_last:
-            self._pause()  # also where Keras goes on with the same iterator
+            # also where Keras goes on with the same iterator: of short epochs a step counts then
+            self._pause(max(min(_STEPS_TO_START, self._steps - self._steps_before - 1), 1))
 
     def close(self) -> None:
         """Ends the session; iterators go in the background."""
@@ -231,6 +245,21 @@ class TuningSession:
         self._building = None
         self._cancel()
         self._built.clear()
+
+    def report(self) -> PipelineReport | None:
+        """What the pipeline does, or did when it was last seen; None if nothing is known."""
+        return self._reports.latest(self._steps)
+
+    def last_report(self) -> PipelineReport | None:
+        """What was last seen of the pipeline, at the end of the training."""
+        report = self._reports.look(self._steps)
+        return self._reports.last_seen or report
+
+    def _read_report(self) -> PipelineReport | None:
+        if self.order is not None:
+            return self.order.report()
+        live = self.live
+        return read_report(live.iterator) if live is not None and live.is_tf_data else None
 
     @property
     def knobs(self) -> Knobs | None:
@@ -325,7 +354,10 @@ class TuningSession:
         if self.observes_only is not None:
             return
         try:
-            live.move_to(adjustable.current)
+            if is_unread(live.given) and _begins_alike(adjustable.current):
+                live.begin_in(adjustable.current)
+            else:
+                live.move_to(adjustable.current)
         except HandoverError as error:
             self._only_observe(str(error))
         else:
@@ -357,12 +389,12 @@ class TuningSession:
             self._host.begin(self._threads())
             self._began = time.time(), self.share.division
 
-    def _pause(self) -> None:
+    def _pause(self, steps: int) -> None:
         """Leaves out the time between epochs, and the first steps of a pipeline that starts."""
         if self._sums is not None:
             if not self._sums.is_skipping:
                 self._host.add(self._threads())
-            self._sums.pause(_STEPS_TO_START)
+            self._sums.pause(steps)
 
     def _threads(self) -> LoaderThreads | None:
         if self.order is not None:
@@ -433,7 +465,7 @@ class TuningSession:
             known = self._built.get(knobs)
             is_plain = self._plain is not None and self._plain[1] is self.pipeline
             running = None if is_plain else self.pipeline.current
-            work = (self.pipeline.build, knobs, known, running)
+            work = (self.pipeline.build_again, knobs, known, running)
             future = self._background().submit(prepare_iterator, *work)
             self._building = (knobs, move, future)
 
@@ -481,6 +513,7 @@ class TuningSession:
         self._building = None
         start = time.perf_counter()
         try:
+            self._reports.look(self._steps)
             dataset, prepared = future.result()
             if self.live is None or self.pipeline is None:
                 return
@@ -500,15 +533,26 @@ class TuningSession:
         self._begin_window()
 
 
-def prepare_iterator(build: Any, knobs: Knobs, known: Any, running: Any) -> tuple[Any, Any]:
+def prepare_iterator(build: Build, knobs: Knobs, known: Any, running: Any) -> tuple[Any, Any]:
     """Does in the background what a handover needs: traces the functions, makes an iterator.
 
     Where parts are those that run, an iterator would disturb their shuffles: so it is with an
     ordinary data set, for which `running` is None, and with a shuffle made outside of the builder.
     """
-    dataset = build_tuned(build, knobs) if known is None else known
+    dataset = build(knobs) if known is None else known
     is_apart = running is not None and not shares_a_shuffle(running, dataset)
     return dataset, iter(dataset) if is_apart else None
+
+
+def _begins_alike(dataset: Any) -> bool:
+    """Whether one iterator more changes nothing, neither for the others nor for later ones.
+
+    With `warm_start` the one that there is has begun to work.
+    """
+    options = dataset.options()
+    return not (options.experimental_warm_start or has_memory_cache(dataset)) and not takes_a_place(
+        dataset
+    )
 
 
 def _order_of(iterator: Any) -> OrderTuning | None:
@@ -520,4 +564,5 @@ def _order_of(iterator: Any) -> OrderTuning | None:
 def _why_path_stays(iterator: Any) -> str:
     if isinstance(iterator, StepIterator):
         return "each worker reads its own files, of which there is no order to start again in"
-    return "the data path of a distribution strategy cannot be changed while it runs"
+    other = "the data path of a distribution strategy cannot be changed while it runs"
+    return getattr(iterator, "why_path_stays", other)

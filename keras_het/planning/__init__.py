@@ -2,6 +2,7 @@
 
 from keras_het.planning.balance import BalancePlan, BalancePolicy, make_policy
 from keras_het.planning.bounded_shares import proportional_shares
+from keras_het.planning.exchange_settings import ExchangeSettings
 from keras_het.planning.local_steps import (
     LocalStepsPlan,
     choose_local_steps,
@@ -39,6 +40,7 @@ __all__ = [
     "BalancePlan",
     "BalancePolicy",
     "ClusterSpeeds",
+    "ExchangeSettings",
     "LinearTimeModel",
     "LocalStepsPlan",
     "ModePrediction",

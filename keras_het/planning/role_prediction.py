@@ -2,20 +2,22 @@ r"""What a cluster would train per second with given roles of its workers.
 
 A sync group of m workers with balanced shares of the global batch B, model of M bytes, takes
 
-.. math:: step = \min_b \max_i (f_i + b_i / s_i) + \frac{2 (m - 1)}{m} \frac{M}{\min_i L_i}
+.. math:: step = \min_b \max_i (f_i + b_i / s_i)
+          + 2 (m - 1) \left(h + \frac{M}{m \min_i L_i}\right)
 
-with speeds s, fixed times f and link rates L. Async workers do steps that take about as long as
-the group's and push after as many of them as hide the exchange; the group does not wait for them.
-The model is this package's own (reconstructed; no publication has it).
+with speeds s, fixed times f, link rates L and the time h of a message of no size. With async
+workers it exchanges every p steps, which costs it such an all-reduce and what it does itself. Async
+workers cut global batches into steps of their own and exchange every p of these; the group does not
+wait for them. The model is this package's own (reconstructed; no publication has it).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+from keras_het.planning.exchange_settings import ExchangeSettings, Pusher
 from keras_het.planning.min_max import min_max_shares_linear
 from keras_het.planning.time_model import check_not_negative
 
@@ -39,6 +41,10 @@ class ClusterSpeeds:
             default 0.
         noise_scale: gradient noise scale in samples; by default 16 global batches, which is an
             assumption and no measurement.
+        hop_seconds: time of a message between two workers beside that of its bytes, of which an
+            all-reduce of m workers has 2 (m - 1) in turn; 0 if it is not known.
+        exchange: how a training with async workers exchanges; by default as `HybridAggregation`
+            does, at no cost of a task's own.
 
     Raises:
         TypeError: if a number is none.
@@ -51,6 +57,8 @@ class ClusterSpeeds:
     global_batch: int
     fixed_seconds: tuple[float, ...] = ()
     noise_scale: float | None = None
+    hop_seconds: float = 0.0
+    exchange: ExchangeSettings = dataclasses.field(default_factory=ExchangeSettings)
 
     def __post_init__(self) -> None:
         n = len(self.samples_per_second)
@@ -67,6 +75,7 @@ class ClusterSpeeds:
                 check_not_negative(name, value)
         check_not_negative("noise_scale", self.noise_scale or 0.0)
         check_not_negative("model_bytes", self.model_bytes)
+        check_not_negative("hop_seconds", self.hop_seconds)
         rates = (*self.samples_per_second, *self.link_bytes_per_second)
         if min(rates) <= 0 or self.global_batch < 1:
             raise ValueError(
@@ -94,9 +103,7 @@ class ModePrediction:
         roles: role of every worker.
         samples_per_second: samples that all workers compute.
         effective_samples_per_second: these, discounted for staleness.
-        step_seconds: time of one step of the sync group.
-        shares: samples of every worker in one such step.
-        pushed_samples: samples of every async worker in one push; 0 for the others.
+        step_seconds: time of one step of the sync group, with its part of an exchange.
     """
 
     mode: Mode
@@ -104,14 +111,15 @@ class ModePrediction:
     samples_per_second: float
     effective_samples_per_second: float
     step_seconds: float
-    shares: tuple[int, ...]
-    pushed_samples: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _AsyncWorker:
+class _PushedStream:
+    """What one task that exchanges computes, and how stale it is where it arrives."""
+
     samples_per_second: float
-    pushed_samples: int
+    step_seconds: float
+    unseen_samples: float
     age_seconds: float
 
 
@@ -132,18 +140,14 @@ def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePredic
     compute = max(
         f + a * b for f, a, b in zip(fixed, per_sample, split, strict=True) if b
     )  # a share of 0 takes no time
-    slowest = min(cluster.link_bytes_per_second[i] for i in group)
-    step = compute + _ring_bytes(cluster, len(group)) / slowest
-    shares = dict(zip(group, split, strict=True))
+    step = compute + _all_reduce_seconds(cluster, group)
     workers = range(len(cluster.samples_per_second))
     return ModePrediction(
         mode="balanced" if len(group) == len(workers) else "leave_out",
-        roles=tuple("sync" if i in shares else "out" for i in workers),
+        roles=tuple("sync" if i in group else "out" for i in workers),
         samples_per_second=cluster.global_batch / step,
         effective_samples_per_second=cluster.global_batch / step,
         step_seconds=step,
-        shares=tuple(shares.get(i, 0) for i in workers),
-        pushed_samples=(0,) * len(workers),
     )
 
 
@@ -163,33 +167,24 @@ def predict_hybrid(
     Returns:
         The prediction; workers that are in neither group are left out.
     """
-    beside = {i: _async_worker(cluster, sync, i, len(asynchronous)) for i in asynchronous}
-    everyone = sync.samples_per_second + sum(w.samples_per_second for w in beside.values())
-    effective = sync.samples_per_second * statistical_efficiency(
-        cluster, everyone * sync.step_seconds
-    ) + sum(
-        worker.samples_per_second * statistical_efficiency(cluster, everyone * worker.age_seconds)
-        for worker in beside.values()
-    )
+    group, *beside = _streams(cluster, sync, asynchronous)
+    everyone = sum(stream.samples_per_second for stream in (group, *beside))
+    effective = sum(_effective(cluster, stream, everyone) for stream in (group, *beside))
     return ModePrediction(
         mode="hybrid",
-        roles=tuple("async" if i in beside else role for i, role in enumerate(sync.roles)),
+        roles=tuple("async" if i in asynchronous else role for i, role in enumerate(sync.roles)),
         samples_per_second=everyone,
         effective_samples_per_second=effective,
-        step_seconds=sync.step_seconds,
-        shares=sync.shares,
-        pushed_samples=tuple(
-            beside[i].pushed_samples if i in beside else 0 for i in range(len(sync.roles))
-        ),
+        step_seconds=group.step_seconds,
     )
 
 
 def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> float:
     r"""What a sample is worth whose gradient arrives when others are under way.
 
-    Samples that all workers compute between the pull of the weights and the arrival of the
-    gradient, Q, do not know of each other, as in one batch of Q samples. A sample of a batch Q is
-    worth, relative to one of the global batch B, with the gradient noise scale phi,
+    The samples Q that a gradient does not know of, those that it has in common with others that are
+    under way, are as in one batch of Q samples. A sample of a batch Q is worth, relative to one of
+    the global batch B, with the gradient noise scale phi,
 
     .. math:: E = \frac{\phi + B}{\phi + \max(B, Q)}
 
@@ -225,35 +220,73 @@ def async_age_seconds(cluster: ClusterSpeeds, sync: ModePrediction, worker: int)
     Returns:
         Seconds.
     """
-    return _async_worker(cluster, sync, worker, 1).age_seconds
+    return _streams(cluster, sync, [worker])[1].age_seconds
 
 
-def _async_worker(
-    cluster: ClusterSpeeds, sync: ModePrediction, worker: int, num_async: int
-) -> _AsyncWorker:
-    speed, fixed = cluster.samples_per_second[worker], cluster.fixed_seconds[worker]
-    # 1e-9: a product that is a whole number but for rounding
-    fitting = math.floor((sync.step_seconds - fixed) * speed + 1e-9)
-    batch = min(max(1, fitting), cluster.global_batch)
-    batch_seconds = fixed + batch / speed
-    exchange = _exchange_seconds(cluster, sync, worker, num_async)
-    batches = max(1, math.ceil(exchange / batch_seconds - 1e-9))
-    return _AsyncWorker(
-        samples_per_second=batch / batch_seconds,
-        pushed_samples=batches * batch,
-        age_seconds=batches * batch_seconds + exchange,
+def _effective(cluster: ClusterSpeeds, stream: _PushedStream, everyone: float) -> float:
+    """Its samples, discounted for those of others that it has not seen; its own steps it knows."""
+    others = everyone - stream.samples_per_second
+    unseen = stream.unseen_samples + others * stream.age_seconds
+    return stream.samples_per_second * statistical_efficiency(cluster, unseen)
+
+
+def _streams(
+    cluster: ClusterSpeeds, sync: ModePrediction, asynchronous: Sequence[int]
+) -> list[_PushedStream]:
+    """The sync group, then every async worker."""
+    group = _group(sync)
+    busy = cluster.exchange.busy_seconds
+    batch = float(cluster.global_batch)
+    # what the leader gets reaches the others by an all-reduce, for which they all wait
+    told = busy + _all_reduce_seconds(cluster, group)
+    parts = cluster.exchange.parts(cluster.global_batch, len(group))
+    pushers = [Pusher(batch, sync.step_seconds, 0.0, told, 1)]
+    for i in asynchronous:
+        seconds = cluster.fixed_seconds[i] + batch / parts / cluster.samples_per_second[i]
+        travel = _travel_seconds(cluster, sync, i, len(asynchronous))
+        pushers.append(Pusher(batch / parts, seconds, travel, busy, parts))
+    periods = cluster.exchange.periods(pushers)
+    # the center is in the group's own memory; an async worker's answer is a period old, if it
+    # does not wait for it
+    ages = [1] + [1 if cluster.exchange.sends_gradients else 2] * len(asynchronous)
+    return [
+        _stream(cluster.exchange, pusher, period, age)
+        for pusher, period, age in zip(pushers, periods, ages, strict=True)
+    ]
+
+
+def _stream(
+    exchange: ExchangeSettings, pusher: Pusher, period: int, age_periods: int
+) -> _PushedStream:
+    seconds, pushed = exchange.period_seconds(pusher, period), period * pusher.batch_samples
+    return _PushedStream(
+        samples_per_second=pushed / seconds,
+        step_seconds=seconds / period,
+        # with its own optimizer every step starts from the one before it
+        unseen_samples=pushed if exchange.sends_gradients else pusher.batch_samples,
+        age_seconds=age_periods * seconds,
     )
 
 
-def _exchange_seconds(
+def _group(sync: ModePrediction) -> list[int]:
+    return [i for i, role in enumerate(sync.roles) if role == "sync"]
+
+
+def _travel_seconds(
     cluster: ClusterSpeeds, sync: ModePrediction, worker: int, num_async: int
 ) -> float:
     """Push and pull at the same time, over the slower of the worker's link and its part of ours."""
-    group = [i for i, role in enumerate(sync.roles) if role == "sync"]
+    group = _group(sync)
     leader = max(cluster.link_bytes_per_second[i] for i in group)
     # above 0, as no all-reduce fills the time of the computation
     left = leader - _ring_bytes(cluster, len(group)) / sync.step_seconds
     return cluster.model_bytes / min(cluster.link_bytes_per_second[worker], left / num_async)
+
+
+def _all_reduce_seconds(cluster: ClusterSpeeds, group: Sequence[int]) -> float:
+    slowest = min(cluster.link_bytes_per_second[i] for i in group)
+    hops = 2 * (len(group) - 1) * cluster.hop_seconds
+    return hops + _ring_bytes(cluster, len(group)) / slowest
 
 
 def _ring_bytes(cluster: ClusterSpeeds, members: int) -> float:

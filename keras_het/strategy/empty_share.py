@@ -40,7 +40,8 @@ def _one_row_if_empty(step: ExactStep, leaf: Any) -> Any:
 
 
 def _has_rows(leaf: Any) -> bool:
-    return leaf is not None and hasattr(leaf, "shape") and leaf.shape.rank not in (None, 0)
+    # an eager step may be given arrays, whose shape is a tuple
+    return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank not in (None, 0)
 
 
 def _row_of_zeros(leaf: Any) -> Any:

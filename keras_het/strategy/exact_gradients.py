@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het.strategy.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact_step import ExactStep, current_step
 
 
@@ -25,50 +26,88 @@ def weigh_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def scale_loss(self: Any, loss: Any) -> Any:
-        loss = original(self, loss)
         step = current_step()
-        if step is None:
-            return loss
+        if step is None or step.is_scaling_loss:
+            return original(self, loss)
+        # an optimizer may ask its parent class, or one inside of it, which would weigh it again
+        step.is_scaling_loss = True
+        try:
+            loss = original(self, loss)
+        finally:
+            step.is_scaling_loss = False
         step.weighted_optimizers.add(id(self))
         return loss * tf.cast(step.weight, loss.dtype)
 
     return scale_loss
 
 
-def make_apply_hook(
-    before_reduction: Callable[[ExactStep, list[Any]], list[Any]],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Builds the hook for `Optimizer.apply`.
+class UpdateHooks:
+    """Makes the hooks for `Optimizer.apply` and `Optimizer.apply_gradients`.
+
+    The outermost of the calls that make an update reduces the gradients: what an optimizer of one's
+    own does before and after its parent's `apply`, or that of one inside of it, sees the gradient
+    of the whole batch and the updated weights.
 
     Args:
         before_reduction: called with the step and its local gradients just before they enter the
             collective; what it returns is reduced (the emulated device waits here).
     """
 
-    def reduce_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self, before_reduction: Callable[[ExactStep, list[Any]], list[Any]]) -> None:
+        self._before_reduction = before_reduction
+
+    def apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook for `apply`."""
+
         @functools.wraps(original)
-        def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        def apply(optimizer: Any, grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             step = current_step()
             if step is None or step.gradients_are_reduced:
-                return original(self, grads, trainable_variables)
-            _give_static_shapes(grads, trainable_variables or self._trainable_variables)
-            update = PendingUpdate(
-                apply=functools.partial(original, self, trainable_variables=trainable_variables),
-                gradients=list(grads),
-                is_weighted=id(self) in step.weighted_optimizers,
+                return original(optimizer, grads, *args, **kwargs)
+            variables = args[0] if args else kwargs.get("trainable_variables")
+            _check(step, grads, variables or optimizer._trainable_variables)
+            return self._update(
+                step,
+                optimizer,
+                grads,
+                lambda reduced: original(optimizer, reduced, *args, **kwargs),
             )
-            update.delay(functools.partial(before_reduction, step))
-            if step.wants_gradient_squares:
-                step.gradient_square = _plus(step.gradient_square, update.own_square(step))
-            if step.may_defer_update and update.is_weighted:
-                step.pending_update = update
-                return None
-            reduced, _ = sum_with_gradients(step, update, [])
-            return update.finish(step, reduced)
 
         return apply
 
-    return reduce_first
+    def apply_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook for `apply_gradients`; Keras's own only calls `apply` and needs none."""
+
+        @functools.wraps(original)
+        def apply_gradients(optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            step = current_step()
+            if step is None or step.gradients_are_reduced:
+                return original(optimizer, grads_and_vars, *args, **kwargs)
+            grads, variables = zip(*grads_and_vars, strict=True)
+            _check(step, grads, variables)
+
+            def apply(reduced: list[Any]) -> Any:
+                pairs = list(zip(reduced, variables, strict=True))
+                return original(optimizer, pairs, *args, **kwargs)
+
+            return self._update(step, optimizer, grads, apply)
+
+        return apply_gradients
+
+    def _update(
+        self, step: ExactStep, optimizer: Any, gradients: Sequence[Any], apply: Callable[..., Any]
+    ) -> Any:
+        is_weighted = id(optimizer) in step.weighted_optimizers
+        update = PendingUpdate(apply, list(gradients), is_weighted)
+        update.delay(functools.partial(self._before_reduction, step))
+        if step.wants_gradient_squares:
+            step.gradient_square = _plus(step.gradient_square, update.own_square(step))
+        may_defer = optimizer is step.deferrable_optimizer and step.pending_update is None
+        if may_defer and is_weighted:
+            step.pending_update = update
+            return None
+        reduced, _ = sum_with_gradients(step, update, [])
+        return update.finish(step, reduced)
 
 
 def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +121,24 @@ def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, grads_and_vars)
 
     return all_reduce_sum_gradients
+
+
+def _check(step: ExactStep, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    check_created_in_scope(tf.distribute.get_strategy(), variables)
+    _refuse_overwriting(step, variables)
+    _give_static_shapes(grads, variables)
+
+
+def _refuse_overwriting(step: ExactStep, variables: Sequence[Any]) -> None:
+    """Refuses variables whose gradient is their next value: a sum over replicas is none."""
+    for variable in variables:
+        if step.num_replicas > 1 and getattr(variable, "overwrite_with_gradient", False):
+            raise ValueError(
+                "Variables that are overwritten with their gradient cannot be trained on several "
+                f"replicas, whose gradients are summed. Received: {variable.path!r} on "
+                f"{step.num_replicas} replicas, probably of a layer quantized to float8. Train "
+                "before model.quantize('float8'), or on one device."
+            )
 
 
 def _give_static_shapes(grads: Sequence[Any], variables: Sequence[Any]) -> None:

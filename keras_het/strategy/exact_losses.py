@@ -4,6 +4,8 @@ With reduction weights :math:`w_i = b_i / B`:
 
 * mean over the batch: :math:`\frac{1}{b_i}\sum` needs no change;
 * reduction "sum": :math:`\sum_i s_i = \sum_i w_i (s_i / w_i)`, factor :math:`1 / w_i`;
+* the gradient of a vector with one value a sample is that of its sum: factor :math:`1 / w_i`,
+  where the gradient is taken, since the same vector may as well become a mean before;
 * a mean whose divisor depends on the data (masks, sample weights, ragged lengths) with local
   divisor :math:`D_i`: factor :math:`(D_i / \sum_j D_j) / w_i`.
 
@@ -23,7 +25,7 @@ from keras_het.strategy.exact_step import ExactStep, current_step
 
 
 def keep_local_mean(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `scale_loss_for_distribution`: the weight is applied to the gradient instead."""
+    """Hook for `scale_loss_for_distribution` and its inverse: the gradient gets the weight."""
 
     @functools.wraps(original)
     def scale_loss(value: Any) -> Any:
@@ -32,21 +34,94 @@ def keep_local_mean(original: Callable[..., Any]) -> Callable[..., Any]:
     return scale_loss
 
 
-def undo_vector_factor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `unscale_loss_for_distribution`: what the loss tracker sees.
+def sum_over_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for `tf.GradientTape.gradient`: that of a vector is a sum over the replica's samples.
 
-    A loss with reduction None is a vector that carries the factor 1 / w_i for its gradient's sake;
-    the tracker takes the mean of the vector itself.
+    Only for weights: the gradients of samples with respect to themselves are each sample's own.
     """
 
     @functools.wraps(original)
-    def unscale_loss(value: Any) -> Any:
+    def gradient(
+        self: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step = current_step()
+        is_free = step is not None and output_gradients is None
+        if step is None or not is_free or not any(map(_is_variable, tf.nest.flatten(sources))):
+            return original(self, target, sources, output_gradients, *args, **kwargs)
+        targets = tf.nest.flatten(target)
+        factors = _factors(step, targets)
+        found = original(self, target, sources, factors, *args, **kwargs)
+        if factors is None or not all(_has_value_per_sample(step, value) for value in targets):
+            return found
+        return tf.nest.map_structure(
+            lambda source, value: _without_factor(step, source, value), sources, found
+        )
+
+    return gradient
+
+
+def average_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for `tf.nn.compute_average_loss`: the weighted mean over replicas is the average.
+
+    It divides by the global batch, or by the replica's own times the number of replicas, for
+    replicas whose losses are summed.
+    """
+
+    @functools.wraps(original)
+    def compute_average_loss(
+        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    ) -> Any:
+        loss = original(per_example_loss, sample_weight, global_batch_size)
         step = current_step()
         if step is None:
-            return original(value)
-        return value if value.shape.rank == 0 else value * tf.cast(step.weight, value.dtype)
+            return loss
+        factor = step.num_replicas if global_batch_size is None else step.inverse_weight
+        return loss * tf.cast(factor, loss.dtype)
 
-    return unscale_loss
+    return compute_average_loss
+
+
+def _is_variable(source: Any) -> bool:
+    return isinstance(source, (tf.Variable, private_api.KerasTensorFlowVariable))
+
+
+def _without_factor(step: ExactStep, source: Any, gradient: Any) -> Any:
+    """That of an input is each sample's own."""
+    if gradient is None or _is_variable(source):
+        return gradient
+    return gradient * tf.cast(step.weight, gradient.dtype)
+
+
+def _factors(step: ExactStep, targets: list[Any]) -> list[Any] | None:
+    """The factors of vectors, 1 for what is a mean; None if nothing is a vector."""
+    if not any(_has_value_per_sample(step, target) for target in targets):
+        return None
+    factors = []
+    for target in targets:
+        factor = tf.ones_like(target)
+        if _has_value_per_sample(step, target):
+            factor *= tf.cast(step.inverse_weight, target.dtype)
+        factors.append(factor)
+    return factors
+
+
+def _has_value_per_sample(step: ExactStep, target: Any) -> bool:
+    """Tells a vector of samples from one of means, such as the losses of several outputs.
+
+    The number of samples is not known before the step runs, unless it runs eagerly. In Keras's own
+    step every vector is what a loss without a reduction returned.
+    """
+    shape = getattr(target, "shape", None)
+    if shape is None or shape.rank in (None, 0):
+        return False
+    return (
+        step.is_keras_step or None in tuple(shape) or shape[0] == tf.get_static_value(step.samples)
+    )
 
 
 def reduce_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +139,9 @@ def reduce_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
         step = current_step()
         if step is None or len(values.shape) == 0:
             return loss
-        if reduction in (None, "none", "sum"):
+        if reduction in (None, "none"):
+            return loss  # see `sum_over_samples`
+        if reduction == "sum":
             return loss * tf.cast(step.inverse_weight, loss.dtype)
         divisor = _data_dependent_divisor(values, sample_weight, mask, reduction)
         if divisor is None:

@@ -30,6 +30,17 @@ class _Recorded:
     path: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _OneVariable:
+    """A variable of a metric as a metric of its own, whose result it is."""
+
+    variables: tuple[Any, ...]
+
+    def stateless_result(self, state: list[Any]) -> Any:
+        """The variable's combined value."""
+        return state[0]
+
+
 def flatten_metrics(metrics: Sequence[Any]) -> list[Any]:
     """Returns the metrics and the metrics inside them, innermost first."""
     flat: list[Any] = []
@@ -70,6 +81,19 @@ def _recording(metric: Any, result: Any) -> Any:
         return value
 
     return recording_result
+
+
+def recorded_variable(step: ExactStep, variable: Any) -> Any:
+    """This replica's part of a metric's variable, to be combined as the metric's state is.
+
+    Args:
+        step: the running step.
+        variable: what a step of the user's own has put in its logs.
+    """
+    value = tf.identity(tf.convert_to_tensor(variable.value))
+    record = _Recorded(_OneVariable((variable,)), (value,), 0)
+    step.metric_results[id(value)] = (value, record)
+    return value
 
 
 @contextlib.contextmanager

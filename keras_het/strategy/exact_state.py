@@ -2,8 +2,8 @@ r"""State that is no trainable weight: moving statistics, synchronised statistic
 
 * Moving statistics and other float state that a layer assigns during the step become
   :math:`\sum_i w_i v_i`, the mean over samples, on every replica.
-* `BatchNormalization(synchronized=True)` sums its statistics over all replicas; the gradient that
-  flows back through these sums carries the other replicas' weights.
+* `BatchNormalization(synchronized=True)` sums its statistics over all replicas, with a mask or
+  without; the gradient that flows back through these sums carries the other replicas' weights.
 * Seeds: replica 0 draws what one device would draw; the others draw independent streams, so that
   two replicas never drop the same units only because they share a seed.
 """
@@ -14,9 +14,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from keras_het.strategy.exact_step import ExactStep, current_step
+from keras_het.strategy.exact_step import ExactStep, current_step, running_step
 
 # A large prime keeps seeds of neighbouring replicas apart; it wraps around int32 on purpose.
 _SEED_STRIDE = 1_000_003
@@ -58,7 +59,7 @@ def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def compute_moments_sync(x: Any, axes: Sequence[int], keepdims: bool) -> tuple[Any, Any]:
-        step = current_step()
+        step = running_step()
         if step is None:
             mean, variance = original(x, axes, keepdims)
             return mean, variance
@@ -73,20 +74,45 @@ def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_moments_sync
 
 
+def sum_masked_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for `BatchNormalization._moments`, which synchronises nothing where there is a mask."""
+
+    @functools.wraps(original)
+    def moments(self: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        step = running_step()
+        if step is None or mask is None or not self.synchronized:
+            mean, variance = original(self, inputs, mask)
+            return mean, variance
+        rank = len(inputs.shape)
+        axes = [axis for axis in range(rank) if axis != self.axis % rank]
+        is_used = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+        kept = tf.where(is_used, inputs, tf.zeros_like(inputs))
+        sums = _sums(step, [kept, tf.cast(is_used, inputs.dtype)], axes)
+        total, count = _sum_over_replicas(step, *sums)
+        divisor = count + keras.config.epsilon()  # as Keras divides
+        mean = total / divisor
+        # a second collective, as Keras takes the distances from the mean: one pass is less exact
+        distance = tf.where(is_used, inputs - mean, tf.zeros_like(inputs))
+        (squares,) = _sum_over_replicas(step, *_sums(step, [tf.square(distance)], axes))
+        return tf.squeeze(mean, axes), tf.squeeze(squares / divisor, axes)
+
+    return moments
+
+
 def _statistics(step: ExactStep, x: Any, axes: Sequence[int]) -> list[Any]:
     """Returns this replica's sum, sum of squares and count."""
+    return _sums(step, [x, tf.square(x), tf.ones_like(x)], axes)
 
-    def statistics() -> list[Any]:
-        return [
-            tf.reduce_sum(value, axes, keepdims=True)
-            for value in (x, tf.square(x), tf.ones_like(x))
-        ]
+
+def _sums(step: ExactStep, values: Sequence[Any], axes: Sequence[int]) -> list[Any]:
+    def sums() -> list[Any]:
+        return [tf.reduce_sum(value, axes, keepdims=True) for value in values]
 
     # A replica without samples computes on a row of zeros, which does not count.
     def zeros() -> list[Any]:
-        return [tf.zeros_like(value) for value in statistics()]
+        return [tf.zeros_like(value) for value in sums()]
 
-    return list(tf.cond(step.samples > 0, statistics, zeros))
+    return list(tf.cond(step.samples > 0, sums, zeros))
 
 
 def _sum_over_replicas(step: ExactStep, *values: Any) -> list[Any]:
@@ -114,7 +140,7 @@ def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def next_seed(self: Any, *args: Any, **kwargs: Any) -> Any:
         seed = original(self, *args, **kwargs)
-        step = current_step()
+        step = running_step()
         if step is None or step.seed_stream == 0:
             return seed
         offset = (step.seed_stream * _SEED_STRIDE) % (2**31)

@@ -55,16 +55,21 @@ class ExactStep:
         self.sizes: Any = None
         # Times this replica's computation, where somebody needs to know.
         self.clock: StepClock | None = None
+        self.is_measured = False
+        # Outputs of a predict step are those of single samples: nothing of it is weighted.
+        self.is_prediction = False
         # Set for an emulated device only.
         self.emulated_device: Any = None
         self.waited: Any = None
         # Optimizers whose loss already carries the weight, by id.
         self.weighted_optimizers: set[int] = set()
+        self.is_scaling_loss = False
+        self.is_keras_step = False  # Keras's own train step, with or without Keras's own metrics
         self.gradients_are_reduced = False
         self.is_computing_results = False
-        # Keras's own train step looks at no weight after its update, which may then wait until the
-        # metrics are known, so that both travel in one collective.
-        self.may_defer_update = False
+        # Keras's own train step and metrics look at no weight after the update of this optimizer,
+        # which may then wait until they are known, so that both travel in one collective.
+        self.deferrable_optimizer: Any = None
         self.pending_update: Any = None
         # Squared norms of this replica's own mean gradient and of the global one, where somebody
         # asked for them.
@@ -84,7 +89,7 @@ class ExactStep:
     @contextlib.contextmanager
     def active(self) -> Iterator[ExactStep]:
         """Makes this the step of the running thread (TensorFlow traces a replica a thread)."""
-        previous = current_step()
+        previous = running_step()
         _local.step = self
         try:
             yield self
@@ -124,5 +129,11 @@ class ExactStep:
 
 
 def current_step() -> ExactStep | None:
-    """Returns the step that the running thread is tracing, or None outside of one."""
+    """Returns the train or test step that the running thread is tracing, or None outside of one."""
+    step = running_step()
+    return None if step is None or step.is_prediction else step
+
+
+def running_step() -> ExactStep | None:
+    """Returns the step that the running thread is tracing, of predictions too, or None."""
     return getattr(_local, "step", None)

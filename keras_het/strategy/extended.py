@@ -44,6 +44,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     ) -> None:
         self._requested_devices = tuple(devices)
         self._num_key_ranges = 0
+        self._departure_barrier: Callable[[], Any] | None = None
         super().__init__(
             container_strategy,
             cluster_resolver=cluster_resolver,
@@ -72,6 +73,10 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._use_hierarchical_all_reduce((1,) * self._num_workers)
         counts = self.gather_over_workers(np.array([len(self._devices)], np.int64))
         self._use_hierarchical_all_reduce(tuple(int(count) for count in counts))
+        apart = self._hierarchical(
+            (self._worker_device,), self.layout.num_workers, self._new_collective_keys()
+        )
+        self._departure_barrier = apart.new_barrier()
 
     def gather_over_workers(self, values: np.ndarray) -> np.ndarray:
         """Concatenates an array of every worker, in worker order; all workers must call it.
@@ -83,6 +88,14 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             gathered = self.gather_rows_over_workers(tf.constant(values))
         return np.asarray(gathered)
 
+    def wait_for_departure(self) -> None:
+        """Waits until every worker leaves; returns at once if there is one only.
+
+        A worker that waits in `gather_over_workers` for something else does not count as leaving.
+        """
+        if self._departure_barrier is not None:
+            self._departure_barrier()
+
     def _use_hierarchical_all_reduce(self, replicas_per_worker: tuple[int, ...]) -> None:
         """Replaces TensorFlow's flat all-reduce.
 
@@ -90,13 +103,16 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         and a worker with one device creates fewer groups than a worker with two.
         """
         self.layout = ReplicaLayout(replicas_per_worker, self._id_in_cluster)
+        self._collective_keys = keys = self._new_collective_keys()
+        self._cross_device_ops = self._hierarchical(self._devices, self.layout.num_replicas, keys)
+        self._host_cross_device_ops = self._hierarchical(
+            (self._worker_device,), self.layout.num_workers, keys
+        )
+
+    def _new_collective_keys(self) -> Any:
         self._num_key_ranges += 1
         first_key = 1 + self._collective_key_base + self._num_key_ranges * _KEYS_PER_RANGE
-        self._collective_keys = private_api.CollectiveKeys(group_key_start=first_key)
-        self._cross_device_ops = self._hierarchical(self._devices, self.layout.num_replicas)
-        self._host_cross_device_ops = self._hierarchical(
-            (self._worker_device,), self.layout.num_workers
-        )
+        return private_api.CollectiveKeys(group_key_start=first_key)
 
     def use_summation(self, group: SummationGroup) -> None:
         """Makes the reductions of graphs that are traced from now on go through a summation.
@@ -130,13 +146,15 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         """The machines that sum, None if TensorFlow's collectives do."""
         return self._cross_device_ops.summation
 
-    def _hierarchical(self, devices: Sequence[str], num_values: int) -> HierarchicalAllReduce:
+    def _hierarchical(
+        self, devices: Sequence[str], num_values: int, keys: Any
+    ) -> HierarchicalAllReduce:
         return HierarchicalAllReduce(
             devices=devices,
             num_workers=self.layout.num_workers,
             num_replicas=num_values,
             options=self._communication_options,
-            collective_keys=self._collective_keys,
+            collective_keys=keys,
         )
 
     def gather_rows_over_workers(self, value: Any) -> Any:

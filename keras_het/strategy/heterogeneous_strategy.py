@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout, apportion
@@ -74,9 +75,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             environment.
 
     Raises:
-        ValueError: for a malformed TF_CONFIG, devices that do not exist or are of different types,
-            or shares that do not fit the number of replicas, and on every worker if the workers
-            were started with different shares, device types or versions.
+        ValueError: for another backend of Keras than TensorFlow, a malformed TF_CONFIG, devices
+            that do not exist or are of different types, or shares that do not fit the number of
+            replicas, and on every worker if the workers were started with different shares, device
+            types or versions.
         RuntimeError: if a cluster is to be joined after TensorFlow has been used.
 
     Example:
@@ -100,9 +102,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         communication_options: Any = None,
         aggregation: str | Summation = "all_reduce",
     ) -> None:
+        check_keras_backend(keras.backend.backend())
         summation = read_aggregation(aggregation)
         self._collective_key_base = cluster.next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
+        self._has_warned = False
         membership = cluster.find_cluster(cluster_resolver)
         check_is_no_summation_machine(membership.config)
         names = cluster.choose_devices(devices, membership.num_workers)
@@ -118,13 +122,17 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._cluster_config = membership.config
         self._data_path = DataPath(self)
         self._compute_times = ComputeTimes(self.num_replicas_in_sync)
+        # Models whose train function was made while steps were measured; whether gradients too.
+        self._measured_models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._keeps_measuring = False
         # What a backup keeps of a parameter service in this process, and what one brought back.
-        self.service_state: Callable[[], dict[str, np.ndarray]] | None = None
+        self.service_state: Callable[[], dict[str, np.ndarray] | None] | None = None
         self.restored_service_state: dict[str, np.ndarray] | None = None
         # Trainings with async workers that this process began, to tell one fit from the next.
         self.num_hybrid_runs = 0
-        # roles="auto" measures in the first fit only: a new start forgets what was trained
-        self.has_measured_roles = False
+        # roles="auto" chooses once: a new start forgets what was trained. Fits too short for it
+        # would measure links, and trace their steps anew, each time.
+        self.role_trials_left = 3
         self._peer_watch: PeerWatch | None = None
         self._weights = _check_shares(shares, self.layout)
         self._check_emulated_devices()
@@ -272,7 +280,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """The compute times of the latest training steps, if `measure_compute_times` is on."""
         return self._compute_times
 
-    def measure_compute_times(self, model: Any = None, gradients: bool = False) -> None:
+    def measure_compute_times(
+        self, model: Any = None, gradients: bool = False, stops: bool = False
+    ) -> None:
         """Makes the training steps of Keras measure each replica's compute time.
 
         The measurements travel in the collective that every step has anyway; all workers get those
@@ -280,14 +290,34 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
         Args:
             model: a model that may have been trained before; its step is traced again.
-            gradients: whether to measure squared norms of gradients too, for the noise scale.
+            gradients: whether to measure squared norms of gradients too, for the noise scale; a
+                single replica has none to compare.
+            stops: whether the caller says when it needs no more, by `stop_measuring`.
         """
         times = self._compute_times
-        if times.is_measuring and times.is_measuring_gradients >= gradients:
-            return
+        gradients = gradients and self.num_replicas_in_sync > 1
         times.is_measuring = True
+        self._keeps_measuring |= not stops
         times.is_measuring_gradients |= gradients
-        if model is not None and model.train_function is not None:
+        if model is None or self._measured_models.get(model, -1) >= gradients:
+            return
+        self._measured_models[model] = times.is_measuring_gradients
+        if model.train_function is not None:
+            model.make_train_function(force=True)
+
+    def stop_measuring(self, model: Any) -> None:
+        """Ends a measurement that stops, unless another caller's goes on.
+
+        Every worker must call it between the same two steps: a step that measures sums more values.
+
+        Args:
+            model: the model that was measured; its step is traced again.
+        """
+        if self._keeps_measuring:
+            return
+        self._compute_times.is_measuring = self._compute_times.is_measuring_gradients = False
+        self._measured_models.pop(model, None)
+        if model.train_function is not None:
             model.make_train_function(force=True)
 
     @property
@@ -374,8 +404,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             kwargs: keyword arguments, likewise.
             options: `tf.distribute.RunOptions`.
         """
-        kind = private_api.keras_step_kind(fn) if args and not kwargs else None
-        model = private_api.model_of_step(fn) if kind is not None else None
+        step = private_api.undecorated_step(fn)
+        kind = private_api.keras_step_kind(step) if args and not kwargs else None
+        model = private_api.model_of_step(step) if kind is not None else None
+        if kind is None:
+            self._warn_that_nothing_waits()
         if kind is None or not self._needs_exact_step(model):
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         run = self._plain_run(options)
@@ -383,8 +416,19 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if self.num_workers > 1 and model is not None:
             self._name_lost_workers(model, f"{kind}_function")
         if kind == "predict":
-            return run_predict_step(self, run, fn, args[0])
-        return run_train_or_test_step(self, run, fn, args[0])
+            return run_predict_step(self, run, step, args[0])
+        return run_train_or_test_step(self, run, step, args[0])
+
+    def _warn_that_nothing_waits(self) -> None:
+        """Says once that a custom loop does not emulate: the launcher's label says that it does."""
+        if self._emulated_devices is None or self._has_warned:
+            return
+        self._has_warned = True
+        _logger.warning(
+            "A function of one's own in strategy.run does not wait for emulated devices "
+            "(KERAS_HET_EMULATED_DEVICES, `keras-het run --speeds`): only the steps of Keras, as "
+            "those of fit, do. Its times say nothing about devices of different speed."
+        )
 
     def name_lost_workers(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a function that runs collectives say which worker was lost.
@@ -410,14 +454,22 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             return
         raise ValueError(
             "XLA cannot compile a step that runs on several local replicas, or that exchanges "
-            "values between CPUs. Received: a model with jit_compile=True under "
-            f"{self.num_replicas_in_sync} replicas on {self.extended.worker_devices}. Leave "
-            "jit_compile out of model.compile(), or give it False."
+            "values between CPUs, as summation does. Received: a model with jit_compile=True under "
+            f"{self.num_replicas_in_sync} replicas on {self.extended.worker_devices}, with "
+            f"aggregation={'summation' if self._step_has_summation else 'all_reduce'!r}. Leave "
+            "jit_compile out of model.compile(), or give it False; one GPU for each worker can "
+            "compile with aggregation='all_reduce'."
         )
 
     @property
     def _compiler_has_collectives(self) -> bool:
-        return len(self.layout.local_replicas) == 1 and "GPU" in self.extended.worker_devices[0]
+        is_gpu = "GPU" in self.extended.worker_devices[0]
+        return is_gpu and len(self.layout.local_replicas) == 1 and not self._step_has_summation
+
+    @property
+    def _step_has_summation(self) -> bool:
+        """Whether a step that is traced now sums by the machines' CPUs."""
+        return self.extended.summation is not None and not self.extended.reduces_within_worker
 
     def _plain_run(self, options: Any) -> Any:
         def run(fn: Any, args: Any) -> Any:

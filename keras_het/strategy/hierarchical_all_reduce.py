@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.summation import SummationGroup
+
+# The collective gathers float16, float32, float64, int32 and int64. What it does not take travels
+# as a type that holds every value (uint64 wraps around, and back again).
+_TYPES_TO_GATHER_AS = {
+    tf.bfloat16: tf.float32,
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+}
 
 
 class HierarchicalAllReduce(private_api.CollectiveAllReduce):
@@ -117,10 +130,23 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         if self._group_size == 1 or self.stays_within_worker:
             return value
         options = self._options if options is None else self._options.merge(options)
-        if not tf.executing_eagerly():
-            return self._launchers[0].all_gather(value, axis, options)
-        # TensorFlow gathers in graphs only.
-        return self._gather_function(axis, options)(value)
+        carried = tf.cast(value, _TYPES_TO_GATHER_AS.get(value.dtype, value.dtype))
+        if tf.executing_eagerly():  # TensorFlow gathers in graphs only.
+            gathered = self._gather_function(axis, options)(carried)
+        else:
+            gathered = self._launchers[0].all_gather(carried, axis, options)
+        return tf.cast(gathered, value.dtype)
+
+    def new_barrier(self) -> Callable[[], Any]:
+        """Makes a function that returns when all workers have called it; it is traced already.
+
+        It counts as one of the collectives of these keys: with keys of its own, nothing else passes
+        for it.
+        """
+        gather = tf.function(lambda value: self._launchers[0].all_gather(value, 0, self._options))
+        with tf.device(self._local_devices[0]):
+            own = tf.zeros([1], tf.int64)
+            return functools.partial(gather.get_concrete_function(own), own)
 
     def sum_between_workers(self, value: Any) -> Any:
         """Sums one tensor of every worker; in the graph.

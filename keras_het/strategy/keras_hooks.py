@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from keras_het import private_api
 from keras_het.strategy import (
     emulated_device,
@@ -30,11 +32,14 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
     optimizer = private_api.keras_base_optimizer.BaseOptimizer
     loss_scale_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
     tf_optimizer = private_api.keras_tf_optimizer.TFOptimizer
-    apply = exact_gradients.make_apply_hook(_gradients_are_computed)
+    batch_normalization = private_api.keras_batch_normalization.BatchNormalization
+    apply = exact_gradients.UpdateHooks(_gradients_are_computed).apply
     return [
         (loss, "scale_loss_for_distribution", exact_losses.keep_local_mean),
-        (loss, "unscale_loss_for_distribution", exact_losses.undo_vector_factor),
+        (loss, "unscale_loss_for_distribution", exact_losses.keep_local_mean),
         (loss, "reduce_weighted_values", exact_losses.reduce_exactly),
+        (tf.GradientTape, "gradient", exact_losses.sum_over_samples),
+        (tf.nn, "compute_average_loss", exact_losses.average_exactly),
         (metrics.Mean, "update_state", exact_losses.weigh_scalar_updates),
         (metrics.Sum, "update_state", exact_losses.weigh_scalar_updates),
         (optimizer, "scale_loss", exact_gradients.weigh_loss),
@@ -44,6 +49,7 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (tf_optimizer, "_all_reduce_sum_gradients", exact_gradients.skip_second_reduction),
         (private_api.KerasTensorFlowVariable, "_direct_assign", exact_state.record_assignment),
         (private_api.keras_nn, "_compute_moments_sync", exact_state.sum_statistics_exactly),
+        (batch_normalization, "_moments", exact_state.sum_masked_statistics_exactly),
         (private_api.keras_seed_generator.SeedGenerator, "next", exact_state.draw_own_stream),
         (
             private_api.distribute_values,
@@ -51,6 +57,28 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
             exact_state.update_in_place,
         ),
     ]
+
+
+def _hooks_of_subclasses() -> list[tuple[Any, str, _Hook]]:
+    """Hooks for optimizers that override what is hooked in their parents."""
+    hooked = {(owner, name) for owner, name, _ in _hooks()}
+    updates = exact_gradients.UpdateHooks(_gradients_are_computed)
+    hooks = {
+        "scale_loss": exact_gradients.weigh_loss,
+        "apply": updates.apply,
+        "apply_gradients": updates.apply_gradients,
+    }
+    return [
+        (owner, name, hook)
+        for owner in _subclasses(private_api.keras_base_optimizer.BaseOptimizer)
+        for name, hook in hooks.items()
+        if name in vars(owner) and (owner, name) not in hooked
+    ]
+
+
+def _subclasses(parent: type) -> set[type]:
+    children: list[type] = parent.__subclasses__()
+    return {*children, *(found for child in children for found in _subclasses(child))}
 
 
 def _gradients_are_computed(step: ExactStep, gradients: list[Any]) -> list[Any]:
@@ -84,7 +112,7 @@ def keras_hooks() -> Iterator[None]:
 
 
 def _install() -> None:
-    for owner, name, hook in _hooks():
+    for owner, name, hook in [*_hooks(), *_hooks_of_subclasses()]:
         original = vars(owner).get(name)
         _originals.append((owner, name, original))
         setattr(owner, name, hook(getattr(owner, name)))

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy import emulated_device
+from keras_het.strategy.created_in_scope import check_created_in_scope
 from keras_het.strategy.empty_share import at_least_one_row, drop_row_of_zeros
 from keras_het.strategy.exact_metrics import (
     cluster_logs,
+    flatten_metrics,
     recorded_results,
+    recorded_variable,
     unchanged_without_samples,
 )
 from keras_het.strategy.exact_state import changed_state, values_of_float_state
 from keras_het.strategy.exact_step import ExactStep
+from keras_het.strategy.gathered_rows import gather_rows
 from keras_het.strategy.keras_hooks import keras_hooks
+from keras_het.strategy.plain_batch import refuse_compiled_batch, share_out
 from keras_het.strategy.step_clock import StepClock
 from keras_het.strategy.uneven_per_replica import find_sizes
 
@@ -38,16 +44,27 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
     """
     model = function.__self__
     metrics = list(model.metrics)
+    # one of somebody's own may look at weights and steps, as they are after the update
+    may_defer_update = private_api.is_stock_train_step(function) and all(
+        private_api.is_of_keras(metric) for metric in flatten_metrics(metrics)
+    )
     if strategy.extended.reduces_within_worker:
         _check_is_not_measured(strategy)
+    # A plain batch may lie between two steps of a `fit`, whose times alone are asked for.
+    is_measuring = strategy.compute_times.is_measuring and find_sizes(data) is not None
+    if strategy.num_replicas_in_sync > 1:
+        refuse_compiled_batch(model, data)
+    data = share_out(strategy, data)
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(strategy, replica_data, sizes)
         if step.may_have_no_samples:
             step.state_before = values_of_float_state(model.non_trainable_variables)
         step.seed_stream += strategy.first_seed_stream
-        step.may_defer_update = private_api.is_stock_train_step(function)
-        is_measuring = strategy.compute_times.is_measuring
+        if may_defer_update:
+            step.deferrable_optimizer = model.optimizer
+        step.is_keras_step = private_api.runs_keras_train_step(function)
+        step.is_measured = is_measuring
         step.wants_gradient_squares = strategy.compute_times.is_measuring_gradients
         replica_data = _start_clock(strategy, step, replica_data, is_measuring)
         with step.active(), unchanged_without_samples(step, metrics):
@@ -72,45 +89,23 @@ def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
     Returns:
         The outputs for the rows of the global batch, as plain tensors, equal on all workers.
     """
+    data = share_out(strategy, data)
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(strategy, replica_data, sizes)
+        step.is_prediction = True
+        step.seed_stream += strategy.first_seed_stream
         replica_data = _start_clock(strategy, step, replica_data)
-        outputs = drop_row_of_zeros(step, function(at_least_one_row(step, replica_data)))
+        with step.active():
+            outputs = function(at_least_one_row(step, replica_data))
+        outputs = drop_row_of_zeros(step, outputs)
         flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
         return tf.nest.pack_sequence_as(outputs, flat)
 
-    outputs = run(tf.autograph.experimental.do_not_convert(replica_step), (data, find_sizes(data)))
+    run_step = tf.autograph.experimental.do_not_convert(replica_step)
+    with keras_hooks():
+        outputs = run(run_step, (data, find_sizes(data)))
     return tf.nest.map_structure(lambda leaf: gather_rows(strategy, leaf), outputs)
-
-
-def gather_rows(strategy: Any, value: Any) -> Any:
-    """Concatenates the rows of all replicas, replica by replica; dense or ragged tensors."""
-    local = strategy.experimental_local_results(value)
-    if isinstance(local[0], tf.RaggedTensor):
-        return _gather_ragged_rows(strategy, tf.concat(local, axis=0))
-    if isinstance(local[0], tf.SparseTensor):
-        dense = tf.concat([tf.sparse.to_dense(part) for part in local], axis=0)
-        return tf.sparse.from_dense(_gather_over_workers(strategy, dense))
-    if local[0].shape.rank == 0:
-        return _gather_over_workers(strategy, tf.stack(local))
-    return _gather_over_workers(strategy, tf.concat(local, axis=0))
-
-
-def _gather_ragged_rows(strategy: Any, ragged: Any) -> Any:
-    lengths = _gather_over_workers(strategy, ragged.row_lengths())
-    values = ragged.values
-    if isinstance(values, tf.RaggedTensor):
-        values = _gather_ragged_rows(strategy, values)
-    else:
-        values = _gather_over_workers(strategy, values)
-    return tf.RaggedTensor.from_row_lengths(values, lengths)
-
-
-def _gather_over_workers(strategy: Any, value: Any) -> Any:
-    if strategy.num_workers == 1:
-        return value
-    return strategy.extended.gather_rows_over_workers(value)
 
 
 def _check_is_not_measured(strategy: Any) -> None:
@@ -118,8 +113,9 @@ def _check_is_not_measured(strategy: Any) -> None:
         raise ValueError(
             "Compute times travel in the collective of each step, which local training does not "
             "have. Received: LocalTraining together with BatchBalancer, or after it under the same "
-            "strategy. Leave BatchBalancer out, set shares by hand (strategy.set_shares), and use "
-            "a strategy of its own."
+            'strategy (or after a fit with HybridAggregation(roles="auto") that failed). Leave '
+            "BatchBalancer out, set shares by hand (strategy.set_shares), and use a strategy of "
+            "its own."
         )
 
 
@@ -150,7 +146,7 @@ def _num_rows(data: Any) -> Any:
             return tf.cast(leaf.nrows(), tf.int64)
         if isinstance(leaf, tf.SparseTensor):
             return leaf.dense_shape[0]
-        if leaf is not None and len(leaf.shape) > 0:
+        if len(getattr(leaf, "shape", ())) > 0:
             return tf.cast(tf.shape(leaf)[0], tf.int64)
     raise ValueError(
         "Cannot tell how many samples the batch has, so that its gradient cannot be weighted. "
@@ -176,7 +172,9 @@ def _start_clock(strategy: Any, step: ExactStep, data: Any, is_measuring: bool =
 
 def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
     """Combines logs, moving statistics and pending gradients of all replicas in one collective."""
+    logs = tf.nest.map_structure(lambda leaf: _value_of(step, leaf), logs)
     changed = changed_state(step, model.non_trainable_variables)
+    check_created_in_scope(strategy, changed)
     state = [tf.convert_to_tensor(variable.value) for variable in changed]
     # A test step has no gradients that could wait for the emulated device.
     computed = emulated_device.wait_until_computed(step, _tensors(logs))
@@ -197,7 +195,7 @@ def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
 def _compute_time(strategy: Any, step: ExactStep) -> list[Any]:
     """This replica's measurement, to be summed over all; none where nobody asked for it."""
     times = strategy.compute_times
-    if not times.is_measuring or step.sizes is None or step.clock is None:
+    if not step.is_measured or step.sizes is None or step.clock is None:
         return []
     if step.clock.seconds is None:  # no gradients: not a step that trains
         return []
@@ -208,3 +206,11 @@ def _compute_time(strategy: Any, step: ExactStep) -> list[Any]:
 
 def _tensors(structure: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(structure) if tf.is_tensor(leaf)]
+
+
+def _value_of(step: ExactStep, leaf: Any) -> Any:
+    # A variable that a metric returns as its result is known by its id.
+    is_plain = isinstance(leaf, keras.Variable) and id(leaf) not in step.metric_results
+    if is_plain and id(leaf) in step.metric_state_before:  # of a metric: a part of its value
+        return recorded_variable(step, leaf)
+    return tf.convert_to_tensor(leaf) if is_plain else leaf

@@ -34,6 +34,16 @@ class UnevenPerReplica(private_api.PerReplica):
         return self._sizes
 
     @property
+    def shape(self) -> Any:
+        """The shape of any replica's part: its number of rows is None."""
+        return self._type_spec.value_specs[0].shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements."""
+        return self._type_spec.value_specs[0].dtype
+
+    @property
     def _type_spec(self) -> UnevenPerReplicaSpec:
         # TensorFlow asks several times for each call of a function.
         if self._spec is None:
@@ -58,6 +68,11 @@ class UnevenPerReplicaSpec(tf.TypeSpec):
         self._value_specs = tuple(value_specs)
         self._num_replicas = num_replicas
         self._hash = hash((UnevenPerReplicaSpec, self._value_specs, num_replicas))
+
+    @property
+    def value_specs(self) -> tuple[Any, ...]:
+        """One type per local replica."""
+        return self._value_specs
 
     # The inherited ones walk through the whole type each time, in every step.
     def __hash__(self) -> int:
@@ -110,8 +125,10 @@ def _wrap(values: Sequence[Any], sizes: Any) -> Any:
 
 
 def _wrap_leaf(values: Sequence[Any], sizes: Any) -> Any:
-    # None stands for an absent target or sample weight in Keras's data structures.
-    return None if values[0] is None else UnevenPerReplica(values, sizes)
+    # None stands for an absent target or sample weight in Keras's data structures, and so does
+    # an Optional, which Keras makes of a generator's None.
+    is_absent = values[0] is None or isinstance(values[0], tf.experimental.Optional)
+    return None if is_absent else UnevenPerReplica(values, sizes)
 
 
 def find_sizes(structure: Any) -> Any:

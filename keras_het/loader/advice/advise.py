@@ -57,6 +57,7 @@ def advise(
     Raises:
         TypeError: if `dataset` is no `tf.data.Dataset`.
         ValueError: if a time is not one.
+        tf.errors.OpError: if the pipeline itself fails.
     """
     _check(dataset, seconds, step_seconds)
     if isinstance(dataset, AdjustablePipeline):

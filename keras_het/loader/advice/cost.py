@@ -142,6 +142,27 @@ def is_read_within(dataset: Dataset, seconds: float, options: Any = None) -> boo
     return True
 
 
+def gives_any_within(dataset: Dataset, seconds: float, options: Any = None) -> bool:
+    """Whether a data set gives an element, after errors for at most so long.
+
+    Args:
+        dataset: what to read.
+        seconds: how long to read on after errors.
+        options: `tf.data.Options` to read it with.
+    """
+    iterator = iter(dataset if options is None else dataset.with_options(options))
+    end = time.perf_counter() + seconds
+    try:
+        while True:
+            try:
+                return next(iterator, None) is not None
+            except tf.errors.OpError:
+                if time.perf_counter() > end:
+                    return False
+    finally:
+        release(iterator)
+
+
 def _every(dataset: Dataset, chunk: int) -> Dataset:
     numbered = dataset.enumerate().filter(lambda number, _: number % chunk == chunk - 1)
     return numbered.map(lambda _, element: element)

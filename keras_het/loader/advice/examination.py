@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.advice import nodes
-from keras_het.loader.advice.cost import Cost, is_read_within, measure
+from keras_het.loader.advice.cost import Cost, gives_any_within, is_read_within, measure
 from keras_het.loader.advice.rebuilding import path_to, rebuilt
 
 Dataset = Any
@@ -57,7 +57,7 @@ class Examination:
     def _fill_caches(self) -> str | None:
         """Fills caches in memory, and says why the pipeline cannot be run."""
         upstream = list(adapter.upstream_of(self.dataset))
-        if any(map(nodes.writes_files, upstream)):
+        if any(map(adapter.writes_files, upstream)):
             return "The pipeline writes files when it runs, so that nothing was measured."
         longest = max(_FILL_TIMES * self.seconds, _FILL_SECONDS)
         for node in filter(nodes.is_cache, upstream):
@@ -87,11 +87,16 @@ class Examination:
                 cost = measure(node, self.seconds, self.options, in_chunks=True)
             except tf.errors.OpError:
                 # what comes after it may ignore errors; if not, the whole pipeline says so
-                passed = node.ignore_errors()
-                cost = measure(passed, self.seconds, self.options, in_chunks=True)
+                cost = self._cost_without_errors(node)
             # the node is kept, so that no other one gets its id
             self._costs[id(node)] = node, cost
         return self._costs[id(node)][1]
+
+    def _cost_without_errors(self, node: Dataset) -> Cost:
+        # without an end and with nothing but errors TensorFlow would look for an element for ever
+        if not gives_any_within(node, self.seconds, self.options):
+            return Cost(0.0, 0.0)
+        return measure(node.ignore_errors(), self.seconds, self.options, in_chunks=True)
 
     def kept(self, node: Dataset) -> Dataset:
         """Some elements of a part of the pipeline, again and again from a full cache."""

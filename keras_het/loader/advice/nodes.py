@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
 from keras_het.loader import tf_data_adapter as adapter
 
 Dataset = Any
@@ -117,13 +115,6 @@ def ends_early(node: Dataset) -> bool:
     count = adapter.constant(node._count)
     (source,) = adapter.inputs_of(node)
     return count is None or (count >= 0 and not 0 <= int(source.cardinality()) <= count)
-
-
-def writes_files(node: Dataset) -> bool:
-    """Whether reading a part of the pipeline would write files."""
-    if kind(node) == "Cache":
-        return bool(tf.get_static_value(node._filename))
-    return kind(node) in ("Snapshot", "Save")
 
 
 def with_scales(node: Dataset, scale: float = 1.0) -> Iterator[tuple[Dataset, float]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,20 @@ from keras_het.loader.global_order import GlobalOrderDataset
 class _FitReached(BaseException):
     """Ends the script; no `except Exception` of the script stops it."""
 
-    def __init__(self, data: Any) -> None:
-        super().__init__()
-        self.data = data
+
+@dataclasses.dataclass
+class _Outcome:
+    """What became of the script.
+
+    Args:
+        is_reached: whether it called `fit`.
+        report: the findings about what it gave.
+        error: what ended the look at it. The script must not catch it: it is not its own.
+    """
+
+    is_reached: bool = False
+    report: AdviceReport | None = None
+    error: BaseException | None = None
 
 
 def advise_script(
@@ -30,7 +43,8 @@ def advise_script(
 ) -> AdviceReport | None:
     """Runs a script up to its first `model.fit` and prints advice on the data set given to it.
 
-    The script runs in this process as `__main__`; nothing after the call of `fit` does.
+    The script runs in this process as `__main__`. It stands in `fit` meanwhile: what its `with` and
+    `finally` remove is still there. Nothing after the call of `fit` runs, but those.
 
     Args:
         script: a Python file.
@@ -39,29 +53,62 @@ def advise_script(
         step_seconds: see `advise`.
 
     Returns:
-        The findings; None, and a line on the terminal, if `fit` was not called or got no
-        `tf.data.Dataset`.
+        The findings; None, and a line on the terminal, if `fit` was not called, got no
+        `tf.data.Dataset`, or one that fails. An error of the script is printed too.
     """
-    try:
-        with _as_main(script, arguments), _fit_intercepted():
-            runpy.run_path(str(script), run_name="__main__")
-    except _FitReached as reached:
-        data = _user_data(reached.data)
-        if isinstance(data, tf.data.Dataset):
-            return advise(data, seconds, step_seconds)
+    terminal = sys.stdout  # the script may send its own output elsewhere
+
+    def look(data: Any) -> AdviceReport | None:
+        return _look(data, script.name, seconds, step_seconds, terminal)
+
+    outcome = _Outcome()
+    said = _run_to_fit(script, arguments, look, outcome)
+    if outcome.error is not None:
+        raise outcome.error
+    if not outcome.is_reached:
+        _say(said)
+    return outcome.report
+
+
+def _look(
+    given: Any, script: str, seconds: float, step_seconds: float, terminal: Any
+) -> AdviceReport | None:
+    data = _user_data(given)
+    if not isinstance(data, tf.data.Dataset):
         _say(
-            f"{script.name} gives {type(data).__name__} to fit, not a tf.data.Dataset: there is no "
+            f"{script} gives {type(data).__name__} to fit, not a tf.data.Dataset: there is no "
             "pipeline to look at."
         )
         return None
-    except SystemExit as ended:
-        _say(f"{script.name} ended with {ended.code!r} before it called model.fit.")
+    try:
+        return advise(data, seconds, step_seconds, terminal)
+    except tf.errors.OpError as error:
+        _say(
+            f"the data set that {script} gives to fit fails, so that it was not measured: "
+            f"{type(error).__name__}: {error.message}"
+        )
         return None
-    _say(
+
+
+def _run_to_fit(
+    script: Path, arguments: Sequence[str], look: Callable[[Any], Any], outcome: _Outcome
+) -> str:
+    """Runs the script; tells why it did not come to `fit`, if it did not."""
+    try:
+        with _as_main(script, arguments), _fit_intercepted(look, outcome):
+            runpy.run_path(str(script), run_name="__main__")
+    except _FitReached:
+        pass
+    except SystemExit as ended:
+        return f"{script.name} ended with {ended.code!r} before it called model.fit."
+    except Exception:  # a ValueError of the script is no wrong usage of the command
+        if not outcome.is_reached:
+            traceback.print_exc()
+        return f"{script.name} ended in this error before it called model.fit."
+    return (
         f"{script.name} does not call model.fit. In a loop of your own call "
         "keras_het.loader.advise(dataset)."
     )
-    return None
 
 
 def _user_data(data: Any) -> Any:
@@ -72,11 +119,18 @@ def _user_data(data: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _fit_intercepted() -> Iterator[None]:
+def _fit_intercepted(look: Callable[[Any], Any], outcome: _Outcome) -> Iterator[None]:
     original = keras.Model.__dict__.get("fit")
 
     def fit(self: Any, x: Any = None, *arguments: Any, **named: Any) -> Any:
-        raise _FitReached(x)
+        # a script that catches everything may come here again
+        if not outcome.is_reached:
+            outcome.is_reached = True
+            try:
+                outcome.report = look(x)
+            except BaseException as error:
+                outcome.error = error
+        raise _FitReached
 
     keras.Model.fit = fit
     try:

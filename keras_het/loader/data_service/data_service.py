@@ -10,7 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.data_service.addresses import check_reachable, is_reachable, split_address
+from keras_het.loader.data_service.addresses import (
+    check_host,
+    check_reachable,
+    is_reachable,
+    split_address,
+)
 from keras_het.loader.data_service.servers import start_dispatcher, start_worker
 
 _CONNECT_SECONDS = 10.0
@@ -44,7 +49,8 @@ def service(
         address: "host:port" of a dispatcher that runs; None starts one in this process.
         workers: how many workers to start in this process: 1 with a new dispatcher, 0 otherwise,
             unless told otherwise.
-        host: name or address under which others reach what is started here.
+        host: name or address under which others reach what is started here; with the default only
+            processes of this machine do.
         port: port of the new dispatcher; 0 takes a free one.
         work_dir: folder in which the new dispatcher keeps a journal. One that is started again
             with the same folder and `port` goes on where the last one was; give the workers
@@ -175,6 +181,7 @@ def _check(
 ) -> None:
     if not isinstance(host, str) or not host:
         raise ValueError(f"host must be a name or an address of this machine. Received: {host!r}.")
+    check_host(host)
     if workers is not None and (not isinstance(workers, int) or workers < 0):
         raise ValueError(f"workers must be a whole number of at least 0. Received: {workers!r}.")
     if not isinstance(port, int) or not 0 <= port < 65536:

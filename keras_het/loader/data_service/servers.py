@@ -7,7 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.loader.data_service.addresses import is_reachable, split_address
+from keras_het.loader.data_service.addresses import (
+    check_host,
+    is_loopback,
+    is_reachable,
+    split_address,
+)
 
 _WORKER_TIMEOUT_MS = 10_000
 _HEARTBEAT_MS = 1_000
@@ -60,8 +65,10 @@ def start_worker(
 
     Raises:
         OSError: if the port is taken.
-        ValueError: if the dispatcher is on another machine, and `host` is this one's loopback.
+        ValueError: if `host` stands for all interfaces, or for this machine's loopback while the
+            dispatcher is on another one.
     """
+    check_host(host)
     _check_free(port, "worker")
     _check_host(dispatcher, host)
     config = tf.data.experimental.service.WorkerConfig(
@@ -92,7 +99,7 @@ def _check_free(port: int, what: str, otherwise: str = "") -> None:
 
 def _check_host(dispatcher: str, host: str) -> None:
     """Consumers elsewhere would look for the worker on their own machines, and wait for ever."""
-    if host in ("127.0.0.1", "localhost") and not _is_here(dispatcher):
+    if is_loopback(host) and not _is_here(dispatcher):
         raise ValueError(
             f"The dispatcher {dispatcher} is on another machine, whose consumers cannot reach a "
             f"worker here under host={host!r}. Give the name or address under which they reach "
@@ -104,6 +111,19 @@ def _is_here(address: str) -> bool:
     """Whether an address is one of this machine, as far as it answers."""
     try:
         with socket.create_connection(split_address(address), _LOOK_SECONDS) as connection:
-            return bool(connection.getsockname()[0] == connection.getpeername()[0])
+            family, peer = connection.family, connection.getpeername()
     except OSError:
         return True  # TensorFlow waits for it
+    return _can_bind(family, peer)
+
+
+def _can_bind(family: int, peer: tuple[Any, ...]) -> bool:
+    # the two ends of a connection within a machine may differ: one reaches 127.0.1.1, which Debian
+    # gives to the machine's name, from 127.0.0.1
+    host, _, *others = peer
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0, *others))
+        except OSError:
+            return False
+    return True

@@ -25,7 +25,7 @@ def run_worker(dispatcher: str, host: str, port: int = 0, patience: float = 10.0
         patience: how long the dispatcher may be away, in seconds.
 
     Raises:
-        ValueError: if `dispatcher` is no address.
+        ValueError: if `dispatcher` is no address, or `host` none that consumers can use.
         ConnectionError: if no dispatcher answers there.
         OSError: if the port is taken.
     """

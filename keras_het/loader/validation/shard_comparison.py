@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from keras_het.loader.validation.constant_features import with_comparable_constants
+from keras_het.loader.validation.one_sided_features import (
+    features_with_values,
+    one_sided_features,
+)
 from keras_het.loader.validation.tfdv_adapter import (
     Schema,
     Statistics,
@@ -25,7 +29,7 @@ class ShardDistance:
         reference: name of what it was compared with.
         feature: name of the feature.
         measure: "L-infinity" or "Jensen-Shannon".
-        value: the distance, from 0 to 1.
+        value: the distance, from 0 to 1; 1 if only one of the two has values.
         threshold: of the schema.
         kind: "skew" (shards of one epoch) or "drift" (a shard and its predecessor).
     """
@@ -84,9 +88,7 @@ def compare_shards(
         distance
         for name, shard in filled.items()
         if name != reference
-        for distance in _distances(
-            validate_against(shard, schema, filled[reference]), name, reference
-        )
+        for distance in _distances(shard, filled[reference], schema, (name, reference), "skew")
     ]
     return sorted(distances, key=lambda distance: distance.threshold - distance.value)
 
@@ -115,8 +117,7 @@ def measure_drift(
         ValueError: if the schema has no thresholds of drift.
     """
     _check_comparators(schema, "drift")
-    found = validate_against(statistics, schema, previous, "drift")
-    distances = _distances(found, name, previous_name)
+    distances = _distances(statistics, previous, schema, (name, previous_name), "drift")
     return sorted(distances, key=lambda distance: distance.threshold - distance.value)
 
 
@@ -144,26 +145,30 @@ def num_rows(statistics: Statistics) -> int:
     return int(statistics.datasets[0].num_examples) if statistics.datasets else 0
 
 
-def _distances(found: anomalies_pb2.Anomalies, shard: str, reference: str) -> list[ShardDistance]:
-    return [
-        ShardDistance(
-            shard=shard,
-            reference=reference,
-            feature=".".join(info.path.step),
-            measure=_measure(measurement),
-            value=measurement.value,
-            threshold=measurement.threshold,
-            kind=kind,
-        )
+def _distances(
+    statistics: Statistics, other: Statistics, schema: Schema, names: tuple[str, str], kind: str
+) -> list[ShardDistance]:
+    found = validate_against(statistics, schema, other, kind)
+    measured = [
+        (".".join(info.path.step), _type(each), each.value, each.threshold)
         for info in found.drift_skew_info
-        for kind in ("skew", "drift")
-        for measurement in getattr(info, f"{kind}_measurements")
+        for each in getattr(info, f"{kind}_measurements")
+    ]
+    # Of what nobody has TFDV finds that NaN is far from NaN.
+    in_both = features_with_values(statistics) & features_with_values(other)
+    measured = [each for each in measured if each[0] in in_both]
+    measured += [
+        (name, type_, 1.0, threshold)
+        for name, (type_, threshold) in one_sided_features(statistics, other, schema, kind).items()
+    ]
+    return [
+        ShardDistance(*names, feature, _NAMES.get(type_, type_), value, threshold, kind)
+        for feature, type_, value, threshold in measured
     ]
 
 
-def _measure(measurement: anomalies_pb2.DriftSkewInfo.Measurement) -> str:
-    kind = anomalies_pb2.DriftSkewInfo.Measurement.Type.Name(measurement.type)
-    return _NAMES.get(kind, kind)
+def _type(measurement: anomalies_pb2.DriftSkewInfo.Measurement) -> str:
+    return str(anomalies_pb2.DriftSkewInfo.Measurement.Type.Name(measurement.type))
 
 
 def _check_comparators(schema: Schema, kind: str) -> None:

@@ -17,7 +17,7 @@ class ShardStatistics:
 
     Args:
         strategy: any `tf.distribute.Strategy`; with `keras_het.HeterogeneousStrategy` the replicas
-            of all workers are told apart.
+            of all workers are told apart, with another one each worker knows its own only.
         schema: tells which features are categorical.
         features: makes the features of one replica's batch.
 
@@ -36,7 +36,7 @@ class ShardStatistics:
         self._features = features
         layout = getattr(strategy, "layout", None)
         first = layout.local_replicas.start if layout is not None else 0
-        count = len(layout.local_replicas) if layout is not None else strategy.num_replicas_in_sync
+        count = len(layout.local_replicas) if layout is not None else _num_local(strategy)
         self._builders = {
             first + index: StatisticsBuilder(f"replica {first + index}", schema=schema)
             for index in range(count)
@@ -73,6 +73,14 @@ class ShardStatistics:
             return None if leaf is None else self._strategy.experimental_local_results(leaf)[index]
 
         return tf.nest.map_structure(local, batch)
+
+
+def _num_local(strategy: Any) -> int:
+    """Replicas of this process under a strategy of TensorFlow's."""
+    try:
+        return len(strategy.extended.worker_devices)
+    except RuntimeError:  # there is no strategy
+        return 1
 
 
 def _gather(extended: Any, own: dict[int, Statistics]) -> dict[int, Statistics]:

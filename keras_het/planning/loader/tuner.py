@@ -12,6 +12,10 @@ from keras_het.planning.loader.window import LoaderWindow, WindowSize
 
 WAITS = 0.03
 """Idle fraction from which the device counts as waiting."""
+WORTH_A_TRIAL_SECONDS = 0.2
+"""Time lost to short waits from which a move is tried: about what one that fails costs."""
+_MUCH = 0.25
+"""Idle fraction from which each window costs more than a trial."""
 CALM_SECONDS = 4.0
 """Time without waiting after which less is tried."""
 CHANGED = 0.25
@@ -28,6 +32,9 @@ class TunerController:
       CPUs, loaders that wait for I/O may outnumber the cores. A throughput model fitted to the
       windows says how far to go; a step is at most x4 while it is less sure (x16 for loaders that
       mostly wait, which cost little), x2 while the device waits for less than half of the time.
+    - A wait of a few percent has little to gain, and a move that fails costs two handovers and a
+      slow second: it is tried once the device has lost as much (the rule of ski rental: no more
+      than twice the loss of what had known).
     - Each move is confirmed by the next window and taken back if it does not pay. A kind of move
       that failed stays away for 2, 4, 8, ... 120 s, or until the job changes, which the model's
       error tells.
@@ -76,6 +83,7 @@ class TunerController:
         self._replaced: LoaderPlan | None = None
         self._now = 0.0
         self._calm = 0.0
+        self._lost = 0.0
         self._skip = plan.prefetch + 2
         self._expected: float | None = None
         self._hurry = True
@@ -196,6 +204,9 @@ class TunerController:
             return self._adopt(over)
         if window.idle_fraction > WAITS:
             self._calm = 0.0
+            self._lost += window.input_wait_seconds
+            if window.idle_fraction < _MUCH and self._lost < WORTH_A_TRIAL_SECONDS:
+                return None
             grow = (self._more_loaders, self._more_prefetch)
             moves = (self._relieve, self._trim, *(grow[::-1] if window.waits_unevenly else grow))
             return next((plan for move in moves if (plan := move(window)) is not None), None)
@@ -330,7 +341,7 @@ class TunerController:
         """Puts a plan into effect; what was ready before is not its work."""
         # a loader holds up to two samples or batches
         self._skip = self.plan.prefetch + 2 * self.plan.loaders + 1
-        self._calm = 0.0
+        self._calm = self._lost = 0.0
         self._replaced, self.plan = self.plan, plan
         return plan
 

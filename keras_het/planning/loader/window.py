@@ -53,7 +53,9 @@ class LoaderWindow:
     @property
     def waits_unevenly(self) -> bool:
         """Whether a part of the steps found a batch waiting: supply is enough between bursts."""
-        return self.waiting_steps is not None and self.waiting_steps < 0.75 * self.steps
+        if self.waiting_steps is None:
+            return False
+        return self.steps - self.waiting_steps >= max(self.steps / 4, 2)
 
     @property
     def device_seconds(self) -> float:

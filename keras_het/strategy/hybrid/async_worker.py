@@ -7,11 +7,13 @@ import math
 import time
 from typing import Any
 
+from keras_het.planning.exchange_settings import longest_period
 from keras_het.strategy.hybrid.claims import AsyncClaims
 from keras_het.strategy.hybrid.heartbeat import Heartbeat
 from keras_het.strategy.hybrid.local_plan import LocalPlan
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant, first_async_client
-from keras_het.strategy.hybrid.push_pace import PushPace, choose_period, longest_period
+from keras_het.strategy.hybrid.push_pace import PushPace, choose_period
+from keras_het.strategy.hybrid.return_watch import ReturnWatch
 from keras_het.strategy.hybrid.service_connection import (
     LARGEST_TRIES,
     Pending,
@@ -26,6 +28,8 @@ from keras_het.strategy.rules import Signal
 _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.02
 _BEATS_IN_TIMEOUT = 4
+_HAS_IT_ENDED = "If the training has ended already, end this task."
+_LONGEST_WAIT_SECONDS = 0.5  # for a report that a lost service may leave without an answer
 
 
 class AsyncWorker(Participant):
@@ -33,7 +37,8 @@ class AsyncWorker(Participant):
 
     Its message travels while it computes the next `period` steps; then it goes on from the answer
     and what it has moved meanwhile. A lost service is an error, or, if the options say so, it
-    trains on alone with the batches it has and tries again after each period.
+    trains on alone with the batches it has, and goes on with the service after the first period in
+    which that has answered again; until then a thread asks it.
 
     Args:
         model: the model that is trained.
@@ -58,7 +63,7 @@ class AsyncWorker(Participant):
         self._steps = self._samples = self._unreported = 0
         self._latest_batch = -1
         self._is_lost = False
-        self._next_try = 0.0
+        self._return = ReturnWatch(lambda: self._center.greet(), options.timeout_seconds)
         self._pace = PushPace(waits=options.waits_for_answer)
         self._planned_period: int | None = None
         self._plan = LocalPlan(self.rule, self._client) if self.rule.is_measured else None
@@ -85,6 +90,8 @@ class AsyncWorker(Participant):
         )
 
     def _epoch_of_the_group(self) -> int:
+        if self._is_away:
+            return 0
         try:
             return self._report(Presence.TRAINING).epoch
         except ServiceLostError as error:
@@ -110,10 +117,16 @@ class AsyncWorker(Participant):
         if self._steps < self.period:
             return
         self._steps = 0
-        if self._is_lost and time.monotonic() < self._next_try:
+        if self._is_away:
             return
+        self.check_rate()
         with self._pace.exchanging():
             self._exchange()
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether the service is lost and has not answered since: nobody waits for it then."""
+        return self._is_lost and not self._return.has_answered
 
     def _exchange(self) -> None:
         try:
@@ -170,6 +183,8 @@ class AsyncWorker(Participant):
 
     def meet_center(self) -> list[Any]:
         """Sends what was not sent, and waits for the answer; its own weights without a service."""
+        if self._is_away:
+            return self.vectors.weights.read()
         return self._meet(sends=not self.rule.uses_gradients)
 
     def _meet(self, sends: bool) -> list[Any]:
@@ -201,13 +216,18 @@ class AsyncWorker(Participant):
             self.leave()
 
     def leave(self) -> None:
-        """Does not say any more that this worker is here."""
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None
+        """Does not say any more that this worker is here, nor ask for a lost service."""
+        self._return.stop()
+        self._stop_heartbeat(_LONGEST_WAIT_SECONDS)
+
+    def _stop_heartbeat(self, longest_wait_seconds: float | None = None) -> None:
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.stop(longest_wait_seconds)
 
     def _wait_for_the_end(self) -> None:
-        self.leave()
+        # from here on it waits: a late report must not say that it trains
+        self._stop_heartbeat(_LONGEST_WAIT_SECONDS if self._is_lost else None)
         facts = self._report(Presence.WAITING)
         while facts.stage != Stage.CLOSED:
             time.sleep(_POLL_SECONDS)
@@ -221,7 +241,7 @@ class AsyncWorker(Participant):
         """Connects and starts from the center."""
         self.rule = self.options.rule.for_steps_of(1 / self._num_parts())
         seconds = self.options.connect_seconds
-        connected = connect(lambda: open_connection(self, self._client), seconds)
+        connected = connect(lambda: open_connection(self, self._client), seconds, _HAS_IT_ENDED)
         self._center, self._state = connected.weights, connected.state
         self._ledger = connected.ledger
         facts = self._report(Presence.TRAINING)
@@ -300,12 +320,13 @@ class AsyncWorker(Participant):
         while not self._is_lost:
             try:
                 status, first, granted = self._ledger.claim(self._epoch)
+                if status == Status.OK:
+                    return first if granted else None
+                stage = self._report(Presence.TRAINING).stage
             except ServiceLostError as error:
                 self._lose(error)
                 break
-            if status == Status.OK:
-                return first if granted else None
-            if self._report(Presence.TRAINING).stage in (Stage.ENDING, Stage.CLOSED):
+            if stage in (Stage.ENDING, Stage.CLOSED):
                 self.model.stop_training = True
                 return None
             time.sleep(_POLL_SECONDS)
@@ -341,20 +362,24 @@ class AsyncWorker(Participant):
             if self._plan is not None:
                 self._plan.answered()
         self.vectors.weights.write(self._center.finish(pending, self.vectors.weights.read()))
+        if self._center.lost_gradient:  # not below 0: a claim may have reported them before
+            self._unreported = max(0, self._unreported - pending.samples)
         if self._plan is not None and not pending.had_to_wait:
             self._plan.took_at_once()
 
     def _attach_again(self) -> None:
         """Finds the service again after a loss; what was under way is sent again."""
-        self._report(Presence.TRAINING)
-        if self._pending is not None:
-            self._center.send_again(self._pending)
-        if self._pending_state is not None:
-            self._state.send_again(self._pending_state)
+        if self._report(Presence.TRAINING).stage == Stage.STARTING:
+            raise ServiceLostError("The parameter service was started anew, and has no leader yet.")
+        # All parts answer before anything is scaled: a try that fails must not scale once more.
+        self._center.meet_again(self._pending)
+        if self._state is not None:
+            self._state.meet_again(self._pending_state)
         own = self.vectors.weights.read()
         goes_on = self._center.after_absence(own, self._pending, self.num_clients)
         self.vectors.weights.write(goes_on)
         self._is_lost = False
+        self._return.attached()
         _logger.warning("The parameter service answers again.")
 
     def _report(self, presence: Presence) -> LedgerFacts:
@@ -365,7 +390,7 @@ class AsyncWorker(Participant):
     def _lose(self, error: ServiceLostError) -> None:
         if not self.options.goes_on_without_service:
             raise error
-        self._next_try = time.monotonic() + self.options.timeout_seconds
+        self._return.start()
         if not self._is_lost:
             self._is_lost = True
             _logger.warning("%s Training goes on alone.", error)

@@ -23,10 +23,15 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="keras_het-alive", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Returns when no report is under way any more."""
+    def stop(self, longest_wait_seconds: float | None = None) -> None:
+        """Reports no more; returns when no report is under way, or sooner.
+
+        Args:
+            longest_wait_seconds: for a report under way, which a lost service leaves without an
+                answer for its whole time-out; by default until it is answered.
+        """
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(longest_wait_seconds)
 
     def _beat(self) -> None:
         while not self._stopped.wait(self._interval_seconds):

@@ -94,6 +94,7 @@ class HostedParts:
             prefix=prefix,
             server=self.server,
             indices=[index for index, place in enumerate(places) if place == self._place],
+            awaits_center=True,
             **options,
         )
 

@@ -147,6 +147,11 @@ class Participant(abc.ABC):
         if self._mean_gradient is not None:
             self._mean_gradient.forget()
 
+    def check_rate(self) -> None:
+        """Refuses a learning rate that a callback has set where the service takes the steps."""
+        if self._mean_gradient is not None:
+            self._mean_gradient.check_rate(self.rule.name)
+
     def progress(self) -> list[Any]:
         """What this task has to tell: its weights, or the mean gradient since it told the last."""
         if self._mean_gradient is None:

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_het.planning import plan_pushes
+from keras_het.planning.exchange_settings import LARGEST_OVERHEAD
 
 FIRST_PERIOD = 4
 """Steps between two exchanges until the first plan."""
-EXCHANGES_AN_EPOCH = 8
-"""A period is not so long that there are fewer."""
 _WARM_UP_STEPS = 2
-_LARGEST_OVERHEAD = 0.1
 _NOTICEABLE_SECONDS = 1e-3
 _EXCHANGES_TO_PLAN = 8
 
@@ -122,7 +120,7 @@ class PushPace:
         batch = statistics.median(samples for _, samples in self._steps)
         travel = statistics.median(self._travels) if self._travels else 0.0
         busy = statistics.median(self._overheads) if self._overheads else 0.0
-        return Pace(batch / max(step, 1e-9), batch, max(travel, busy / _LARGEST_OVERHEAD))
+        return Pace(batch / max(step, 1e-9), batch, max(travel, busy / LARGEST_OVERHEAD))
 
 
 def choose_period(paces: Any, silence: Any, client: int, limits: tuple[float, int]) -> int:
@@ -147,12 +145,3 @@ def choose_period(paces: Any, silence: Any, client: int, limits: tuple[float, in
     plan = plan_pushes(speeds.tolist(), batches, exchanges.tolist())
     place = int(counts[:client].sum())
     return max(1, min(plan.samples[place] // batches[place], limits[1]))
-
-
-def longest_period(num_steps: int) -> int:
-    """The longest period of a task.
-
-    Args:
-        num_steps: steps that an epoch has for it, if it trains all of it.
-    """
-    return max(1, num_steps // EXCHANGES_AN_EPOCH)

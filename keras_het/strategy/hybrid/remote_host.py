@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from keras_het.strategy.hybrid.host import Grant, Host
 from keras_het.strategy.hybrid.leader_ledger import LeaderLedger
 from keras_het.strategy.hybrid.remote_parts import LEADER, RemoteParts
+from keras_het.strategy.hybrid.return_watch import ReturnWatch
 from keras_het.strategy.hybrid.service_connection import LARGEST_TRIES, CenterClient, Pending
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
 from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
 from keras_het.strategy.rules import Signal
 
 _logger = logging.getLogger("keras_het")
+_LONGEST_FAREWELL_SECONDS = 1.0  # where a lost service may not answer
 
 
 class RemoteHost(Host):
     """Exchanges as an async worker does: what was sent travels while the group computes.
 
     A lost service is an error, or, if the options say so, the group trains on alone, takes all
-    batches, and tries again at exchanges. It then goes on with the service as it is; one that was
-    started anew gets the group's weights.
+    batches, and goes on with the service at the first exchange after that has answered again; until
+    then a thread asks it, and no step waits. One that was started anew gets the group's weights.
 
     Args:
         group: the sync group, whose present weights become the center.
@@ -47,14 +50,19 @@ class RemoteHost(Host):
         if self._parts.state is not None:
             self._state = CenterClient(self._parts.state, group.state_rule)
         self._adopt_center()
-        strategy.service_state = self._parts.exported
+        strategy.service_state = self.exported
         seconds = self._options.timeout_seconds
         self.ledger = LeaderLedger(LedgerClient(addresses[0], group.credential, LEADER, seconds))
         self._pending: Pending | None = None
         self._taken_until = 0
         self._is_closed = self._is_lost = self._is_given_up = False
-        self._next_try = 0.0
+        self._return = ReturnWatch(self._parts.started_anew, seconds)
         _logger.info("The parameter service is at %s.", ", ".join(addresses))
+
+    def exported(self) -> dict[str, np.ndarray] | None:
+        """Versions and the rule's state for a backup, as arrays; None without a service."""
+        found: dict[str, np.ndarray] | None = self._try(self._parts.exported, None)
+        return found
 
     def start_epoch(self, epoch: int) -> None:
         """Begins an epoch."""
@@ -73,7 +81,7 @@ class RemoteHost(Host):
         self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool = False
     ) -> list[Any]:
         """Goes on from the last answer, and sends anew."""
-        if self._is_lost and time.monotonic() < self._next_try:
+        if self._is_lost and not self._return.has_answered:
             return [*weights, *state]
         try:
             if self._is_lost:
@@ -144,8 +152,10 @@ class RemoteHost(Host):
 
     def close(self) -> None:
         """Tells the tasks of the service that training is over."""
+        self._return.stop()
         if not self._is_given_up:
-            self._parts.close()
+            is_away = self._is_lost and not self._return.has_answered
+            self._parts.close(_LONGEST_FAREWELL_SECONDS if is_away else None)
 
     def _open(self) -> None:
         self.ledger.tell(self._taken_until)
@@ -191,14 +201,18 @@ class RemoteHost(Host):
             ServiceLostError: if it is still away.
         """
         started_anew = self._parts.started_anew()
-        if started_anew:
+        if started_anew or self._parts.awaits_center:
             self._parts.begin_again(started_anew)
             self._adopt_center()
             self._pending = None
-        elif self._pending is not None:
-            self._weights.send_again(self._pending)
+            self._parts.awaits_center = False
+        else:  # all parts answer before `after_absence`: a try that fails must not scale once more
+            self._weights.meet_again(self._pending)
+            if self._state is not None:
+                self._state.meet_again(None)
         self._open()
         self._is_lost = False
+        self._return.attached()
         _logger.warning("The parameter service answers again.")
 
     def _adopt_center(self) -> None:
@@ -224,7 +238,7 @@ class RemoteHost(Host):
         if not self._options.goes_on_without_service:
             self._is_given_up = True
             raise error
-        self._next_try = time.monotonic() + self._options.timeout_seconds
+        self._return.start()
         if not self._is_lost:
             self._is_lost = True
             _logger.warning("%s The sync group goes on alone.", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +32,7 @@ class RemoteParts:
     Attributes:
         weights: connection of the weights.
         state: that of the moving statistics, None without any.
+        awaits_center: whether processes that were started anew still lack their center.
 
     Raises:
         ConnectionError: if one of them does not answer.
@@ -42,6 +42,7 @@ class RemoteParts:
     def __init__(self, leader: Any, addresses: Sequence[str], tasks: Sequence[str]) -> None:
         self._leader = leader
         self._addresses, self._tasks = list(addresses), list(tasks)
+        self.awaits_center = False
         options, vectors = leader.options, leader.vectors
         seconds = options.connect_seconds
         self._offer(self._tasks, seconds)
@@ -71,8 +72,15 @@ class RemoteParts:
             self.state.restore(vectors.state.read())
 
     def exported(self) -> dict[str, np.ndarray]:
-        """Versions and the rule's state, as arrays that a backup can keep."""
-        return to_arrays(self.weights.export())
+        """Versions and the rule's state, as arrays that a backup can keep.
+
+        Raises:
+            ServiceLostError: if a part is not answered in time.
+        """
+        try:
+            return to_arrays(self.weights.export())
+        except ConnectionError as error:
+            raise ServiceLostError(str(error)) from error
 
     def started_anew(self) -> list[str]:
         """Addresses of processes that were started anew, and know nothing of this training.
@@ -100,6 +108,7 @@ class RemoteParts:
             ServiceLostError: if one of them does not answer.
         """
         seconds = self._leader.options.timeout_seconds
+        self.awaits_center = True  # until the leader has it back: another try must do it all
         try:
             self._offer(started_anew, seconds)
             for client in (self.weights, self.state):
@@ -135,12 +144,17 @@ class RemoteParts:
         except ConnectionError as error:
             raise ServiceLostError(str(error)) from error
 
-    def close(self) -> None:
-        """Tells the tasks of the service that training is over."""
-        for address in self._tasks:
-            # The answer may be lost with the server that ends.
-            with contextlib.suppress(NoAnswerError):
-                self._tell(address, CLOSE, [], tf.TensorSpec([], tf.int32))
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Tells the tasks of the service that training is over, all at once.
+
+        Args:
+            timeout_seconds: for all of their answers; that of other messages by default.
+        """
+        leader = self._leader
+        seconds = leader.options.timeout_seconds if timeout_seconds is None else timeout_seconds
+        clients = [FunctionClient(task, leader.credential, seconds) for task in self._tasks]
+        for call in [client.call(CLOSE, [], tf.TensorSpec([], tf.int32)) for client in clients]:
+            bool(call.is_ok())  # waits; the answer may be lost with the server that ends
 
     def _offer(self, tasks: Sequence[str], patience: float) -> None:
         leader = self._leader

@@ -12,16 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.planning import ClusterSpeeds, RolePlan, advise_roles
+from keras_het.planning import ClusterSpeeds, ExchangeSettings, RolePlan, advise_roles
 from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
 from keras_het.strategy.cluster_config import CHOSEN_ROLES, TF_CONFIG, ClusterConfig
 from keras_het.strategy.compute_times import StepTimes
 from keras_het.strategy.departure import leave_together
+from keras_het.strategy.hybrid.exchange_times import measure_exchange
 from keras_het.strategy.hybrid.link_rates import measure_link_rates
+from keras_het.strategy.hybrid.participant import HybridOptions
 
 _logger = logging.getLogger("keras_het")
 _ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
-_WARM_UP_STEPS = 4
+WARM_UP_STEPS = 4
+"""Steps that are not measured."""
+MEASURED_STEPS = 16
+"""Steps that are, after them, where the user does not say it."""
 LARGEST_NOISE_SCALE = 1e9
 """Stands for a gradient that was not seen above its noise: staleness costs nothing."""
 
@@ -34,19 +39,27 @@ class RoleChoice:
     Args:
         model: the model that is trained.
         strategy: its `HeterogeneousStrategy`.
+        options: of the training with async workers that would follow.
         measured_steps: steps to measure.
         noise_scale: gradient noise scale in samples; None to measure it.
     """
 
     def __init__(
-        self, model: Any, strategy: Any, measured_steps: int, noise_scale: float | None = None
+        self,
+        model: Any,
+        strategy: Any,
+        options: HybridOptions,
+        measured_steps: int,
+        noise_scale: float | None = None,
     ) -> None:
-        self._model, self._strategy = model, strategy
+        self._model, self._strategy, self._options = model, strategy, options
+        data = strategy.data_to_be_trained
+        self._num_batches = -1 if data is None else int(data.cardinality)
         self._measured_steps = measured_steps
         self._noise_scale = noise_scale
         self._steps = 0
         self._rates = measure_link_rates(strategy)
-        strategy.measure_compute_times(model, gradients=noise_scale is None)
+        strategy.measure_compute_times(model, gradients=noise_scale is None, stops=True)
 
     def steps_done(self, steps: int) -> RolePlan | None:
         """Counts steps; the plan, once it is made.
@@ -55,7 +68,7 @@ class RoleChoice:
             steps: since the last call.
         """
         self._steps += steps
-        if self._steps < self._measured_steps + _WARM_UP_STEPS:
+        if self._steps < self._measured_steps + WARM_UP_STEPS:
             return None
         speeds = self._speeds()
         _logger.info("Gradient noise scale of the roles: %s samples.", speeds.noise_scale)
@@ -67,6 +80,22 @@ class RoleChoice:
         chosen = dataclasses.replace(plan.chosen, roles=roles)  # type: ignore[arg-type]
         return dataclasses.replace(plan, chosen=chosen)
 
+    def end(self) -> None:
+        """Measures no more; says so if there was no plan."""
+        wanted = self._measured_steps + WARM_UP_STEPS
+        if self._steps < wanted and self._strategy.is_chief:
+            _logger.warning(
+                'roles="auto" needs %d steps, %d to warm up and measured_steps=%d. Received: a fit '
+                "of %d, after which everybody is still in the sync group. Give a fit more epochs "
+                "or batches, or measured_steps a lower number: %d more fits measure.",
+                wanted,
+                WARM_UP_STEPS,
+                self._measured_steps,
+                self._steps,
+                self._strategy.role_trials_left,
+            )
+        self._strategy.stop_measuring(self._model)
+
     def _speeds(self) -> ClusterSpeeds:
         steps = self._strategy.compute_times.latest(self._measured_steps)
         seconds = np.median([step.seconds for step in steps], axis=0)
@@ -75,12 +104,28 @@ class RoleChoice:
         counts = self._strategy.layout.replicas_per_worker
         workers = np.split(rates, np.cumsum(counts)[:-1])
         weights = self._model.trainable_variables
+        size = self._options.partition_size
+        times = measure_exchange(self._model, self._strategy, size)
         return ClusterSpeeds(
             samples_per_second=tuple(float(own.sum()) for own in workers),
             link_bytes_per_second=self._rates,
             model_bytes=4 * sum(int(np.prod(variable.shape)) for variable in weights),
             global_batch=int(shares.sum()),
             noise_scale=noise_scale_of(steps) if self._noise_scale is None else self._noise_scale,
+            hop_seconds=times.hop_seconds,
+            exchange=self._exchange(times.busy_seconds),
+        )
+
+    def _exchange(self, busy_seconds: float) -> ExchangeSettings:
+        """How the training that is started exchanges."""
+        options = self._options
+        return ExchangeSettings(
+            period=None if options.adapts_period else options.period,
+            async_period=None if options.adapts_period else options.period_of(0, 0),
+            async_batch_size=options.async_batch_size,
+            busy_seconds=busy_seconds,
+            sends_gradients=options.rule.uses_gradients,
+            num_batches=self._num_batches if self._num_batches > 0 else None,
         )
 
 

@@ -18,6 +18,7 @@ from keras_het.strategy.hybrid.participant import (
     first_async_client,
 )
 from keras_het.strategy.parameter_service import NO_ANSWER, ParameterClient, Status, TopKWire
+from keras_het.strategy.parameter_service.admission import DIVERGED
 from keras_het.strategy.parameter_service.client import PendingPush
 from keras_het.strategy.parameter_service.function_client import FunctionClient
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
@@ -25,11 +26,14 @@ from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
 from keras_het.strategy.rules import Signal
 
 _POLL_SECONDS = 0.05
-_TURN_SECONDS = 0.002
+_SILENT_SECONDS = 10.0  # of waiting for a service that is still to start
+_TURN_SECONDS = (0.002, 0.016)  # first and longest pause between two questions for the turn
 _ROOM_FOR_STRAGGLERS = 1 << 20
+_UNANSWERED = (NO_ANSWER, int(Status.NO_CENTER))
 LARGEST_TRIES = 100
 """Pushes of the same change where others push in between, with a bound on staleness."""
 _logger = logging.getLogger("keras_het")
+_WAITS = "No parameter service for %.0f s; waiting up to %g s for it to start. %s(%s)"
 
 
 @dataclasses.dataclass
@@ -62,6 +66,7 @@ class CenterClient:
 
     Attributes:
         seen: the answer of the last exchange, for each partition.
+        lost_gradient: whether the latest push was a gradient of which no part was taken.
     """
 
     def __init__(self, client: ParameterClient, rule: Any) -> None:
@@ -72,8 +77,8 @@ class CenterClient:
         self._residuals: list[Any] | None = None
         # A process of this number before may have messages on their way still.
         self._sequence = client.latest_sequence() + _ROOM_FOR_STRAGGLERS
-        self._has_warned = False
-        self._was_stale = False
+        self._has_warned = self._has_warned_of_loss = False
+        self._was_stale = self.lost_gradient = False
 
     @property
     def has_own_progress(self) -> bool:
@@ -84,6 +89,15 @@ class CenterClient:
     def latest_versions(self) -> Any:
         """Version of each partition, as far as is known; the weights may be of an older one."""
         return self._latest_versions
+
+    def greet(self) -> None:
+        """Asks all of the service whether it is there.
+
+        Raises:
+            ConnectionError: if one of its processes does not answer in time.
+            PermissionError: if one refuses this worker.
+        """
+        self._client.greet()
 
     def signal(self, signal: Signal) -> int | None:
         """Tells the rule something; the stage of training, None without an answer in time."""
@@ -182,7 +196,20 @@ class CenterClient:
         self._latest_versions = np.maximum(self._latest_versions, self._versions)
         self._residuals = self._left_over(statuses, answer)
         self._was_stale = bool((statuses == int(Status.STALE)).any())
+        self._note_lost_gradient(statuses)
         return carried
+
+    def _note_lost_gradient(self, statuses: Any) -> None:
+        """A gradient that was too stale is not sent again: it would be as stale."""
+        uses_gradients = self._rule.uses_gradients
+        self.lost_gradient = uses_gradients and bool((statuses == int(Status.STALE)).all())
+        if uses_gradients and self._was_stale and not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
+            _logger.warning(
+                "A gradient of this worker was more updates behind than staleness_bound, and is "
+                "not used. If that happens often the worker adds nothing: give it a larger bound "
+                "or a smaller period, or leave the bound out and damp (AsyncSGD damps_staleness)."
+            )
 
     def _final_answer(self, pending: Pending) -> Any:
         """The answer; rules in which workers wait may say several times that it is not their turn.
@@ -192,13 +219,28 @@ class CenterClient:
         while True:
             answer = pending.push.answer(self.seen)
             statuses = answer.statuses.numpy()
-            if (statuses == NO_ANSWER).any():
-                raise ServiceLostError(_lost(statuses))
-            if not (statuses == int(Status.WAIT)).any():
+            _check_answered(statuses)
+            waiting = np.flatnonzero(statuses == int(Status.WAIT)).tolist()
+            if not waiting:
                 return answer
             pending.had_to_wait = True
-            time.sleep(_TURN_SECONDS)
-            self.send_again(pending)
+            self._client.push_again(pending.push, self._in_turn(pending.push, waiting))
+
+    def _in_turn(self, push: PendingPush, waiting: list[int]) -> list[int]:
+        """Waits until it is the turn of some parts, and gives these.
+
+        It asks without values: the link is that of the worker whose turn it is. All parts are
+        asked, for one whose service is gone must not go unnoticed while others say to wait.
+        """
+        pause, longest = _TURN_SECONDS
+        while True:
+            statuses = self._client.ask_turns(push, waiting)
+            _check_answered(np.array(statuses))
+            turns = zip(waiting, statuses, strict=True)
+            if found := [index for index, status in turns if status != Status.WAIT]:
+                return found
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def send_again(self, pending: Pending) -> None:
         """Sends the parts of a push that were not taken, with its old number.
@@ -207,8 +249,23 @@ class CenterClient:
         others have pushed since.
         """
         statuses = pending.push.answer(self.seen).statuses.numpy()
-        again = np.flatnonzero(np.isin(statuses, (NO_ANSWER, int(Status.WAIT))))
+        again = np.flatnonzero(np.isin(statuses, (*_UNANSWERED, int(Status.WAIT))))
         self._client.push_again(pending.push, again.tolist())
+
+    def meet_again(self, pending: Pending | None) -> None:
+        """Waits until all parts answer after a loss; a push under way is sent again.
+
+        Args:
+            pending: what `send` gave and is not finished, None for nothing.
+
+        Raises:
+            ServiceLostError: if a part does not answer in time.
+        """
+        if pending is None:
+            self.pull()
+            return
+        self.send_again(pending)
+        self._final_answer(pending)
 
     def _check_statuses(self, statuses: Any) -> None:
         if np.isin(statuses, (Status.REFUSED, Status.UNKNOWN_CLIENT)).any():
@@ -225,11 +282,7 @@ class CenterClient:
             )
         if (statuses == int(Status.NOT_FINITE)).any() and not self._has_warned:
             self._has_warned = True
-            _logger.warning(
-                "The parameter service does not take this worker's weights, which are not finite. "
-                "Its training has diverged: lower the learning rate. keras.callbacks."
-                "TerminateOnNaN ends it."
-            )
+            _logger.warning(DIVERGED)
 
     def _part(self, index: int, status: int, values: Any, sent: Any, weights: Any) -> Any:
         if status in (Status.OK, Status.REPEATED):
@@ -271,23 +324,29 @@ def outgoing(rule: Any, progress: Sequence[Any], seen: Sequence[Any]) -> tuple[A
     return messages, [rule.after_sending(weights, s) for weights, s in pairs]
 
 
-def connect(make: Any, wait_seconds: float) -> Any:
-    """Calls `make` until the service is there.
+def connect(make: Any, wait_seconds: float, hint: str = "") -> Any:
+    """Calls `make` until the service is there; says so once where that takes long.
 
     Args:
         make: opens a connection; raises `ConnectionError` if nobody answers.
         wait_seconds: how long to try.
+        hint: what else it may be, for those who wait.
 
     Raises:
         ConnectionError: if nobody answered in that time.
     """
-    deadline = time.monotonic() + wait_seconds
+    began = time.monotonic()
+    says_so_after = _SILENT_SECONDS
     while True:
         try:
             return make()
-        except ConnectionError:
-            if time.monotonic() > deadline:
+        except ConnectionError as error:
+            waited = time.monotonic() - began
+            if waited > wait_seconds:
                 raise
+            if waited > says_so_after:
+                says_so_after = wait_seconds
+                _logger.warning(_WAITS, waited, wait_seconds, hint and f"{hint} ", error)
             time.sleep(_POLL_SECONDS)
 
 
@@ -365,9 +424,15 @@ def _find_addresses(participant: Any, ledger: LedgerClient, first: str) -> list[
     return addresses.split(",")
 
 
+def _check_answered(statuses: Any) -> None:
+    if np.isin(statuses, _UNANSWERED).any():
+        raise ServiceLostError(_lost(statuses))
+
+
 def _lost(statuses: Any) -> str:
     return (
         "The parameter service did not answer in time. Received: statuses "
-        f"{statuses.tolist()} (-1: no answer). Its process may be gone; give "
-        'on_service_loss="continue" to go on without it.'
+        f"{statuses.tolist()} (-1: no answer; {int(Status.NO_CENTER)}: started anew, and without "
+        'center until its leader brings it). Its process may be gone; give on_service_loss="'
+        'continue" to go on without it.'
     )

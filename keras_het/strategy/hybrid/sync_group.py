@@ -9,11 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het.planning.exchange_settings import longest_period
 from keras_het.strategy.hybrid.claims import GroupClaims
 from keras_het.strategy.hybrid.host import Grant, Host
 from keras_het.strategy.hybrid.open_service import Membership, join_service
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant
-from keras_het.strategy.hybrid.push_pace import PushPace, choose_period, longest_period
+from keras_het.strategy.hybrid.push_pace import PushPace, choose_period
 from keras_het.strategy.parameter_service.sample_ledger import Stage
 
 _logger = logging.getLogger("keras_het")
@@ -79,6 +80,7 @@ class SyncGroup(Participant):
         self._num_known -= steps
         self._samples += samples
         if self._steps >= self._period:
+            self.check_rate()
             with self._pace.exchanging():
                 self._exchange(push=True)
 
@@ -101,7 +103,7 @@ class SyncGroup(Participant):
         if self.vectors.state is not None:
             self.vectors.state.write(self._agreed_state())
         if host is not None:
-            self._wait_until(lambda: not host.waiting_clients(), "to fetch the final weights")
+            self._wait_until(lambda: not _are_here(host), "to fetch the final weights")
             host.conclude()
         if self._membership is not None:
             self._sum([tf.zeros([1])])  # members hold parts until the last worker has fetched them
@@ -193,3 +195,8 @@ class SyncGroup(Participant):
         sizes = [value.shape[0] for value in values]
         packed = tf.concat(values, axis=0)
         return list(tf.split(self.strategy.extended.sum_over_workers(packed), sizes))
+
+
+def _are_here(host: Host) -> bool:
+    """Whether any async worker is; one that ends meanwhile trains first, then it waits."""
+    return bool(host.training_clients() or host.waiting_clients())

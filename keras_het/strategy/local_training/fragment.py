@@ -40,6 +40,8 @@ class Fragment:
 
     .. math:: s_i \leftarrow \frac{\sum_j n_j s_j}{\sum_j n_j}.
 
+    What no worker has changed since then, such as frozen weights, keeps its bits.
+
     Args:
         strategy: the `HeterogeneousStrategy`.
         rule: combines the weights.
@@ -86,20 +88,28 @@ class Fragment:
         return tf.function(self._combine, autograph=False).get_concrete_function(
             specs(self.center),
             specs(self._mean_statistics),
+            specs(self._mean_statistics),
             tf.TensorSpec([], tf.float32),
             {name: specs(value) for name, value in self.state.items()},
         )
 
-    def _combine(self, weights: Any, statistics: Any, samples: Any, state: Any) -> Any:
+    def _combine(
+        self, weights: Any, statistics: Any, last_mean: Any, samples: Any, state: Any
+    ) -> Any:
         """One exchange, in the graph; weights, statistics and state after it."""
         mean = statistics
 
         def all_reduce_sum(vector: Any) -> Any:
             nonlocal mean
-            packed = tf.concat([vector, samples * statistics, samples[None]], axis=0)
-            total = self._strategy.extended.sum_over_workers(packed)
-            summed, sums, count = tf.split(total, [vector.shape[0], statistics.shape[0], 1])
-            mean = tf.where(count > 0, tf.math.divide_no_nan(sums, count), statistics)
+            # no samples times infinity is not a number
+            own = tf.math.multiply_no_nan(statistics, samples)
+            moved = samples * self._statistics.differ(statistics, last_mean)
+            parts = [vector, own, moved, samples[None]]
+            total = self._strategy.extended.sum_over_workers(tf.concat(parts, axis=0))
+            summed, sums, moved, count = tf.split(total, [part.shape[0] for part in parts])
+            # the mean of equal numbers may be another number, by rounding
+            mean = self._statistics.choose(moved > 0, tf.math.divide_no_nan(sums, count), last_mean)
+            mean = tf.where(count > 0, mean, statistics)
             return summed
 
         with tf.device("CPU:0"):
@@ -121,7 +131,8 @@ class Fragment:
         self._pending = _Pending(sent, step + self._rule.overlap, combined)
 
     def _run(self, sent: tuple[Any, Any], samples: Any) -> tuple[Any, Any]:
-        weights, mean, self.state = self._exchange(*sent, samples, self.state)
+        last_mean = self._mean_statistics
+        weights, mean, self.state = self._exchange(*sent, last_mean, samples, self.state)
         self._mean_statistics = mean
         return weights, mean
 
@@ -152,7 +163,11 @@ class Fragment:
             return
         sent, sent_statistics = pending.sent
         self._weights.write(self._rule.receive(self._weights.read(), sent, combined))
-        self._statistics.write(self._statistics.read() + (mean - sent_statistics))
+        now = self._statistics.read()
+        # exactly the mean if nothing changed meanwhile; there may be infinite values
+        self._statistics.write(
+            tf.where(now == sent_statistics, mean, now + (mean - sent_statistics))
+        )
 
     def show_center(self) -> None:
         """Gives the model the center, with the statistics of the last exchange; idempotent."""

@@ -33,6 +33,7 @@ class LocalSteps:
             if not self._is_expected:
                 # weights of a training that failed are each worker's own
                 adopt_variables_of_the_chief(self._model, self._strategy)
+                self._strategy.service_state = None  # and its center belongs to no other backup
                 self.leave()
                 return self._model.train_function(iterator)
             self._is_expected = False

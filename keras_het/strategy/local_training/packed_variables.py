@@ -48,6 +48,36 @@ class PackedVariables:
             with self._strategy.scope():
                 self._write(vector)
 
+    def differ(self, one: Any, other: Any) -> Any:
+        """In which variables two vectors differ: 1 or 0 for each, float32; in a graph.
+
+        Args:
+            one: of shape [size].
+            other: of shape [size].
+        """
+        if not self._variables:
+            return tf.zeros([0])
+        pairs = zip(tf.split(one, self._sizes), tf.split(other, self._sizes), strict=True)
+        return tf.cast(tf.stack([tf.reduce_any(a != b) for a, b in pairs]), tf.float32)
+
+    def choose(self, conditions: Any, one: Any, other: Any) -> Any:
+        """A vector with the variables of one vector or of another; in a graph.
+
+        Args:
+            conditions: for each variable, whether it is that of `one`.
+            one: of shape [size].
+            other: of shape [size].
+        """
+        if not self._variables:
+            return one
+        parts = zip(
+            tf.unstack(conditions, len(self._sizes)),
+            tf.split(one, self._sizes),
+            tf.split(other, self._sizes),
+            strict=True,
+        )
+        return tf.concat([tf.where(*variable) for variable in parts], axis=0)
+
     def _pack(self) -> Any:
         with tf.device("CPU:0"):
             values = [self._local_value(variable) for variable in self._variables]

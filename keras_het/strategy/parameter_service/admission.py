@@ -26,6 +26,14 @@ class Status(enum.IntEnum):
     STALE = 5
     REPEATED = 6
     CLOSED = 7
+    NO_CENTER = 8
+
+
+DIVERGED = (
+    "The parameter service does not take this worker's weights, which are not finite, or with "
+    "which the center would not be. Its training has diverged: lower the learning rate. "
+    "keras.callbacks.TerminateOnNaN ends it."
+)
 
 
 def read_secret(environ: Mapping[str, str] | None = None) -> bytes:

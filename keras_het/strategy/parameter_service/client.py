@@ -18,7 +18,12 @@ from keras_het.strategy.parameter_service.function_client import (
     error_of,
 )
 from keras_het.strategy.parameter_service.partitions import Partitions, place_partitions
-from keras_het.strategy.parameter_service.saved_state import PartState, piece_places
+from keras_het.strategy.parameter_service.saved_state import (
+    NOT_FINITE_STATE,
+    REMOVE_BACKUP,
+    PartState,
+    piece_places,
+)
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.strategy.rules import Signal
 
@@ -157,7 +162,8 @@ class ParameterClient:
 
         Raises:
             ConnectionError: if a part is not answered in time.
-            ValueError: if the states are of another rule or number of workers.
+            ValueError: if the states are of another rule or number of workers, are not finite, or
+                have a version below 0.
         """
         if states is not None:
             self._restore_states(states)
@@ -176,7 +182,13 @@ class ParameterClient:
         ]
         indices = [index for index, *_ in pieces]
         calls = self._call_each("set_state", messages, _STATUS, indices=indices)
-        if any(bool(call.is_ok()) and int(call.get_value()) != Status.OK for call in calls):
+        statuses = {int(call.get_value()) for call in calls if bool(call.is_ok())}
+        if int(Status.NOT_FINITE) in statuses:
+            raise ValueError(
+                f"{NOT_FINITE_STATE} Received: one that is not, of {len(states)} partitions. "
+                f"{REMOVE_BACKUP}"
+            )
+        if statuses - {int(Status.OK)}:
             raise ValueError(
                 "The saved state of the parameter service is that of another rule or number of "
                 f"workers. Received: variables of {states[0].sizes} elements in partition 0. "
@@ -207,7 +219,7 @@ class ParameterClient:
         """Has the service take no push any more; returns when the last one is through.
 
         Raises:
-            ConnectionError: if a part is not answered in time.
+            ConnectionError: if a part is not answered in time, or refuses.
         """
         deadline = time.monotonic() + self._services[0].timeout_seconds
         while not all(self._ask_all("close", [], tf.TensorSpec([], tf.bool))):
@@ -220,7 +232,7 @@ class ParameterClient:
         """The largest number of a push that the service knows of this worker; 0 for none.
 
         Raises:
-            ConnectionError: if a part is not answered in time.
+            ConnectionError: if a part is not answered in time, or refuses.
         """
         numbers = self._ask_all("latest", [self._client], tf.TensorSpec([], tf.int64))
         return max(int(number) for number in numbers)
@@ -229,7 +241,7 @@ class ParameterClient:
         """Version and the rule's state of each partition.
 
         Raises:
-            ConnectionError: if a part is not answered in time.
+            ConnectionError: if a part is not answered in time, or refuses.
         """
         firsts = self._export([(index, 0, 0) for index in range(len(self.partitions.sizes))])
         sizes = [tuple(int(size) for size in own) for own, _ in firsts]
@@ -261,10 +273,17 @@ class ParameterClient:
         """What partitions answer to messages, after the status."""
         every = (tf.TensorSpec([], tf.int32), *specs)
         calls = self._call_each(method, messages, every, indices=indices)
-        for call in calls:
-            if not bool(call.is_ok()):
+        # All: whoever drops this client because of an error must not free what still waits.
+        for call, is_ok in [(call, bool(call.is_ok())) for call in calls]:
+            if not is_ok:
                 raise ConnectionError(
                     f"The parameter service did not answer in time. Received: {_error_of(call)}."
+                )
+            if int(call.get_value()[0]) != Status.OK:
+                raise ConnectionError(
+                    "The parameter service refused a request of this worker, which it let in "
+                    f"before. Received: status {Status(int(call.get_value()[0])).name}. It serves "
+                    "another training now, or was started with another secret or model."
                 )
         return [tuple(call.get_value()[1:]) for call in calls]
 
@@ -343,6 +362,23 @@ class ParameterClient:
             indices, self._call_each("push", messages, _VALUES, indices=indices), strict=True
         ):
             push.calls[index] = call
+
+    def ask_turns(self, push: PendingPush, indices: Sequence[int]) -> list[int]:
+        """Asks whose turn it is, by messages without values; the rule is one of those that wait.
+
+        Args:
+            push: what was sent.
+            indices: of partitions that were told to wait.
+
+        Returns:
+            For each `Status.WAIT`, or `NO_ANSWER`, or what says that it may be sent again.
+        """
+        messages = []
+        for index in indices:
+            client, _, version, *_ = push.messages[index]
+            messages.append([client, version])
+        calls = self._call_each("turn", messages, _STATUS, indices=indices)
+        return [int(call.get_value()) if bool(call.is_ok()) else NO_ANSWER for call in calls]
 
     def _call_each(
         self,

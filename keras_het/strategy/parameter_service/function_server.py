@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import socket
@@ -19,6 +20,10 @@ _LONGEST_END_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
 
+class ServerStartError(RuntimeError):
+    """A server cannot listen at its address."""
+
+
 class FunctionServer:
     """One RPC server with the functions that were registered before its start.
 
@@ -28,9 +33,14 @@ class FunctionServer:
 
     Args:
         address: "host:port" to listen on.
+
+    Raises:
+        ServerStartError: if somebody listens there already.
     """
 
     def __init__(self, address: str) -> None:
+        # TensorFlow has one server for each address: this one would end another with itself.
+        _check_nobody_listens(address)
         self.address = address
         self._methods: dict[str, Any] = {}
         with tf.init_scope(), tf.device("CPU:0"):
@@ -53,8 +63,16 @@ class FunctionServer:
         """Starts to answer; returns when it does.
 
         Raises:
-            RuntimeError: if it does not, as when the address cannot be listened on.
+            ServerStartError: if it does not, as when the address cannot be listened on.
         """
+        try:
+            self._start()
+        except ServerStartError:
+            self.close()
+            raise
+        _listening.append(self)
+
+    def _start(self) -> None:
         _check_nobody_listens(self.address)
         self._thread.start()
         deadline = time.monotonic() + _LONGEST_START_SECONDS
@@ -63,7 +81,7 @@ class FunctionServer:
                 break
             time.sleep(_POLL_SECONDS)
         if not self._listens():
-            raise RuntimeError(
+            raise ServerStartError(
                 f"The server at {self.address} did not start. Received: {self._error!r}. Check "
                 "that the address is one of this machine and its port free."
             )
@@ -81,10 +99,12 @@ class FunctionServer:
 
     def close(self) -> None:
         """Stops to answer and leaves the port; calls that are being answered end first."""
-        # TensorFlow ends the server with the last reference to it. The serving call must go on
-        # until then: calls that are being answered use what belongs to it.
-        self._server = None
-        gc.collect()
+        _close([self])
+
+    def _leave(self) -> None:
+        self._server = self._error = None
+
+    def _end_serving(self) -> None:
         self._end.close(cancel_pending_enqueues=True)
         if self._thread.ident is not None:
             self._thread.join(_LONGEST_END_SECONDS)
@@ -108,6 +128,27 @@ class FunctionServer:
             self._error = error
 
 
+_listening: list[FunctionServer] = []
+
+
+def _close(servers: list[FunctionServer]) -> None:
+    # TensorFlow ends a server with the last reference to it. The serving call must go on until
+    # then: calls that are being answered use what belongs to it.
+    for server in servers:
+        server._leave()
+    gc.collect()
+    for server in servers:
+        server._end_serving()
+        if server in _listening:
+            _listening.remove(server)
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of the process: what is answered then would use what is gone."""
+    _close(list(_listening))
+
+
 def _check_nobody_listens(address: str) -> None:
     """TensorFlow's servers share a port with each other, so that each gets some of the calls."""
     host, _, port = address.rpartition(":")
@@ -117,7 +158,8 @@ def _check_nobody_listens(address: str) -> None:
             probe.bind((host, int(port)))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise RuntimeError(
-                    f"The server at {address} did not start: another process listens there. End "
-                    "the one that an earlier run has left, or give another port."
+                raise ServerStartError(
+                    f"The server at {address} did not start: somebody listens there. Close the one "
+                    "of this process, end the one that an earlier run has left, or give another "
+                    "port."
                 ) from error

@@ -18,12 +18,18 @@ class Part:
         size: float32 elements.
         rule: the update rule, which may keep a state of its own for each partition.
         num_clients: workers that may push.
+        lock: name of its lock; parts with the same one wait for each other. Each name costs a
+            thread until the process ends.
+        has_center: whether zeros are its center; otherwise it has none until one is brought.
     """
 
-    def __init__(self, size: int, rule: Any, num_clients: int) -> None:
+    def __init__(
+        self, size: int, rule: Any, num_clients: int, lock: str, has_center: bool = True
+    ) -> None:
         self.size = size
         self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
         self.center = tf.Variable(tf.zeros([size]), trainable=False)
+        self.has_center = tf.Variable(has_center, trainable=False)
         self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         # What a client in this process saw last, which sends no message that says it.
         self.seen_here = tf.Variable(tf.zeros([], tf.int64), trainable=False)
@@ -31,7 +37,8 @@ class Part:
         # Pushes that are being taken without the lock.
         self.under_way = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         self.slots = rule.create_slots(self.center)
-        self.lock = tf.CriticalSection()
+        # All locks without a name are one.
+        self.lock = tf.CriticalSection(shared_name=f"keras_het_{lock}")
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -42,8 +49,9 @@ class Part:
     def resources(self) -> list[Any]:
         """Handles of the variables and of the lock, in an order that depends on the kind only."""
         own = (self.center, self.version, self.sequences, self.seen_here, self.is_closed)
+        others = (self.under_way, self.has_center)
         slots = (self.slots[name] for name in sorted(self.slots))
-        handles = [variable.handle for variable in (*own, self.under_way, *slots)]
+        handles = [variable.handle for variable in (*own, *others, *slots)]
         return [*handles, private_api.mutex_of(self.lock)]
 
     @property
@@ -68,7 +76,7 @@ class Part:
     def set_state_piece(self, place: Any, start: Any, piece: Any) -> Any:
         """Sets a piece of a variable; in the graph, under the lock.
 
-        Nothing changes if it cannot be read.
+        Nothing changes if it cannot be read, is not finite, or has a version below 0.
 
         Args:
             place: number of the variable, int32 scalar.
@@ -76,7 +84,7 @@ class Part:
             piece: what `state_piece` gave.
 
         Returns:
-            A tensor that is there when it is done.
+            Whether it was taken, when it is done; bool scalar.
         """
 
         def write(variable: Any) -> Any:
@@ -84,10 +92,24 @@ class Part:
             new = tf.ensure_shape(tf.io.parse_tensor(piece, variable.dtype), [None])
             end = start + tf.size(new, out_type=tf.int64)
             whole = tf.concat([values[:start], new, values[end:]], axis=0)
-            variable.assign(tf.reshape(whole, variable.shape))
-            return tf.constant(True)
+
+            def take() -> Any:
+                variable.assign(tf.reshape(whole, variable.shape))
+                return tf.constant(True)
+
+            is_valid = self._is_valid(variable, new, values)
+            return tf.cond(is_valid, take, lambda: tf.constant(False))
 
         return tf.switch_case(place, [functools.partial(write, own) for own in self._state()])
+
+    def _is_valid(self, variable: Any, values: Any, before: Any) -> Any:
+        if variable is self.version:
+            return tf.reduce_all(values >= 0)
+        if variable.dtype.is_floating:
+            # No push could be taken with such a state any more, unless the rule begins with one.
+            began = tf.reduce_all(tf.math.is_finite(before))
+            return tf.reduce_all(tf.math.is_finite(values)) | ~began
+        return tf.constant(True)
 
     def _state(self) -> list[Any]:
         return [self.version, *(self.slots[name] for name in sorted(self.slots))]

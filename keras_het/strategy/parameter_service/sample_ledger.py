@@ -86,7 +86,7 @@ class SampleLedger:
             self._presence = _variable(tf.zeros([num_clients], tf.int32))
             self._paces = _variable(tf.zeros([num_clients, PACE_NUMBERS], tf.float64))
             self._paced = _variable(tf.zeros([num_clients], tf.float64))
-            self._lock = tf.CriticalSection()
+            self._lock = tf.CriticalSection(shared_name="keras_het_ledger")
         self._claim = self._claim_function()
         self._pace = self._pace_function()
         server.register(f"{PREFIX}claim", self._remote_claim_function())
@@ -142,7 +142,7 @@ class SampleLedger:
 
     def is_handed_out(self, epoch: int) -> bool:
         """Whether all batches of an epoch were handed out."""
-        return int(self._next[epoch]) >= int(self._total)
+        return int(tf.gather(self._next, epoch)) >= int(self._total)
 
     def add_used(self, client: int, samples: int) -> None:
         """Counts samples that a client has used."""
@@ -179,7 +179,7 @@ class SampleLedger:
         )
         def claim(client: Any, epoch: Any, count: Any) -> Any:
             def take() -> Any:
-                first = self._next[epoch]
+                first = tf.gather(self._next, epoch)  # not a copy of all of it
                 left = tf.where(epoch < self._num_epochs, self._total - first, 0)
                 granted = tf.clip_by_value(left, 0, count)
                 taken = self._next.scatter_nd_update([[epoch]], [first + granted])
@@ -326,9 +326,10 @@ class SampleLedger:
             def count_and_pass_on() -> Any:
                 counted = self._count(client, used)
                 until = tf.where(stage >= 0, taken_until, 0)
-                following = tf.maximum(self._next[epoch], until)
-                with tf.control_dependencies([counted]):
-                    return self._next.scatter_nd_update([[epoch]], [following])[epoch]
+                following = tf.maximum(tf.gather(self._next, epoch), until)
+                passed_on = self._next.scatter_nd_update([[epoch]], [following])
+                with tf.control_dependencies([counted, passed_on]):
+                    return tf.identity(following)
 
             def note() -> Any:
                 places = (self._epoch, *self._facts())
@@ -375,7 +376,7 @@ class SampleLedger:
 
     def _overview(self) -> Any:
         """Of each client presence, silence in seconds, batches, samples, batches left, report."""
-        left = self._total - self._next[self._epoch]
+        left = self._total - tf.gather(self._next, self._epoch)
         columns = (
             self._presence.read_value(),
             tf.timestamp() - self._last_seen,

@@ -11,6 +11,11 @@ from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTE
 
 LARGEST_PIECE = LARGEST_MESSAGE_BYTES // 8
 """Elements of a piece, of up to 8 bytes each."""
+NOT_FINITE_STATE = (
+    "The saved state of the parameter service must be finite, and its versions at least 0, or no "
+    "push could be taken with it."
+)
+REMOVE_BACKUP = "Remove the backup (the training was diverging, or the file is damaged)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,29 @@ def piece_places(sizes: Sequence[int]) -> list[tuple[int, int]]:
         for place, size in enumerate(sizes)
         for start in range(0, size, LARGEST_PIECE)
     ]
+
+
+def check_values(state: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> None:
+    """Refuses versions and state of the rule with which no push could be taken any more.
+
+    Args:
+        state: what `ParameterService.state` gave.
+        before: that of the service that gets it; a rule may begin with values that are not finite.
+
+    Raises:
+        ValueError: if a value is not finite, or a version is below 0.
+    """
+    found = [
+        name
+        for name, values in state.items()
+        if np.isfinite(before[name]).all() and not np.isfinite(values).all()
+    ]
+    if (state["versions"] < 0).any():
+        found.append("versions")
+    if found:
+        raise ValueError(
+            f"{NOT_FINITE_STATE} Received: such values in {sorted(found)}. {REMOVE_BACKUP}"
+        )
 
 
 def to_arrays(states: Sequence[PartState]) -> dict[str, np.ndarray]:

@@ -11,19 +11,28 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.admission import DIVERGED, Status
 from keras_het.strategy.parameter_service.bound_function import BoundFunction, PartFunction
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
 from keras_het.strategy.parameter_service.part import Part
 from keras_het.strategy.parameter_service.partitions import Partitions
+from keras_het.strategy.parameter_service.saved_state import check_values
+from keras_het.strategy.parameter_service.state_functions import (
+    export_function,
+    set_state_function,
+)
+from keras_het.strategy.parameter_service.undo import Undo, is_finite
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.strategy.rules import PushMeta, Signal, UpdateRule
 
 LONGEST_CLOSE_SECONDS = 10.0
 """For pushes of rules without lock that are being taken at the end of training."""
+NUM_LOCKS = 16
+"""Partitions that are updated at the same time at most, of rules that are atomic."""
+LARGEST_SAMPLES = 2.0**31
+"""Samples of one push, beyond which it is nonsense."""
 _POLL_SECONDS = 0.002
-_PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
 _logger = logging.getLogger("keras_het")
 
 
@@ -31,10 +40,11 @@ class ParameterService:
     """Real variables in this process, updated and read by functions that others call.
 
     Each partition of the center has a version that counts its updates; a push tells which version
-    the worker last saw. Rules that are atomic update a partition under a lock of its own, so that
-    no push is lost and versions count every one. A push may carry a number: one whose answer was
-    lost can be sent again, and counts once. A request with the wrong credential, an unknown
-    client or a value that is not finite changes nothing, and after `close_training` no push does.
+    the worker last saw. Rules that are atomic update a partition under a lock, of which there are
+    `NUM_LOCKS`, so that no push is lost and versions count every one. A push may carry a number:
+    one whose answer was lost can be sent again, and counts once. A request with the wrong
+    credential, an unknown client or a value that is not finite changes nothing, nor does one after
+    which the center or the rule's state would not be finite; after `close_training` no push does.
 
     Args:
         address: "host:port" to listen on; use 127.0.0.1 unless other machines must connect.
@@ -50,6 +60,8 @@ class ParameterService:
         server: server to answer on; by default one of its own at `address`.
         indices: numbers of the partitions that it holds, where several services share them; all by
             default.
+        awaits_center: whether others can push and pull only after the center was set or restored
+            (status `NO_CENTER`); by default it is zeros at first.
 
     Raises:
         ValueError: if a partition is too large for a message of the format, or the rule was made
@@ -68,6 +80,7 @@ class ParameterService:
         prefix: str = "",
         server: FunctionServer | None = None,
         indices: Sequence[int] | None = None,
+        awaits_center: bool = False,
     ) -> None:
         self.address = address
         self._staleness_bound = staleness_bound
@@ -78,9 +91,19 @@ class ParameterService:
         self._rule = rule
         self._num_clients = num_clients
         self._gate = Gate(credential)
+        self._has_warned = False
         self.indices = tuple(range(len(partitions.sizes)) if indices is None else indices)
         with tf.init_scope(), tf.device("CPU:0"):
-            self._parts = [Part(partitions.sizes[i], rule, num_clients) for i in self.indices]
+            self._parts = [
+                Part(
+                    partitions.sizes[i],
+                    rule,
+                    num_clients,
+                    f"{prefix}part_{i % NUM_LOCKS}",
+                    has_center=not awaits_center,
+                )
+                for i in self.indices
+            ]
         self._server = FunctionServer(address) if server is None else server
         # One function for each partition: with several critical sections in one, TensorFlow waits
         # forever.
@@ -96,12 +119,13 @@ class ParameterService:
             "push": self._push_function,
             "pull": self._pull_function,
             "center": functools.partial(self._pull_function, exact=True),
-            "export": self._export_function,
+            "export": functools.partial(export_function, self._gate),
             "restore": self._restore_function,
-            "set_state": self._set_state_function,
+            "set_state": functools.partial(set_state_function, self._gate),
             "signal": self._signal_function,
             "latest": self._latest_function,
             "close": self._close_function,
+            **({"turn": self._turn_function} if self._rule.may_wait else {}),
         }
 
     def start(self) -> None:
@@ -128,6 +152,7 @@ class ParameterService:
         """
         for part, values in zip(self._parts, partitions, strict=True):
             part.center.assign(values)
+            part.has_center.assign(True)
             part.seen_here.assign(part.version)
 
     def center_partitions(self) -> list[Any]:
@@ -161,7 +186,7 @@ class ParameterService:
             state: of a service for the same model, rule and partitions.
 
         Raises:
-            ValueError: if it is another's.
+            ValueError: if it is another's, is not finite, or has a version below 0.
         """
         expected = self.state()
         if {n: a.shape for n, a in state.items()} != {n: a.shape for n, a in expected.items()}:
@@ -170,6 +195,7 @@ class ParameterService:
                 f"Received: {sorted(state)}; expected: {sorted(expected)} of the same shapes. "
                 "Remove the backup, or use the model and rule that it was made with."
             )
+        check_values(state, expected)
         for place, (index, part) in enumerate(zip(self.indices, self._parts, strict=True)):
             part.version.assign(state["versions"][place])
             part.seen_here.assign(part.version)
@@ -178,6 +204,8 @@ class ParameterService:
 
     def exchange_locally(self, client: int, samples: float, changes: Sequence[Any]) -> list[Any]:
         """A push from this process, without a message; the rule's answer for each partition.
+
+        A partition with a value that is not finite is not taken: the answer is its center.
 
         Raises:
             ValueError: if the rule makes workers wait for each other, which this would forget.
@@ -189,10 +217,12 @@ class ParameterService:
                 "ParameterClient here too, or a rule that never waits."
             )
         who, weight = tf.constant(client, tf.int32), tf.constant(samples, tf.float32)
-        return [
-            exchange(who, weight, change)
-            for exchange, change in zip(self._exchanges, changes, strict=True)
-        ]
+        pairs = zip(self._exchanges, changes, strict=True)
+        answers = [exchange(who, weight, change) for exchange, change in pairs]
+        if not self._has_warned and any(int(s) == Status.NOT_FINITE for s, _ in answers):
+            self._has_warned = True
+            _logger.warning(DIVERGED)
+        return [answer for _, answer in answers]
 
     def close_training(self) -> None:
         """Takes no push from others any more; returns when the last one is through."""
@@ -222,9 +252,17 @@ class ParameterService:
         @tf.function(input_signature=signature, autograph=False)
         def exchange(client: Any, samples: Any, change: Any) -> Any:
             seen = part.seen_here.read_value()
-            _, version, answer = self._update(part, client, samples, seen, change)
+            status, version, answer = tf.cond(
+                is_finite(change),
+                lambda: self._update(part, client, samples, seen, change),
+                lambda: (
+                    tf.constant(int(Status.NOT_FINITE)),
+                    part.version.read_value(),
+                    part.center.read_value(),
+                ),
+            )
             part.seen_here.assign(version)
-            return answer
+            return status, answer
 
         return exchange
 
@@ -239,15 +277,15 @@ class ParameterService:
     def _pull_function(self, part: Part, exact: bool = False) -> Any:
         encode = tf.identity if exact else self._answer
 
+        def read() -> Any:
+            center = encode(part.center.read_value())
+            return tf.constant(int(Status.OK)), part.version.read_value(), center
+
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
         def pull(credential: Any) -> Any:
             return tf.cond(
                 self._gate.admits(credential),
-                lambda: (
-                    tf.constant(int(Status.OK)),
-                    part.version.read_value(),
-                    encode(part.center.read_value()),
-                ),
+                lambda: self._if_there(part, read),
                 lambda: self._nothing(Status.REFUSED),
             )
 
@@ -267,7 +305,10 @@ class ParameterService:
         def push(
             credential: Any, client: Any, samples: Any, version: Any, sequence: Any, *sent: Any
         ) -> Any:
-            change = self._wire.decode(list(sent), part.size)
+            # a message may have another shape than the function was traced for
+            pairs = zip(sent, self._wire.signature(part.size), strict=True)
+            vectors = [tf.ensure_shape(values, spec.shape) for values, spec in pairs]
+            change = self._wire.decode(vectors, part.size)
 
             def update() -> Any:
                 status, new_version, answer = self._update(
@@ -275,77 +316,27 @@ class ParameterService:
                 )
                 return status, new_version, self._answer(answer)
 
-            # one pass over the values; a sum of finite ones beyond float32 is as useless
-            finite = tf.math.is_finite(tf.reduce_sum(change)) & tf.math.is_finite(samples)
+            def refuse() -> Any:
+                with tf.control_dependencies([self._pass_turn(part, client, samples, sequence)]):
+                    return self._nothing(Status.NOT_FINITE)
+
+            def answer() -> Any:
+                return self._if_there(part, lambda: tf.cond(finite, update, refuse))
+
+            finite = is_finite(change) & (samples <= LARGEST_SAMPLES)  # false for NaN, too
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
             known &= (sequence >= 0) & ~(samples < 0)  # what is not a number is told apart below
             return tf.cond(
                 self._gate.admits(credential),
                 lambda: tf.cond(
                     known,
-                    lambda: tf.cond(finite, update, lambda: self._nothing(Status.NOT_FINITE)),
+                    answer,
                     lambda: self._nothing(Status.UNKNOWN_CLIENT),
                 ),
                 lambda: self._nothing(Status.REFUSED),
             )
 
         return push
-
-    def _export_function(self, part: Part) -> Any:
-        sizes = part.state_sizes
-
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string), *_PLACE], autograph=False)
-        def export(credential: Any, place: Any, start: Any) -> Any:
-            known = (place >= 0) & (place < len(sizes)) & (start >= 0)
-            return tf.cond(
-                self._gate.admits(credential) & known,
-                lambda: (
-                    tf.constant(int(Status.OK)),
-                    tf.constant(sizes, tf.int64),
-                    part.state_piece(place, start),
-                ),
-                lambda: (
-                    tf.constant(int(Status.REFUSED)),
-                    tf.zeros([len(sizes)], tf.int64),
-                    tf.constant(""),
-                ),
-            )
-
-        return export
-
-    def _set_state_function(self, part: Part) -> Any:
-        sizes = part.state_sizes
-        signature = [
-            tf.TensorSpec([], tf.string),
-            tf.TensorSpec([None], tf.int64),
-            *_PLACE,
-            tf.TensorSpec([], tf.string),
-        ]
-
-        def fits(saved_sizes: Any) -> Any:
-            is_same_rule = tf.equal(tf.size(saved_sizes), len(sizes))
-            return tf.cond(
-                is_same_rule,
-                lambda: tf.reduce_all(tf.equal(saved_sizes, sizes)),
-                lambda: tf.constant(False),
-            )
-
-        @tf.function(input_signature=signature, autograph=False)
-        def set_state(credential: Any, saved_sizes: Any, place: Any, start: Any, piece: Any) -> Any:
-            def take() -> Any:
-                # two pieces of a variable are under way at a time
-                done = part.lock.execute(lambda: part.set_state_piece(place, start, piece))
-                with tf.control_dependencies([done]):
-                    return tf.constant(int(Status.OK))
-
-            known = (place >= 0) & (place < len(sizes)) & (start >= 0) & fits(saved_sizes)
-            return tf.cond(
-                self._gate.admits(credential) & known,
-                take,
-                lambda: tf.constant(int(Status.REFUSED)),
-            )
-
-        return set_state
 
     def signal_locally(self, client: int, signal: Signal) -> None:
         """Tells the rule something of a client, from this process.
@@ -416,7 +407,9 @@ class ParameterService:
         )
         def restore(credential: Any, center: Any) -> Any:
             def take() -> Any:
-                part.center.assign(center)
+                brought = part.center.assign(center, read_value=True)
+                with tf.control_dependencies([brought]):
+                    part.has_center.assign(True)
                 return tf.constant(int(Status.OK))
 
             finite = tf.reduce_all(tf.math.is_finite(center))
@@ -434,6 +427,11 @@ class ParameterService:
     def _nothing(self, status: Status) -> tuple[Any, Any, Any]:
         return tf.constant(int(status)), tf.constant(-1, tf.int64), tf.zeros([0])
 
+    def _if_there(self, part: Part, answer: Any) -> Any:
+        """A process that was started anew has no center until the leader has brought it."""
+        has_center = part.has_center.read_value()
+        return tf.cond(has_center, answer, lambda: self._nothing(Status.NO_CENTER))
+
     def _update(
         self,
         part: Part,
@@ -450,10 +448,8 @@ class ParameterService:
             meta = PushMeta(client, samples, staleness, part.version.read_value())
             if not self._rule.may_wait:
                 return self._apply(part, change, meta)
-            with tf.control_dependencies([self._rule.note_presence(part.slots, client)]):
-                is_turn = self._rule.is_turn(part.slots, meta)
             return tf.cond(
-                is_turn,
+                self._is_turn(part, meta),
                 lambda: self._apply(part, change, meta),
                 lambda: (tf.constant(int(Status.WAIT)), tf.constant(-1, tf.int64), tf.zeros([0])),
             )
@@ -480,10 +476,7 @@ class ParameterService:
         """Takes a push unless it was taken before (its answer was lost), or comes too late."""
         numbered = sequence > 0
         repeated = numbered & (sequence <= part.sequences[client])
-        bound = self._staleness_bound
-        # a version that is still to come is that of another service, whose center was another
-        ahead = version > part.version
-        stale = tf.constant(False) if bound is None else (part.version - version > bound) | ahead
+        stale = self._is_stale(part, version)
         closed = part.is_closed.read_value()
 
         def take() -> tuple[Any, Any, Any]:
@@ -501,11 +494,92 @@ class ParameterService:
         result: tuple[Any, Any, Any] = tf.cond(repeated | stale | closed, leave, take)
         return result
 
+    def _is_turn(self, part: Part, meta: PushMeta) -> Any:
+        with tf.control_dependencies([self._rule.note_presence(part.slots, meta.client)]):
+            return self._rule.is_turn(part.slots, meta)
+
+    def _turn_function(self, part: Part) -> Any:
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([], tf.string),
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.int64),
+            ]
+        )
+        def turn(credential: Any, client: Any, version: Any) -> Any:
+            """Whether a push would be told to wait, without its values."""
+
+            def may_send() -> Any:
+                zero = tf.constant(0.0)
+                meta = PushMeta(client, zero, zero, part.version.read_value())
+                is_turn = self._is_turn(part, meta)
+                # of these a push is told at once
+                may_not_wait = part.is_closed | ~part.has_center | self._is_stale(part, version)
+                return tf.where(is_turn | may_not_wait, int(Status.OK), int(Status.WAIT))
+
+            known = (client >= 0) & (client < self._num_clients) & (version >= 0)
+            return tf.cond(
+                self._gate.admits(credential) & known,
+                lambda: part.lock.execute(may_send),
+                lambda: tf.constant(int(Status.REFUSED)),
+            )
+
+        return turn
+
+    def _is_stale(self, part: Part, version: Any) -> Any:
+        bound = self._staleness_bound
+        if bound is None:
+            return tf.constant(False)
+        # a version that is still to come is that of another service, whose center was another
+        return (part.version - version > bound) | (version > part.version)
+
+    def _pass_turn(self, part: Part, client: Any, samples: Any, sequence: Any) -> Any:
+        """Ends the turn of a worker whose push is refused, once: the others would wait for it."""
+        if not self._rule.may_wait:
+            return tf.constant(True)
+        meta = PushMeta(client, samples, tf.constant(0.0), part.version.read_value())
+
+        def take_note() -> Any:
+            latest = tf.maximum(sequence, part.sequences[client])
+            noted = part.sequences.scatter_nd_update([[client]], [latest])
+            with tf.control_dependencies([noted]):
+                return _done(self._rule.pass_turn(part.slots, meta))
+
+        def end_turn() -> Any:
+            is_new = (sequence < 1) | (sequence > part.sequences[client])
+            is_turn = self._rule.is_turn(part.slots, meta)
+            return tf.cond(is_new & is_turn, take_note, _nothing)
+
+        return part.lock.execute(end_turn)
+
     def _apply(self, part: Part, change: Any, meta: PushMeta) -> tuple[Any, Any, Any]:
+        """Applies the rule; undone where finite messages add up to what is not finite."""
+        before = Undo(part, meta.client, self._rule.rows_of_workers)
         answer = self._rule.update(part.center, part.slots, change, meta)
-        with tf.control_dependencies([answer]):
+
+        def take() -> tuple[Any, Any, Any]:
             new_version = part.version.assign_add(1, read_value=True)
             return tf.constant(int(Status.OK)), new_version, tf.identity(answer)
+
+        def leave() -> tuple[Any, Any, Any]:
+            before.undo()
+            if self._rule.may_wait:  # it was in its turn
+                self._rule.pass_turn(part.slots, meta)
+            center = part.center.read_value()
+            return tf.constant(int(Status.NOT_FINITE)), part.version.read_value(), center
+
+        with tf.control_dependencies([answer]):
+            result: tuple[Any, Any, Any] = tf.cond(before.is_needed(), leave, take)
+        return result
+
+
+def _done(result: Any) -> Any:
+    with tf.control_dependencies([result]):
+        return tf.constant(True)
+
+
+def _nothing() -> Any:
+    return tf.constant(True)
 
 
 def _check_number_of_workers(rule: UpdateRule, num_clients: int) -> None:

@@ -246,12 +246,15 @@ class ASHL(SendsChange):
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Adds the worker's share of the change, and counts the push in the second stage."""
-        worker = self._worker(meta)
-        counted = tf.cast(slots["second_stage"], tf.int64)[None]
-        pushes = slots["pushes"].scatter_nd_add(tf.reshape(worker, [1, 1]), counted)
-        with tf.control_dependencies([tf.identity(pushes)]):
-            center.assign_add(self._share(slots, worker, meta.samples) * change)
+        with tf.control_dependencies([self.pass_turn(slots, meta)]):
+            center.assign_add(self._share(slots, self._worker(meta), meta.samples) * change)
         return center.read_value()
+
+    def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+        """Counts the push in the second stage."""
+        counted = tf.cast(slots["second_stage"], tf.int64)[None]
+        worker = tf.reshape(self._worker(meta), [1, 1])
+        return tf.identity(slots["pushes"].scatter_nd_add(worker, counted))
 
     def _share(self, slots: dict[str, Any], worker: Any, samples: Any) -> Any:
         """D of a worker whose push of some samples is taken now."""

@@ -17,7 +17,7 @@ class AsyncEASGD(ElasticAveraging):
     The worker computes its gradient while its weights and the center travel.
 
     Args:
-        alpha: moving rate; None for 0.9 / `num_workers`.
+        alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
         learning_rate: of the workers, to check the bound.
         num_workers: number of workers; needed for the default of alpha.
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import keras
 
-from keras_het.strategy.rules.elastic_averaging import ElasticAveraging
+from keras_het.strategy.rules.elastic_averaging import ElasticAveraging, own_optimizer
 
 
 class AsyncMEASGD(ElasticAveraging):
@@ -21,7 +21,7 @@ class AsyncMEASGD(ElasticAveraging):
     momentum on the worker. With Nesterov's momentum it is the EAMSGD of 2015.
 
     Args:
-        alpha: moving rate; None for 0.9 / `num_workers`.
+        alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
         learning_rate: of the workers, to check the bound.
         num_workers: number of workers; needed for the default of alpha.
 
@@ -41,6 +41,7 @@ class AsyncMEASGD(ElasticAveraging):
         Raises:
             ValueError: for another optimizer.
         """
+        optimizer = own_optimizer(optimizer)
         if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum > 0:
             return
         raise ValueError(

@@ -16,7 +16,8 @@ class AsyncSGD(SendsGradient):
     r"""A step of an optimizer on the center for each gradient that comes.
 
     With :math:`\tau` updates since the worker last saw the center, :math:`A_i` samples behind its
-    mean gradient :math:`g_i`, and v updates so far, the learning rate of the step is
+    mean gradient :math:`g_i` (of its steps, which all count the same), and v updates so far, the
+    learning rate of the step is
 
     .. math::
         \eta_i = \eta(v) \; \frac{A_i}{A} \; warm(v) \; \frac{1}{\max(1, \tau)}

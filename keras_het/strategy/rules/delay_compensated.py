@@ -43,6 +43,7 @@ class DelayCompensated(SendsGradient):
     """
 
     name: ClassVar[str] = "delay_compensated"
+    rows_of_workers: ClassVar[frozenset[str]] = frozenset({"seen", "mean_square"})
 
     def __init__(
         self,
@@ -80,11 +81,13 @@ class DelayCompensated(SendsGradient):
         client = tf.clip_by_value(meta.client, 0, self.num_workers - 1)
         seen_version = meta.version - tf.cast(meta.staleness, tf.int64)
         known = (seen_version > 0) & tf.equal(seen_version, slots["seen_version"][client])
-        moved = tf.where(known, center - slots["seen"][client], tf.zeros_like(change))
+        # gathered: an index would copy the rows of all workers first
+        moved = tf.where(known, center - tf.gather(slots["seen"], client), tf.zeros_like(change))
         square = change * change
         strength: Any = self.compensation
         if self.decay is not None:
-            mean = self.decay * slots["mean_square"][client] + (1 - self.decay) * square
+            mean = self.decay * tf.gather(slots["mean_square"], client)
+            mean += (1 - self.decay) * square
             _set_row(slots["mean_square"], client, mean)
             strength = self.compensation * tf.math.rsqrt(mean + _EPSILON)
         center.assign_sub(self.learning_rate * (change + strength * square * moved))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import keras
@@ -10,6 +11,8 @@ from keras_het.strategy.rules.update_rule import PushMeta, UpdateRule
 
 BETA = 0.9
 """Sum of the moving rates of all workers that the authors of EASGD use."""
+LARGEST_DEFAULT = 0.5
+"""Moving rate of one worker alone, within the bound of 2 / 3 however many steps an answer takes."""
 
 
 class ElasticAveraging(UpdateRule):
@@ -24,7 +27,8 @@ class ElasticAveraging(UpdateRule):
     where it took steps in the meantime. Between exchanges it takes steps of its own optimizer.
 
     Args:
-        alpha: moving rate :math:`\alpha = \eta\rho`; None for 0.9 / `num_workers`, as the authors.
+        alpha: moving rate :math:`\alpha = \eta\rho`; None for 0.9 / `num_workers`, as the authors,
+            and 0.5 for one worker.
         learning_rate: :math:`\eta` of the workers, times the largest curvature if that is known, to
             check the bound; None for the bound of an infinitely small rate.
         num_workers: number of workers; needed for the default of alpha.
@@ -48,7 +52,7 @@ class ElasticAveraging(UpdateRule):
         learning_rate: float | None = None,
         num_workers: int | None = None,
     ) -> None:
-        self.alpha = default_moving_rate(alpha, num_workers)
+        self.alpha = default_moving_rate(alpha, num_workers, LARGEST_DEFAULT)
         self.learning_rate = learning_rate
         self.num_workers = num_workers
         check_moving_rate(self.alpha, learning_rate, 1)
@@ -80,6 +84,20 @@ class ElasticAveraging(UpdateRule):
         if rate is not None and 0 <= rate <= 2:
             check_moving_rate(self.alpha, rate, 1)
 
+    def check_overlap(self, optimizer: Any, steps: float) -> None:
+        """Checks the bound for answers that come back after steps of plain gradient descent.
+
+        Args:
+            optimizer: the Keras optimizer that the model was compiled with.
+            steps: while an answer travels; infinite where the number is not known.
+
+        Raises:
+            ValueError: if alpha is outside of it; the message has the bound.
+        """
+        rate = plain_learning_rate(optimizer)
+        if rate is not None and 0 <= rate <= 2:
+            check_moving_rate(self.alpha, rate, 1, steps)
+
     def get_config(self) -> dict[str, Any]:
         """The settings."""
         return {
@@ -89,8 +107,15 @@ class ElasticAveraging(UpdateRule):
         }
 
 
-def default_moving_rate(alpha: float | None, num_workers: int | None) -> float:
+def default_moving_rate(
+    alpha: float | None, num_workers: int | None, largest: float = BETA
+) -> float:
     """The moving rate given, or 0.9 / number of workers.
+
+    Args:
+        alpha: the rate, None for the default.
+        num_workers: number of workers.
+        largest: default of few workers.
 
     Raises:
         ValueError: if neither is given, or the number is not positive.
@@ -104,11 +129,17 @@ def default_moving_rate(alpha: float | None, num_workers: int | None) -> float:
             "Elastic averaging needs a moving rate. Received: neither alpha nor num_workers. Give "
             "alpha, or num_workers for the authors' 0.9 / num_workers."
         )
-    return BETA / num_workers
+    return min(BETA / num_workers, largest)
+
+
+def own_optimizer(optimizer: Any) -> Any:
+    """The optimizer that the user gave: Keras wraps it to scale the loss under mixed_float16."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def plain_learning_rate(optimizer: Any) -> float | None:
     """Rate of plain gradient descent without a schedule; None for any other optimizer."""
+    optimizer = own_optimizer(optimizer)
     config = optimizer.get_config() if isinstance(optimizer, keras.optimizers.SGD) else {}
     rate = config.get("learning_rate")
     return rate if isinstance(rate, float) and not config.get("momentum") else None
@@ -151,7 +182,7 @@ def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
     return (4 - 2 * learning_rate) / (2 + at_once * (2 - learning_rate))
 
 
-def overlapped_rate(learning_rate: float | None, overlap: int) -> float | None:
+def overlapped_rate(learning_rate: float | None, overlap: float) -> float | None:
     r"""Rate of one step that is as far as all steps that are taken while an exchange travels.
 
     The pull of an exchange that comes back o steps after it was sent is added to all of them: for
@@ -174,24 +205,32 @@ def overlapped_rate(learning_rate: float | None, overlap: int) -> float | None:
     return max(learning_rate, 1 - (1 - min(learning_rate, 1.0)) ** overlap)
 
 
-def check_moving_rate(alpha: float, learning_rate: float | None, at_once: int) -> None:
+def check_moving_rate(
+    alpha: float, learning_rate: float | None, at_once: int, overlap: float = 0
+) -> None:
     """Refuses a moving rate outside of the bound.
 
     Args:
         alpha: the moving rate.
         learning_rate: of the workers; None for the bound of an infinitely small one.
         at_once: workers that exchange at once.
+        overlap: steps while an exchange travels, see `overlapped_rate`.
 
     Raises:
         ValueError: if it is; the message has the bound.
     """
-    bound = largest_moving_rate(learning_rate or 0.0, at_once)
+    rate = overlapped_rate(learning_rate, overlap)
+    bound = largest_moving_rate(rate or 0.0, at_once)
     if 0 < alpha <= bound:
         return
+    eta = f"{learning_rate}"
+    if rate is not None and rate != learning_rate:
+        steps = "any number of" if math.isinf(overlap) else f"{overlap}"
+        eta = f"{rate:.4g} ({steps} steps of {learning_rate:.6g} while an exchange travels)"
     formula = "(4 - 2 eta) / (4 - eta)" if at_once == 1 else "(4 - 2 eta) / (2 + n (2 - eta))"
     workers = "" if at_once == 1 else f" and n = {at_once}"
     raise ValueError(
-        f"alpha must be above 0 and at most {formula} = {bound:.4g} for eta = {learning_rate}"
+        f"alpha must be above 0 and at most {formula} = {bound:.4g} for eta = {eta}"
         f"{workers}, else workers and center swing apart. Received: alpha={alpha}. The authors use "
         "0.9 / number of workers."
     )

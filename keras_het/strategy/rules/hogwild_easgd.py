@@ -14,7 +14,7 @@ class HogwildEASGD(ElasticAveraging):
     worker's staleness is a lower bound.
 
     Args:
-        alpha: moving rate; None for 0.9 / `num_workers`.
+        alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
         learning_rate: of the workers, to check the bound.
         num_workers: number of workers; needed for the default of alpha.
 

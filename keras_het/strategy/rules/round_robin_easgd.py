@@ -22,7 +22,7 @@ class RoundRobinEASGD(ElasticAveraging):
 
     Args:
         num_workers: n; all of them must take part.
-        alpha: moving rate; None for 0.9 / n.
+        alpha: moving rate; None for 0.9 / n, and 0.5 for one worker.
         learning_rate: of the workers, to check the bound.
 
     Raises:
@@ -48,9 +48,16 @@ class RoundRobinEASGD(ElasticAveraging):
         return {"turn": (), "left": (self.num_workers,)}
 
     def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
-        """A worker that pushes has not left: it gets its turns again."""
-        here = 1.0 - tf.one_hot(client, self.num_workers)
-        return slots["left"].assign(slots["left"] * here, read_value=True)
+        """A worker that pushes has not left: it gets its turns again.
+
+        Where all had left, the turn lies with one that may never come back: it moves on.
+        """
+        left = slots["left"] * (1.0 - tf.one_hot(client, self.num_workers))
+        holder = tf.cast(slots["turn"], tf.int32)
+        has_left = tf.gather(left, holder) > 0
+        turn = tf.where(has_left, self._next(left, holder), slots["turn"])
+        with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
+            return tf.constant(True)
 
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
         """Whether it is the worker's turn."""
@@ -58,9 +65,13 @@ class RoundRobinEASGD(ElasticAveraging):
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Moves the center and gives the turn to the next worker that is still there."""
-        following = self._next(slots["left"].read_value(), meta.client)
-        with tf.control_dependencies([slots["turn"].assign(following)]):
+        with tf.control_dependencies([self.pass_turn(slots, meta)]):
             return super().update(center, slots, change, meta)
+
+    def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+        """Gives the turn to the next worker that is still there."""
+        following = self._next(slots["left"].read_value(), meta.client)
+        return slots["turn"].assign(following, read_value=True)
 
     def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
         """A worker that leaves is passed over from now on."""

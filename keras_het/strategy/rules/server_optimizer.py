@@ -7,6 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_het import private_api
+
+_INSTANCE = "keras_het_optimizer"
+
 ELEMENTWISE = (
     keras.optimizers.SGD,
     keras.optimizers.RMSprop,
@@ -48,7 +52,6 @@ class ServerOptimizer:
     def __init__(self, identifier: Any) -> None:
         self.optimizer = keras.optimizers.get(identifier)
         self._config = check_elementwise(self.optimizer)
-        self._instances: dict[Any, _Instance] = {}
 
     def build(self, center: Any) -> dict[str, Any]:
         """Creates the state for a part.
@@ -60,7 +63,8 @@ class ServerOptimizer:
             Name to `tf.Variable` of all of the optimizer's state.
         """
         instance = _Instance(type(self.optimizer), self._config, center)
-        self._instances[center.ref()] = instance
+        # Kept by the part itself: it goes with it, however many trainings the rule serves.
+        setattr(center, _INSTANCE, instance)
         return instance.variables
 
     def step(self, center: Any, gradient: Any, version: Any, factor: Any) -> Any:
@@ -79,7 +83,7 @@ class ServerOptimizer:
         Raises:
             ValueError: if the part is unknown.
         """
-        instance = self._instances.get(center.ref())
+        instance = getattr(center, _INSTANCE, None)
         if instance is None:
             raise ValueError(
                 "This part of the center has no optimizer. Received: a variable that "
@@ -173,11 +177,12 @@ def check_elementwise(optimizer: Any) -> dict[str, Any]:
 
 
 def _config(optimizer: Any) -> dict[str, Any]:
-    config: dict[str, Any] = dict(optimizer.get_config())
-    if callable(config["learning_rate"]):
+    rate = private_api.learning_rate_of(optimizer)
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    if callable(rate) and not is_schedule:
         raise ValueError(
             "The learning rate of the center's optimizer must be a number or a "
-            f"LearningRateSchedule. Received: {config['learning_rate']}, a function that cannot be "
-            "copied for each part."
+            f"LearningRateSchedule. Received: {rate}, a function that cannot be copied for each "
+            "part."
         )
-    return config
+    return dict(optimizer.get_config())

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from keras_het.strategy.rules.elastic_averaging import (
     check_moving_rate,
     default_moving_rate,
-    overlapped_rate,
     plain_learning_rate,
 )
 from keras_het.strategy.rules.synchronous_rule import AllReduceSum, State, SynchronousRule
@@ -60,7 +59,7 @@ class SyncEASGD(SynchronousRule):
         self.num_workers = num_workers
         self.alpha = default_moving_rate(alpha, num_workers)
         self.learning_rate = learning_rate
-        check_moving_rate(self.alpha, overlapped_rate(learning_rate, overlap), num_workers)
+        check_moving_rate(self.alpha, learning_rate, num_workers, overlap)
 
     def initial_state(self, weights: Any) -> State:
         """The center."""
@@ -80,8 +79,7 @@ class SyncEASGD(SynchronousRule):
         """Checks the bound for the rate of plain gradient descent."""
         rate = plain_learning_rate(optimizer)
         if rate is not None and 0 <= rate <= 2:
-            rate = overlapped_rate(rate, self.overlap)
-            check_moving_rate(self.alpha, rate, self.num_workers)
+            check_moving_rate(self.alpha, rate, self.num_workers, self.overlap)
 
     def get_config(self) -> dict[str, Any]:
         """The settings."""

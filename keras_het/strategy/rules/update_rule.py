@@ -63,6 +63,9 @@ class UpdateRule(abc.ABC):
             that what it moved back by is the gradient.
         center_is_weights: whether a worker's weights are the center after `receive`. If not, they
             are its own, and whoever evaluates or saves must use the center.
+        rows_of_workers: names of slots with a row for each worker, of which `update` changes that
+            of the worker that pushed only. Other slots are kept whole while it runs, to be put back
+            if the center or a slot is not finite afterwards.
     """
 
     name: ClassVar[str]
@@ -70,6 +73,7 @@ class UpdateRule(abc.ABC):
     may_wait: ClassVar[bool] = False
     uses_gradients: ClassVar[bool]
     center_is_weights: ClassVar[bool]
+    rows_of_workers: ClassVar[frozenset[str]] = frozenset()
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
         """State that the rule keeps for a part.
@@ -116,11 +120,27 @@ class UpdateRule(abc.ABC):
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
         """Whether a push is taken now, bool scalar; else the worker must try again later.
 
-        Called in the graph, under the part's lock, only if `may_wait`.
+        Called in the graph, under the part's lock, only if `may_wait`; also for a worker that only
+        asks, without values and with 0 samples.
 
         Args:
             slots: the variables of `create_slots`.
             meta: what came with the push.
+        """
+        del slots, meta
+        return tf.constant(True)
+
+    def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+        """Takes note of a push in its turn that is refused, so that nobody waits for a better one.
+
+        Called in the graph, under the part's lock, only if `may_wait` and `is_turn`.
+
+        Args:
+            slots: the variables of `create_slots`.
+            meta: what came with the push.
+
+        Returns:
+            A tensor that is there when it is done.
         """
         del slots, meta
         return tf.constant(True)
@@ -256,7 +276,7 @@ class UpdateRule(abc.ABC):
         """Whether a training with this loss has reached what the rule waits for.
 
         Args:
-            loss: of the last exchange's steps.
+            loss: of the worker's training as Keras logs it, its mean over the epoch so far.
         """
         del loss
         return False

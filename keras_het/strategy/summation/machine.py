@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 
 from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
+from keras_het.strategy.parameter_service.function_server import ServerStartError
 from keras_het.strategy.summation.group_size import GroupSize
 from keras_het.strategy.summation.service import SummationService, summation_credential
 
@@ -45,7 +47,18 @@ def start_machine(
 
 
 def main() -> None:
-    """Sums until it is told to end (SIGTERM, SIGINT); workers that start again may be fewer."""
+    """Sums until it is told to end (SIGTERM, SIGINT); workers that start again may be fewer.
+
+    A wrong start is one line of error and exit code 2.
+    """
+    try:
+        _sum_until_told_to_end()
+    except (ValueError, OSError, ServerStartError) as error:
+        sys.stderr.write(f"[keras-het] error: {error}\n")
+        sys.exit(2)
+
+
+def _sum_until_told_to_end() -> None:
     config = read_cluster_config()
     group_size = None
     if config is not None and config.is_summation_machine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import tensorflow as tf
@@ -82,9 +83,12 @@ class SummationService:
     def start(self) -> None:
         """Starts to answer."""
         self._server.start()
+        # The end of the process ends servers, for which it waits until no call waits for a worker.
+        atexit.register(self._table.close)
 
     def close(self) -> None:
         """Makes the requests that wait for a worker fail, so that the process can end."""
+        atexit.unregister(self._table.close)
         self._table.close()
         self._server.close()
 

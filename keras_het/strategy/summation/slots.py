@@ -44,7 +44,9 @@ class SlotTable:
             self._latest = tf.Variable(
                 tf.zeros([num_slots, num_workers], tf.int64), trainable=False
             )
-            self._lock = tf.CriticalSection()
+            # Elements of the step that is in each place, as who came first has them.
+            self._sizes = tf.Variable(tf.zeros([2 * num_slots], tf.int32), trainable=False)
+            self._lock = tf.CriticalSection(shared_name="keras_het_slots")
 
     def join(self, run: Any) -> Any:
         """Begins a run unless it has begun; forgets everything about the one before.
@@ -82,6 +84,8 @@ class SlotTable:
             Whether the contribution was due, and the sum; empty if it was not.
         """
         with tf.device("CPU:0"):
+            # a message may have another shape than the function was traced for
+            values = tf.ensure_shape(values, [None])
             return self._exchange_in_range(run, slot, worker, step, values)
 
     def _exchange_in_range(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> Any:
@@ -98,7 +102,7 @@ class SlotTable:
     ) -> tuple[Any, Any]:
         place = 2 * slot + tf.cast(step % 2, tf.int32)
         is_new, is_repeated = self._lock.execute(
-            lambda: self._begin(run, slot, worker, step, place)
+            lambda: self._begin(run, slot, worker, step, place, tf.size(values))
         )
 
         def contribute() -> Any:
@@ -116,13 +120,21 @@ class SlotTable:
 
         return tf.cond(is_new | is_repeated, wait, lambda: (tf.constant(False), tf.zeros([0])))
 
-    def _begin(self, run: Any, slot: Any, worker: Any, step: Any, place: Any) -> tuple[Any, Any]:
-        """Under the lock: whether the contribution is new, or known."""
+    def _begin(
+        self, run: Any, slot: Any, worker: Any, step: Any, place: Any, size: Any
+    ) -> tuple[Any, Any]:
+        """Under the lock: whether the contribution is new, or known.
+
+        None is new that would leave the slot without a sum: one of a worker that does not wait for
+        the step before, or of another length. The step after next would wait for it, with the lock.
+        """
         is_current = tf.equal(run, self._run.read_value())
-        latest = self._latest.read_value()[slot, worker]
-        is_new = is_current & tf.equal(step, latest + 1)
-        is_repeated = is_current & tf.equal(step, latest) & (step > 0)
+        latest = self._latest.read_value()[slot]
+        is_due = tf.equal(step, latest[worker] + 1) & (tf.reduce_min(latest) + 1 >= step)
+        is_repeated = is_current & tf.equal(step, latest[worker]) & (step > 0)
         begun = self._begun.read_value()[slot]
+        sizes = self._sizes.read_value()
+        is_new = is_current & is_due & ((begun < step) | tf.equal(size, sizes[place]))
         is_first = is_new & (begun < step)
         # The token of two steps ago says that its sum exists, which is about to be replaced. Who
         # contributes later must not find it: that would be an answer of two steps ago.
@@ -130,7 +142,9 @@ class SlotTable:
         begun = tf.where(is_first, step, begun)
         with tf.control_dependencies([cleared]):
             noted = self._begun.scatter_nd_update([[slot]], [begun])
-        with tf.control_dependencies([noted]):
+            size = tf.where(is_first, size, sizes[place])
+            noted_size = self._sizes.scatter_nd_update([[place]], [size])
+        with tf.control_dependencies([noted, noted_size]):
             return tf.identity(is_new), tf.identity(is_repeated)
 
     def _count(self, slot: Any, worker: Any, step: Any) -> Any:

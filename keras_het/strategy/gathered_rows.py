@@ -1,0 +1,83 @@
+"""Joins the outputs of all replicas in the order of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def gather_rows(strategy: Any, value: Any) -> Any:
+    """Concatenates the rows of all replicas, replica by replica; dense or ragged tensors."""
+    local = strategy.experimental_local_results(value)
+    if isinstance(local[0], tf.RaggedTensor):
+        return _gather_ragged_rows(strategy, tf.concat(local, axis=0))
+    if isinstance(local[0], tf.SparseTensor):
+        dense = [tf.sparse.to_dense(part) for part in local]
+        return tf.sparse.from_dense(_gather_dense_rows(strategy, dense))
+    if local[0].shape.rank == 0:
+        return _gather_over_workers(strategy, tf.stack(local))
+    return _gather_dense_rows(strategy, local)
+
+
+def _gather_ragged_rows(strategy: Any, ragged: Any) -> Any:
+    lengths = _gather_over_workers(strategy, ragged.row_lengths())
+    values = ragged.values
+    if isinstance(values, tf.RaggedTensor):
+        values = _gather_ragged_rows(strategy, values)
+    else:
+        values = _gather_over_workers(strategy, values)
+    return tf.RaggedTensor.from_row_lengths(values, lengths)
+
+
+def _gather_dense_rows(strategy: Any, parts: Sequence[Any]) -> Any:
+    shapes = [part.shape for part in parts]
+    # eagerly every shape is known, but not that of the other workers
+    is_eager = tf.executing_eagerly() and shapes[0].rank > 1
+    if is_eager or any(
+        shape.rank is not None and not shape[1:].is_fully_defined() for shape in shapes
+    ):
+        parts = _with_equal_inner_shapes(strategy, parts)
+    return _gather_over_workers(strategy, tf.concat(parts, axis=0))
+
+
+def _with_equal_inner_shapes(strategy: Any, parts: Sequence[Any]) -> list[Any]:
+    """Gives parts without rows the inner shape of the others, which must be equal.
+
+    A model that pads to the longest of its samples makes other shapes of other shares. What one
+    device would have put into the places that are missing is not known here.
+    """
+    shapes = tf.stack([tf.shape(part, out_type=tf.int64) for part in parts])
+    shapes = _gather_over_workers(strategy, shapes)
+    inner, has_rows = shapes[:, 1:], shapes[:, :1] > 0
+    common = tf.reduce_max(tf.where(has_rows, inner, 0), axis=0)
+    check = tf.debugging.Assert(
+        tf.reduce_all((inner == common) | ~has_rows),
+        [
+            "The replicas' predictions have different shapes and cannot be joined: the model pads "
+            "to the longest sample of each replica's own share. Received the shapes (one row for "
+            "each replica)",
+            shapes,
+            "which may differ in the first dimension only. Pad to a fixed width before or in the "
+            "model, or let it return a tf.RaggedTensor.",
+        ],
+        summarize=-1,
+    )
+    with tf.control_dependencies([] if check is None else [check]):
+        return [_reshaped_if_empty(part, common) for part in parts]
+
+
+def _reshaped_if_empty(part: Any, inner: Any) -> Any:
+    shape = tf.shape(part, out_type=tf.int64)
+    wanted = tf.where(shape[0] > 0, shape, tf.concat([shape[:1], inner], axis=0))
+    result = tf.reshape(part, wanted)
+    if not tf.executing_eagerly():
+        result.set_shape([None, *part.shape[1:]])
+    return result
+
+
+def _gather_over_workers(strategy: Any, value: Any) -> Any:
+    if strategy.num_workers == 1:
+        return value
+    return strategy.extended.gather_rows_over_workers(value)

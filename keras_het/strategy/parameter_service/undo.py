@@ -1,0 +1,71 @@
+"""Undoes the update of a partition after which it would not be finite."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.strategy.parameter_service.part import Part
+
+
+class Undo:
+    """What a partition was before an update; in the graph, under the partition's lock.
+
+    Finite messages can add up to a center that is not, or to a state of the rule (a momentum, mean
+    squares) that makes it so later. Without a lock, as with rules that are not atomic, what others
+    push at the same time may be undone too.
+
+    Args:
+        part: the partition, about to be updated.
+        row: number of the worker that pushes, int32 scalar.
+        rows_of_workers: names of the rule's variables of which only this row is about to change.
+    """
+
+    def __init__(self, part: Part, row: Any, rows_of_workers: Collection[str]) -> None:
+        self._center, self._slots = part.center, part.slots
+        self._row, self._rows_of_workers = row, rows_of_workers
+        self._old_center = part.center.read_value()
+        self._old = self._read()
+
+    def is_needed(self) -> Any:
+        """Whether the center is not finite now, or the rule's state and was before; bool scalar."""
+        now = {n: value for n, value in self._read().items() if value.dtype.is_floating}
+        finite = {name: is_finite(value) for name, value in now.items()}
+        is_center_finite = is_finite(self._center.read_value())
+
+        def state_is_as_before() -> Any:
+            kept = [ok | ~is_finite(self._old[name]) for name, ok in finite.items()]
+            return tf.reduce_all([is_center_finite, *kept])
+
+        are_all = tf.reduce_all([is_center_finite, *finite.values()])
+        return ~tf.cond(are_all, lambda: tf.constant(True), state_is_as_before)
+
+    def undo(self) -> None:
+        """Makes the partition what it was."""
+        # Without a lock another push's center may have been read, which that has undone since.
+        was_finite = is_finite(self._old_center)
+        self._center.assign(tf.where(was_finite, self._old_center, self._center.read_value()))
+        for name, value in self._old.items():
+            if name in self._rows_of_workers:
+                self._slots[name].scatter_nd_update([[self._row]], value[None])
+            else:
+                self._slots[name].assign(value)
+
+    def _read(self) -> dict[str, Any]:
+        found = {}
+        for name, slot in sorted(self._slots.items()):
+            # gathered: all rows would be copied as soon as one of them changes
+            is_row = name in self._rows_of_workers
+            found[name] = tf.gather(slot, self._row) if is_row else slot.read_value()
+        return found
+
+
+def is_finite(values: Any) -> Any:
+    """Whether all are, in one pass; a sum of finite ones beyond float32 is as useless.
+
+    Args:
+        values: float tensor.
+    """
+    return tf.math.is_finite(tf.reduce_sum(values))

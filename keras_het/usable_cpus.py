@@ -1,0 +1,77 @@
+"""CPUs that this process may use."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+
+from keras_het.cgroups import CGROUPS, controller_folders
+
+
+def usable_cpus(cgroups: Path = CGROUPS, membership: Path | None = None) -> float:
+    """CPUs that this process may use: its affinity, bounded by the quotas of its cgroups.
+
+    Args:
+        cgroups: where the cgroup file systems are mounted.
+        membership: file that names the cgroups of the process, that of this process by default.
+
+    Returns:
+        A number above 0, not necessarily whole; quotas of versions 1 and 2 count, also those of
+        the groups that contain the process's own.
+
+    Reference:
+        https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files and
+        https://docs.kernel.org/scheduler/sched-bwc.html
+    """
+    return min([float(len(own_cpus())), *own_quotas(cgroups, membership).values()])
+
+
+def own_cpus() -> frozenset[int]:
+    """Ids of the CPUs that this process may run on: its affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def quota_of(folder: Path) -> float:
+    """CPUs that a cgroup may use at a time, infinite without a quota.
+
+    Args:
+        folder: of the cgroup.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()[:2]
+        return math.inf if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        microseconds = int((folder / "cpu.cfs_quota_us").read_text())
+        period_us = int((folder / "cpu.cfs_period_us").read_text())
+        return microseconds / period_us if microseconds > 0 else math.inf
+    return math.inf
+
+
+def own_quotas(cgroups: Path = CGROUPS, membership: Path | None = None) -> dict[str, float]:
+    """CPUs that the cgroups of this process may use at once, of those that have a quota.
+
+    Args:
+        cgroups: where the cgroup file systems are mounted.
+        membership: file that names the cgroups of the process, that of this process by default.
+
+    Returns:
+        The quotas by group, the same name for the same group in all processes of the host.
+    """
+    quotas = {}
+    for folder in controller_folders("cpu", cgroups, membership):
+        quota = quota_of(folder)
+        if quota < math.inf:
+            quotas[_identity(folder)] = quota
+    return quotas
+
+
+def _identity(folder: Path) -> str:
+    # not its path: in containers each one's own group has the same
+    with contextlib.suppress(OSError):
+        status = folder.stat()
+        return f"{status.st_dev}:{status.st_ino}"
+    return str(folder)
