@@ -4,6 +4,7 @@ A release that moves or changes one fails here first, by name.
 """
 
 import ast
+import concurrent.futures
 import inspect
 from pathlib import Path
 
@@ -26,6 +27,12 @@ SIGNATURES = [
         private_api.keras_loss,
         "reduce_weighted_values",
         ["values", "sample_weight", "mask", "reduction", "dtype"],
+    ),
+    (tf.GradientTape, "gradient", ["self", "target", "sources", "output_gradients"]),
+    (
+        tf.nn,
+        "compute_average_loss",
+        ["per_example_loss", "sample_weight", "global_batch_size"],
     ),
     (private_api.keras_loss, "apply_mask", ["sample_weight", "mask", "dtype", "reduction"]),
     (
@@ -57,6 +64,11 @@ SIGNATURES = [
     ),
     (private_api.KerasTensorFlowVariable, "_direct_assign", ["self", "value"]),
     (private_api.keras_nn, "_compute_moments_sync", ["x", "axes", "keepdims"]),
+    (
+        private_api.keras_batch_normalization.BatchNormalization,
+        "_moments",
+        ["self", "inputs", "mask"],
+    ),
     (private_api.keras_seed_generator.SeedGenerator, "next", ["self", "ordered"]),
     (
         private_api.distribute_values,
@@ -107,6 +119,8 @@ SIGNATURES = [
     ),
     (private_api.CollectiveKeys, "__init__", ["self", "group_key_start"]),
     (private_api.ConcreteFunction, "set_external_captures", ["self", "captures"]),
+    (private_api.autograph, "convert", ["recursive"]),
+    (private_api.ag_ctx.ControlStatusCtx, "__init__", ["self", "status"]),
     (private_api.RpcServer, "__init__", ["self", "address"]),
     (private_api.RpcServer, "register", ["self", "method_name", "func"]),
     (private_api.RpcServer, "start", ["self"]),
@@ -155,6 +169,21 @@ def test_hooks_leave_nothing_behind():
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
+def test_hooks_of_optimizers_of_ones_own_leave_nothing_behind():
+    class Own(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            super().apply(grads, trainable_variables)
+
+    class Child(Own):
+        pass
+
+    before = dict(vars(Own)), dict(vars(Child))
+    with keras_hooks.keras_hooks():
+        assert vars(Own)["apply"] is not before[0]["apply"]
+        assert "apply" not in vars(Child)
+    assert (dict(vars(Own)), dict(vars(Child))) == before
+
+
 def test_steps_of_keras_are_recognised(cpu_devices):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -162,6 +191,36 @@ def test_steps_of_keras_are_recognised(cpu_devices):
     assert private_api.keras_step_kind(model.test_step) == "test"
     assert private_api.keras_step_kind(model.predict_step) is None
     assert private_api.keras_step_kind(lambda data: data) is None
+
+
+def test_the_step_behind_a_decorator_is_found(cpu_devices):
+    class Decorated(keras.Model):
+        @tf.function
+        def train_step(self, data):
+            return data + 1 if data > 2 else data
+
+        @tf.function(autograph=False)
+        def test_step(self, data):
+            return 10 * data
+
+    model = Decorated()
+    for kind, step in (("train", model.train_step), ("test", model.test_step)):
+        assert private_api.keras_step_kind(step) is None
+        plain = private_api.undecorated_step(step)
+        assert plain.__self__ is model
+        assert private_api.keras_step_kind(plain) == kind
+
+    @tf.function
+    @tf.autograph.experimental.do_not_convert
+    def run(data):
+        train, test = map(private_api.undecorated_step, (model.train_step, model.test_step))
+        return train(data), test(data)
+
+    results = [[int(value) for value in run(tf.constant(number))] for number in (2, 3)]
+    assert results == [[2, 20], [4, 30]]
+    alone = tf.function(lambda data: data)
+    for other in (alone, model.predict_step, len):
+        assert private_api.undecorated_step(other) == other
 
 
 def test_the_predict_function_of_keras_is_recognised(cpu_devices, monkeypatch):
@@ -179,10 +238,96 @@ def test_the_predict_function_of_keras_is_recognised(cpu_devices, monkeypatch):
     assert kinds == ["predict"]
 
 
+def test_metrics_of_keras_are_recognised(cpu_devices):
+    class Own(keras.metrics.Mean):
+        pass
+
+    def own(y, y_pred):
+        return y_pred
+
+    m, losses = keras.metrics, keras.losses
+    wrapper = losses.LossFunctionWrapper if hasattr(losses, "LossFunctionWrapper") else None
+    of_keras = [m.AUC(), m.Mean(), m.MeanSquaredError(), m.MeanMetricWrapper(losses.Huber())]
+    owns = [Own(), m.MeanMetricWrapper(own), m.MeanMetricWrapper(lambda a, b: a)]
+    if wrapper is not None:
+        owns.append(m.MeanMetricWrapper(wrapper(own)))
+    assert [private_api.is_of_keras(metric) for metric in of_keras] == [True] * len(of_keras)
+    assert [private_api.is_of_keras(metric) for metric in owns] == [False] * len(owns)
+
+
+@pytest.mark.parametrize("is_model", [True, False])
+def test_a_step_is_not_bound_to_an_attribute_named_target(cpu_devices, is_model):
+    class WithTarget(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.target = keras.Sequential([keras.layers.Dense(1)]) if is_model else "label"
+            self.train_step = tf.function(self.train_step, autograph=False)
+
+        def train_step(self, data):
+            return data
+
+    model = WithTarget()
+    step = private_api.undecorated_step(model.train_step)
+    assert step.__self__ is model
+    assert private_api.keras_step_kind(step) == "train"
+
+
+def test_the_loop_of_a_running_fit_is_found(cpu_devices):
+    loops = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            loops.append(private_api.EpochLoop(self.model))
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(tf.ones((4, 2)), tf.ones((4, 1)), steps_per_epoch=3, verbose=0, callbacks=[Looks()])
+    (loop,) = loops
+    assert loop.steps_per_epoch == 3
+    state = vars(loop._iterator)
+    assert {"_current_iterator", "_steps_seen", "_num_batches"} <= set(state)
+    assert loop.data is loop._iterator._distributed_dataset
+    outside = private_api.EpochLoop(model)
+    assert outside.steps_per_epoch is None and outside.data is None
+
+
+def test_what_an_optimizer_keeps_of_its_rate(cpu_devices):
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    for given in (schedule, lambda: 0.1):
+        assert private_api.learning_rate_of(keras.optimizers.SGD(given)) is given
+    assert isinstance(private_api.learning_rate_of(keras.optimizers.SGD(0.1)), keras.Variable)
+
+
 def test_operation_seeds_depend_on_the_global_seed(cpu_devices):
     tf.random.set_seed(5)
     assert private_api.global_seed_is_set()
     assert private_api.operation_seeds(3) == (5, 3)
+
+
+def test_seeds_of_one_thread_may_come_from_a_sequence_apart(cpu_devices):
+    def seeds_of(count):
+        return [private_api.operation_seeds(None)[1] for _ in range(count)]
+
+    tf.random.set_seed(5)
+    state = private_api.operation_seed_state()
+    expected = seeds_of(5)
+    tf.random.set_seed(5)
+    with (
+        private_api.separate_operation_seeds(state),
+        concurrent.futures.ThreadPoolExecutor(1) as other,
+    ):
+        assert seeds_of(2) == expected[:2]
+        assert other.submit(seeds_of, 2).result() == expected[:2]
+        tf.random.set_seed(5)  # a new generator of the process
+        assert seeds_of(1) == expected[2:3]
+        with private_api.separate_operation_seeds(state):
+            assert seeds_of(2) == expected[:2]
+        assert seeds_of(2) == expected[3:]
+    assert seeds_of(5) == expected
+    tf.random.set_seed(None)
+    assert private_api.operation_seed_state() is None
+    with private_api.separate_operation_seeds(None):
+        assert tf.random.uniform([]).shape == []
 
 
 def test_a_function_runs_on_what_it_is_bound_to(cpu_devices):
@@ -255,8 +400,11 @@ def test_the_model_of_an_iterator_has_what_is_read_from_it(cpu_devices):
         assert model is None
         return
     node = model.nodes[model.output]
-    for name in ("name", "inputs", "parameters", "processing_time", "buffered_elements"):
+    names = ("id", "name", "inputs", "parameters", "processing_time", "num_elements", "ratio")
+    for name in (*names, "node_class", "buffered_elements", "buffered_bytes"):
         assert hasattr(node, name), name
+    kinds = node.DESCRIPTOR.fields_by_name["node_class"].enum_type.values_by_name
+    assert {"INTERLEAVE_MANY", "ASYNC_INTERLEAVE_MANY", "ASYNC_KNOWN_RATIO"} <= set(kinds)
     options = tf.data.Options()
     options.autotune.enabled = False
     fixed = iter(tf.data.Dataset.range(2).with_options(options))

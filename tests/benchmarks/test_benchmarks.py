@@ -35,8 +35,15 @@ FIELDS = {
         "ratio_to_remote_variables",
         "ratio_to_echo",
     },
-    "hybrid": {"mode", "time_to_target", "samples_per_s", "ratio_to_best_other", "advised"},
-    "hybrid_faults": {"step_ms", "step_ms_p99", "ratio", "num_steps"},
+    "hybrid": {
+        "mode",
+        "time_to_target",
+        "samples_per_s",
+        "ratio_to_best_other",
+        "advised",
+        "advised_late",
+    },
+    "hybrid_faults": {"step_ms", "step_ms_p99", "long_steps", "ratio", "num_steps"},
     "solver": {"mode", "milliseconds", "optimal"},
     "summation": {
         "n",

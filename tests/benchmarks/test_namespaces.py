@@ -69,11 +69,12 @@ def test_bytes_are_counted_and_rates_limited():
 def test_a_host_is_out_of_reach_without_its_cable():
     with limited_hosts([RATE, RATE]) as hosts:
         hosts.set_link(0, up=False)
-        ping = "import socket; socket.create_connection(('10.199.0.1', 7000), timeout=0.5)"
-        assert "TimeoutError" in start(hosts, 1, ping).communicate(timeout=60)[1]
+        ping = "import socket; socket.create_connection(('10.199.0.1', 7000), timeout={})"
+        assert "TimeoutError" in start(hosts, 1, ping.format(0.5)).communicate(timeout=60)[1]
         hosts.set_link(0, up=True)
         hosts.set_rate(0, 2 * RATE)
-        # Nobody listens there.
+        # Nobody listens there; on a busy machine the answer takes a while.
+        ping = ping.format(30)
         assert "ConnectionRefusedError" in start(hosts, 1, ping).communicate(timeout=60)[1]
 
 

@@ -119,6 +119,29 @@ def test_a_model_that_was_trained_without_it_is_measured(strategy):
     assert len(balancer.measurements) == 3
 
 
+def test_each_model_is_measured(strategy):
+    with strategy.scope():
+        first, second = dense_model(), dense_model()
+    data = strategy.distribute(batches(24))
+    second.fit(data, verbose=0)
+    first.fit(data, verbose=0, callbacks=[BatchBalancer("even")])
+    balancer = BatchBalancer("even")
+    second.fit(data, verbose=0, callbacks=[balancer])
+    assert len(balancer.measurements) == 3
+
+
+def test_a_model_is_traced_again_once(strategy):
+    with strategy.scope():
+        model = dense_model()
+    data = strategy.distribute(batches(24))
+    model.fit(data, verbose=0, callbacks=[BatchBalancer("even")])
+    traced = model.train_function
+    strategy.measure_compute_times(model)
+    assert model.train_function is traced
+    strategy.measure_compute_times(model, gradients=True)
+    assert model.train_function is not traced
+
+
 def test_evaluation_is_not_measured(strategy):
     balancer = BatchBalancer("even")
     model, _ = fit(balancer, 24, 1, strategy, validation_data=batches(16))
@@ -132,6 +155,18 @@ def test_shares_of_the_strategy_are_the_first_plan(strategy):
     fit(balancer, 8, 1, strategy)
     assert balancer.plans[0].shares == (4, 2, 2)
     assert balancer.plans[0].reason == "shares that were given"
+
+
+def test_what_is_evaluated_before_the_first_step_changes_no_plan(strategy):
+    with strategy.scope():
+        model = dense_model()
+    evaluates = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: model.evaluate(batches(60, size=20), verbose=0)
+    )
+    balancer = BatchBalancer("static", weights=(1, 0, 3))
+    model.fit(batches(24), verbose=0, callbacks=[evaluates, balancer])
+    assert balancer.plans[0].shares == (2, 0, 6)
+    assert [row["shares"] for row in balancer.measurements] == [[2, 0, 6]] * 3
 
 
 @pytest.mark.parametrize(
@@ -231,6 +266,59 @@ def test_a_second_balancer_starts_anew(strategy):
     assert [row["shares"] for row in first.measurements] == [[2, 0, 6]] * 8
     assert [row["shares"] for row in second.measurements] == [[3, 3, 2]] * 8
     assert [row["step"] for row in second.measurements] == list(range(8))
+
+
+def test_a_larger_batch_has_larger_shares(strategy):
+    with strategy.scope():
+        model = dense_model()
+    balancer = BatchBalancer("static", weights=(6, 1, 1))
+    model.fit(batches(16), verbose=0, callbacks=[balancer])
+    model.fit(batches(128, size=32), verbose=0, callbacks=[balancer])
+    assert balancer.plans[-1].shares == (24, 4, 4)
+    assert balancer.measurements[-1]["shares"] == [24, 4, 4]
+
+
+def test_a_bound_above_the_first_batch_counts_for_a_larger_one(strategy):
+    with strategy.scope():
+        model = dense_model()
+    balancer = BatchBalancer("static", weights=(6, 1, 1), max_share=20)
+    model.fit(batches(16), verbose=0, callbacks=[balancer])
+    model.fit(batches(128, size=32), verbose=0, callbacks=[balancer])
+    assert [plan.shares for plan in balancer.plans] == [(6, 1, 1), (20, 6, 6)]
+
+
+def test_a_later_fit_over_less_than_a_batch_changes_no_plan(strategy):
+    with strategy.scope():
+        model = dense_model()
+    balancer = BatchBalancer("static", weights=(2, 1, 1), min_share=2)
+    for samples in (16, 5, 16):
+        model.fit(batches(samples), verbose=0, callbacks=[balancer])
+    assert [sum(row["shares"]) for row in balancer.measurements] == [8, 8, 5, 8, 8]
+    assert balancer.global_batch_sizes == [8]
+    assert [plan.shares for plan in balancer.plans] == [(4, 2, 2)]
+
+
+def test_a_balancer_goes_on_in_a_later_fit(strategy):
+    with strategy.scope():
+        model = dense_model()
+    balancer = BatchBalancer("static", weights=(2, 1, 1))
+    model.fit(batches(64, size=16), verbose=0, callbacks=[balancer])
+    strategy.set_shares((1, 1, 1))
+    model.fit(batches(64), verbose=0)  # its steps are not the balancer's
+    model.fit(batches(64), verbose=0, callbacks=[balancer])
+    assert sum(balancer.plans[-1].shares) == 8
+    assert [sum(row["shares"]) for row in balancer.measurements] == [16] * 4 + [8] * 8
+    assert [row["shares"] for row in balancer.measurements][4:] == [[4, 2, 2]] * 8
+    assert balancer.global_batch_sizes == [16, 8]
+
+
+def test_a_later_fit_may_have_fewer_samples_than_replicas(strategy):
+    with strategy.scope():
+        model = dense_model()
+    balancer = BatchBalancer("boa")
+    for samples in (16, 2, 16):
+        model.fit(batches(samples), verbose=0, callbacks=[balancer])
+    assert [sum(row["shares"]) for row in balancer.measurements] == [8, 8, 2, 8, 8]
 
 
 def test_another_strategy_is_refused():

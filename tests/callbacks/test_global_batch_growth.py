@@ -107,6 +107,60 @@ def test_bound(strategy):
     assert [max(epoch) for epoch in epochs_of(balancer)[:4]] == [16, 24, 24, 24]
 
 
+def test_batches_of_the_validation_stay(strategy):
+    model, balancer = linear_model(strategy), BatchBalancer(global_batch="adaptive")
+    validation = strategy.distribute(data(1.0))
+    model.fit(data(1.0), epochs=3, verbose=0, validation_data=validation, callbacks=[balancer])
+    used = {sum(row["shares"]) for row in balancer.measurements}
+    assert len(balancer.global_batch_sizes) > 1
+    assert set(balancer.global_batch_sizes[:-1]) <= used
+    assert validation.global_batch_size == 16
+
+
+def test_batches_of_what_is_evaluated_before_the_first_step_stay(strategy):
+    model, balancer = linear_model(strategy), BatchBalancer(global_batch="adaptive")
+    other = strategy.distribute(data(1.0, batch=24))
+    evaluates = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: model.evaluate(other, verbose=0)
+    )
+    model.fit(data(1.0), epochs=3, verbose=0, callbacks=[evaluates, balancer])
+    used = {sum(row["shares"]) for row in balancer.measurements}
+    assert balancer.global_batch_sizes[0] == 16 and len(balancer.global_batch_sizes) > 1
+    assert set(balancer.global_batch_sizes[:-1]) <= used
+    assert other.global_batch_size == 24
+
+
+class BringsBack(keras.callbacks.Callback):
+    """What a backup does that comes after the balancer."""
+
+    def __init__(self, strategy, batch):
+        super().__init__()
+        self._strategy, self._batch = strategy, batch
+
+    def on_train_begin(self, logs=None):
+        self._strategy.iterated_data.set_global_batch_size(self._batch)
+        self._strategy.resume_data((), 0)
+
+
+def test_a_batch_that_a_backup_brings_back_is_the_present_one(strategy):
+    model = linear_model(strategy)
+    balancer = BatchBalancer(global_batch="adaptive", max_global_batch=32)
+    callbacks = [balancer, BringsBack(strategy, 32)]
+    model.fit(data(1.0), epochs=3, verbose=0, callbacks=callbacks)
+    assert {sum(row["shares"]) for row in balancer.measurements} == {32}
+    assert balancer.global_batch_sizes == [16, 32]
+    assert learning_rate(model) == pytest.approx(1e-5)
+
+
+def test_wishes_of_an_earlier_fit_are_forgotten(strategy):
+    strategy.compute_times.want_batch(128, 5.0)
+    model, balancer = linear_model(strategy), BatchBalancer(global_batch="adaptive")
+    # so few steps that nothing is decided anew
+    model.fit(data(1.0, batch=64), epochs=1, verbose=0, callbacks=[balancer])
+    assert balancer.global_batch_sizes == [64]
+    assert learning_rate(model) == pytest.approx(1e-5)
+
+
 class OwnStep(keras.Model):
     """A train step of one's own, whose gradients are reduced by a collective of their own."""
 
@@ -198,6 +252,7 @@ def test_one_replica_is_refused(cpu_devices):
     strategy = HeterogeneousStrategy(devices=["CPU:0"])
     with pytest.raises(ValueError, match="needs two at least"):
         fit_adaptive(strategy, data(1.0))
+    linear_model(strategy).fit(data(1.0), verbose=0, callbacks=[BatchBalancer("even")])
 
 
 def test_arrays_are_refused(strategy):

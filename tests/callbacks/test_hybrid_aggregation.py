@@ -1,16 +1,19 @@
 """A whole `fit` of a sync group of one worker, in this process; its async worker never comes."""
 
 import functools
+import json
+import threading
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from addresses import free_address
 
 import keras_het
-from keras_het.callbacks import HybridAggregation
+from keras_het.callbacks import BatchBalancer, HybridAggregation
 from keras_het.strategy.parameter_service.function_server import FunctionServer
-from keras_het.strategy.rules import AsyncSGD
+from keras_het.strategy.rules import AsyncEASGD, AsyncSGD, DelayCompensated, Delta
 
 SAMPLES, BATCH = 24, 4
 NUM_BATCHES = SAMPLES // BATCH
@@ -97,6 +100,58 @@ def test_data_whose_first_pass_cannot_begin_anew_is_refused(strategy):
         make_model(strategy).fit(padded, verbose=0, callbacks=[HybridAggregation()])
 
 
+class Half(Delta):
+    """A rule of the user's own."""
+
+    def update(self, center, slots, change, meta):
+        return super().update(center, slots, change / 2, meta)
+
+
+def strategy_of(monkeypatch, task, **cluster):
+    cluster = {job: [free_address() for _ in range(number)] for job, number in cluster.items()}
+    task = {"type": task, "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "a secret that only tests know")
+    return keras_het.HeterogeneousStrategy()
+
+
+@pytest.mark.parametrize("service", ["auto", "spread"])
+@pytest.mark.parametrize("task", ["worker", "async"])
+def test_an_own_rule_is_refused_on_tasks_that_run_no_script(
+    monkeypatch, cpu_devices, task, service
+):
+    strategy = strategy_of(monkeypatch, task, worker=1, ps=1, **{"async": 1})
+    hybrid = HybridAggregation(Half(), service=service)
+    with pytest.raises(ValueError, match=r"Received: Half, .* own, and \S+ of the job ps"):
+        make_model(strategy).fit(data(), verbose=0, callbacks=[hybrid])
+
+
+@pytest.mark.parametrize("task", ["async", "ps"])
+def test_an_own_rule_of_async_workers_alone_is_refused_on_a_second_task(
+    monkeypatch, cpu_devices, task
+):
+    strategy = strategy_of(monkeypatch, task, ps=2, **{"async": 1})
+    with pytest.raises(ValueError, match=r"a rule of your own, and \S+ of the job ps"):
+        make_model(strategy).fit(data(), verbose=0, callbacks=[HybridAggregation(Half())])
+
+
+@pytest.mark.parametrize("service", ["auto", "spread"])
+def test_an_own_rule_trains_where_the_script_runs(strategy, service):
+    model = make_model(strategy)
+    before = flat(model)
+    model.fit(data(), verbose=0, callbacks=[HybridAggregation(Half(), service=service)])
+    assert np.abs(before - flat(model)).min() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("period", "match"), [(8, "8 steps of 0.1"), ("auto", "any number of steps of 0.1")]
+)
+def test_a_moving_rate_beyond_the_bound_of_answers_that_travel_is_refused(strategy, period, match):
+    hybrid = HybridAggregation(AsyncEASGD(0.9), period=period)
+    with pytest.raises(ValueError, match=match):
+        make_model(strategy).fit(data(), verbose=0, callbacks=[hybrid])
+
+
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 def test_what_callbacks_predict_is_not_trained(strategy, rule):
     model = make_model(strategy)
@@ -134,6 +189,18 @@ def test_a_fit_after_one_that_failed_trains(strategy, error, rule):
 
 
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
+def test_a_fit_of_the_same_model_within_a_callback_is_refused(strategy, rule):
+    x, y = arrays()
+    model = make_model(strategy)
+    optimizer, hybrid = model.optimizer, HybridAggregation(rule, period=2)
+    fits = Acts(lambda model: model.fit(x, y, batch_size=SAMPLES, verbose=0))
+    with pytest.raises(RuntimeError, match="fit of the same model within a callback"):
+        model.fit(data(), verbose=0, callbacks=[hybrid, fits])
+    assert model.optimizer is optimizer and hybrid.participant is None
+    model.fit(data(), verbose=0, callbacks=[HybridAggregation(rule, period=2)])
+
+
+@pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 def test_a_fit_with_async_workers_after_one_that_failed_trains(strategy, rule):
     model, optimizer, _ = ends_with(strategy, ValueError("in a callback"), rule)
     before = flat(model)
@@ -143,7 +210,8 @@ def test_a_fit_with_async_workers_after_one_that_failed_trains(strategy, rule):
     assert np.abs(before - flat(model)).min() > 1e-3
 
 
-def test_a_step_that_fails_ends_the_service(strategy):
+@pytest.mark.parametrize("others", [[], [BatchBalancer]], ids=["alone", "before a balancer"])
+def test_a_step_that_fails_ends_the_service(strategy, others):
     model = make_model(strategy)
     hybrid = HybridAggregation("delta", period=2)
 
@@ -155,12 +223,34 @@ def test_a_step_that_fails_ends_the_service(strategy):
             model.distribute_strategy._data_path.on_step = lambda *step, **new: interrupt(step)
 
     with pytest.raises(KeyboardInterrupt):
-        model.fit(data(), verbose=0, callbacks=[hybrid, Stopped()])
+        model.fit(data(), verbose=0, callbacks=[hybrid, *(make() for make in others), Stopped()])
     del model.distribute_strategy._data_path.on_step
     assert hybrid.participant is None
     server = FunctionServer(strategy.cluster_config.service_address())  # nobody listens there
     server.start()
     server.close()
+    model.fit(data(), verbose=0, callbacks=[HybridAggregation("delta", period=2)])
+
+
+@pytest.mark.parametrize("place", ["on_train_batch_end", "on_test_batch_end"])
+def test_an_error_elsewhere_ends_the_service(strategy, place):
+    def fail(batch, logs=None):
+        raise ValueError("elsewhere")
+
+    fails = keras.callbacks.Callback()
+    setattr(fails, place, fail)
+    model = make_model(strategy)
+    callbacks = [HybridAggregation("delta", period=2), fails]
+    with pytest.raises(ValueError, match="elsewhere") as kept:
+        model.fit(data(), validation_data=data(), verbose=0, callbacks=callbacks)
+    for thread in threading.enumerate():
+        if thread.name == "keras_het-fit":
+            thread.join(60)
+            assert not thread.is_alive()
+    server = FunctionServer(strategy.cluster_config.service_address())  # nobody listens there
+    server.start()
+    server.close()
+    assert kept.traceback  # which holds what the `fit` had
     model.fit(data(), verbose=0, callbacks=[HybridAggregation("delta", period=2)])
 
 
@@ -187,3 +277,163 @@ def test_one_worker_alone_takes_every_batch(strategy, period, steps_per_executio
     alone = make_model(keras_het.HeterogeneousStrategy(), steps_per_execution=steps_per_execution)
     alone.fit(data(), epochs=2, verbose=0)
     np.testing.assert_allclose(flat(model), flat(alone), rtol=1e-4, atol=1e-6)
+
+
+class ClaimsTwo(keras.callbacks.Callback):
+    """Takes two batches of each epoch for the async worker."""
+
+    def __init__(self, hybrid):
+        super().__init__()
+        self.hybrid = hybrid
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.ledger = self.hybrid.participant.host.ledger
+        assert self.ledger.claim(1, epoch, 2)[1] == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+@pytest.mark.parametrize("place", ["on_train_batch_begin", "on_train_batch_end"])
+def test_what_is_evaluated_beside_the_first_step_has_all_batches(strategy, place, is_first):
+    losses, expected = [], []
+
+    def evaluate(batch, logs=None):
+        if batch == 0:
+            expected.append(model.evaluate(data(), verbose=0))
+            losses.append(model.evaluate(both, verbose=0))
+
+    evaluates = keras.callbacks.LambdaCallback(**{place: evaluate})
+    model, both = make_model(strategy), strategy.distribute(data())
+    hybrid = HybridAggregation("delta", period=2)
+    claims = ClaimsTwo(hybrid)
+    callbacks = [evaluates, hybrid, claims] if is_first else [hybrid, claims, evaluates]
+    model.fit(both, verbose=0, callbacks=callbacks)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert claims.ledger.used.tolist() == [SAMPLES - 2 * BATCH, 0]
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["looked at", "not looked at"])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_execution, looks):
+    model = make_model(strategy, steps_per_execution=steps_per_execution)
+    both = strategy.distribute(data().shuffle(NUM_BATCHES, seed=1))
+    hybrid = HybridAggregation("delta", period=2)
+    claims = ClaimsTwo(hybrid)
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: looks and model.evaluate(both, steps=1, verbose=0)
+    )
+    history = model.fit(
+        both, validation_data=both, epochs=2, verbose=0, callbacks=[hybrid, claims, look]
+    ).history
+    whole = model.evaluate(data(), verbose=0)
+    np.testing.assert_allclose(history["val_loss"][-1], whole, rtol=1e-5)
+    assert claims.ledger.used.tolist() == [2 * (SAMPLES - 2 * BATCH), 0]
+
+
+@pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
+def test_what_callbacks_evaluate_of_the_data_of_training_is_not_trained(strategy, rule):
+    model = make_model(strategy)
+    both = strategy.distribute(data())
+    hybrid = HybridAggregation(rule, period=2)
+    used = Used(hybrid)
+    looks = Acts(lambda model: model.evaluate(both, verbose=0), step=0)
+    model.fit(both, verbose=0, callbacks=[hybrid, used, looks])
+    assert used.host.ledger.used.tolist() == [SAMPLES, 0]
+    assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
+def test_samples_count_beside_a_balancer(strategy, is_first):
+    """Which makes the train function of a model anew that it has not measured yet."""
+    model = make_model(strategy)
+    hybrid = HybridAggregation("delta", period=2)
+    both = [hybrid, BatchBalancer()] if is_first else [BatchBalancer(), hybrid]
+    claims = ClaimsTwo(hybrid)
+    model.fit(data(), epochs=2, verbose=0, callbacks=[*both, claims])
+    assert claims.ledger.used.tolist() == [2 * (SAMPLES - 2 * BATCH), 0]
+
+
+@pytest.mark.parametrize("place", ["on_epoch_begin", "on_train_batch_begin"])
+def test_samples_count_where_the_train_function_is_made_anew(strategy, place):
+    hybrid = HybridAggregation("delta", period=2)
+    claims, model = ClaimsTwo(hybrid), make_model(strategy)
+    anew = {place: lambda number, logs: number % 2 or model.make_train_function(force=True)}
+    anew = keras.callbacks.LambdaCallback(**anew)
+    model.fit(data(), verbose=0, callbacks=[hybrid, claims, anew])
+    assert claims.ledger.used.tolist() == [SAMPLES - 2 * BATCH, 0]
+
+
+def test_samples_count_once_behind_a_function_that_hides_others(strategy):
+    class Hides(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            inner = self.model.train_function
+            self.model.train_function = lambda iterator: inner(iterator)
+
+    hybrid = HybridAggregation("delta", period=2)
+    claims, model = ClaimsTwo(hybrid), make_model(strategy)
+    model.fit(data(), verbose=0, callbacks=[hybrid, claims, Hides()])
+    assert claims.ledger.used.tolist() == [SAMPLES - 2 * BATCH, 0]
+
+
+class ReadsAhead(keras.callbacks.Callback):
+    """Reads the first batches before it lets them be trained, as `DataValidation` does."""
+
+    stays_outermost = True
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.waiting, self.original = number, [], None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self.original is None:
+            self.original, self.model.train_function = self.model.train_function, self
+
+    def __call__(self, iterator):
+        self.waiting += [next(iterator) for _ in range(self.number)]
+        self.number = 0
+        if not self.waiting:
+            return self.original(iterator)
+        batch, *self.waiting = self.waiting
+        return self.original([batch])
+
+
+@pytest.mark.parametrize(("number", "others"), [(1, []), (3, [BatchBalancer])])
+def test_samples_that_were_read_ahead_count_when_they_are_trained(strategy, number, others):
+    model = make_model(strategy)
+    hybrid = HybridAggregation(AsyncSGD(0.1), period=2)
+    used, ahead = Used(hybrid), ReadsAhead(number)
+    model.fit(data(), verbose=0, callbacks=[hybrid, *(make() for make in others), used, ahead])
+    assert used.host.ledger.used.tolist() == [SAMPLES, 0]
+    assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
+
+
+@pytest.mark.parametrize("rule", [AsyncSGD(0.1), DelayCompensated(0.1, 0.04, num_workers=2)])
+def test_a_schedule_in_a_callback_is_refused_beside_gradients(strategy, rule):
+    """The service has the optimizer: the rate would count twice, or not at all."""
+    model = make_model(strategy)
+    before, optimizer = flat(model), model.optimizer
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5**epoch)
+    callbacks = [HybridAggregation(rule, period=100), schedule]  # of epoch 0: 1
+    with pytest.raises(ValueError, match=rf"'{rule.name}' .* Received: 0\.5, .*Scheduler"):
+        model.fit(data(), epochs=2, verbose=0, callbacks=callbacks)
+    assert model.optimizer is optimizer
+    np.testing.assert_array_equal(flat(model), before)
+
+
+def test_a_rate_that_is_set_within_an_epoch_is_refused_at_the_next_exchange(strategy):
+    model = make_model(strategy)
+    before = flat(model)
+    sets = Acts(lambda model: model.optimizer.learning_rate.assign(0.25), step=0)
+    with pytest.raises(ValueError, match=r"Received: 0\.25"):
+        model.fit(data(), verbose=0, callbacks=[HybridAggregation(AsyncSGD(0.1), period=2), sets])
+    np.testing.assert_array_equal(flat(model), before)
+
+
+def test_a_rate_that_is_set_after_the_last_step_loses_no_training(strategy):
+    model = make_model(strategy)
+    before, gradient = flat(model), mean_gradient(model, NUM_BATCHES)
+    sets = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: model.optimizer.learning_rate.assign(0.25)
+    )
+    hybrid = HybridAggregation(AsyncSGD(0.1), period=100)
+    model.fit(data(), verbose=0, callbacks=[hybrid, sets])
+    np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)

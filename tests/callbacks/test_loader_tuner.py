@@ -16,6 +16,7 @@ from loader_training import (
     BATCH,
     ROWS,
     STEPS,
+    Eager,
     EveryStep,
     build,
     dense,
@@ -63,6 +64,25 @@ def test_an_endless_pipeline_goes_on_over_epochs():
     assert len(done(tuner)) >= 2
     assert len(rows) == 21 * BATCH
     assert sorted(rows[:ROWS]) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(("steps", "measured"), [(7, 3), (3, 1)])
+def test_a_validation_is_in_no_window_of_an_endless_pipeline(steps, measured):
+    def endless(knobs):
+        return build(knobs).repeat()
+
+    windows = []
+
+    class Notes(Eager):
+        def observe(self, window):
+            windows.append(window.steps)
+
+    tuner = LoaderTuner(Notes, share_host=False)
+    options = {"steps_per_epoch": steps, "validation_data": build(Knobs(2, 2, 2))}
+    train(pipeline(endless), [tuner], **options)
+    assert tuner.meter.steps == 3 * steps
+    assert tuner.test_meter.steps == 3 * STEPS
+    assert windows == [1] * (steps + 2 * measured)
 
 
 def test_an_ordinary_data_set_is_moved_too():

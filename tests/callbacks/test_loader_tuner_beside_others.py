@@ -48,6 +48,32 @@ class TrainsOnBatch(keras.callbacks.Callback):
             self.model.train_on_batch(np.ones((2, 3), "float32"), np.full(2, EXTRA, "float32"))
 
 
+class FitsWithin(keras.callbacks.Callback):
+    """Trains the same model on something else, within an epoch and at its end."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch in (4, 8):
+            self.fit_extra()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.fit_extra()
+
+    def fit_extra(self):
+        x, y = np.ones((2, 3), "float32"), np.full(2, EXTRA, "float32")
+        self.model.fit(x, y, batch_size=2, verbose=0)
+
+
+class Losses(keras.callbacks.History):
+    """A user's own history, which also has the loss of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+
+
 def in_epochs(seen):
     return [np.concatenate(seen[start : start + STEPS]) for start in range(0, len(seen), STEPS)]
 
@@ -72,6 +98,65 @@ def test_train_on_batch_within_fit_takes_nothing_from_the_epoch():
     assert len(model.seen) - len(trained) == 6
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(trained))
     assert tuner.meter.steps == 3 * STEPS
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built):
+    tuner = moving()
+    callbacks = [tuner, FitsWithin()] if first else [FitsWithin(), tuner]
+    data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))
+    model = train(data, callbacks)
+    trained = [labels for labels in model.seen if labels != [EXTRA, EXTRA]]
+    assert len(model.seen) - len(trained) == 9
+    assert len(trained) == 3 * STEPS
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(trained))
+    assert tuner.meter.steps == 3 * STEPS
+    assert tuner.observes_only is None
+    assert len(done(tuner)) >= 2
+
+
+class FitsWithTheTuner(keras.callbacks.Callback):
+    """Trains another model with the same LoaderTuner."""
+
+    def __init__(self, tuner):
+        super().__init__()
+        self.tuner = tuner
+
+    def on_train_batch_end(self, batch, logs=None):
+        dense().fit(slow(0.0), verbose=0, callbacks=[self.tuner])
+
+
+def test_one_tuner_in_a_fit_within_its_fit_is_refused():
+    tuner = LoaderTuner(share_host=False)
+    with pytest.raises(RuntimeError, match=r"same LoaderTuner.*one of its own"):
+        dense().fit(slow(0.0), verbose=0, callbacks=[tuner, FitsWithTheTuner(tuner)])
+    before = tuner.meter.steps
+    other = FitsWithTheTuner(LoaderTuner(share_host=False))
+    dense().fit(slow(0.0), verbose=0, callbacks=[tuner, other])
+    assert tuner.meter.steps == before + 6
+
+
+class FitsAtTheEnd(FitsWithTheTuner):
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+    def on_train_end(self, logs=None):
+        super().on_train_batch_end(0)
+
+
+def test_one_tuner_that_has_ended_serves_a_fit_at_the_end_of_its_fit():
+    tuner = LoaderTuner(share_host=False)
+    dense().fit(slow(0.0), verbose=0, callbacks=[tuner, FitsAtTheEnd(tuner)])
+    assert tuner.meter.steps == 2 * 6
+
+
+def test_a_history_of_the_user_sees_every_batch():
+    losses = Losses()
+    tuner = LoaderTuner(share_host=False)
+    dense().fit(slow(0.0), verbose=0, callbacks=[losses, tuner])
+    assert len(losses.losses) == 6
+    assert tuner.meter.steps == 6
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -15,8 +15,9 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
-from keras_het.loader import Knobs, knobs, pipeline, tuning_session
+from keras_het.loader import Knobs, inspect, knobs, pipeline, tuning_session
 from keras_het.loader.host_cpus import usable_cpus
+from keras_het.loader.tuning_session import TuningSession
 from keras_het.planning.loader import FixedController, LoaderPlan, LoaderWindow, WindowSize
 
 TASKS = Path("/proc/self/task")
@@ -130,28 +131,142 @@ def test_threads_are_left_alone_without_a_nice_value():
     assert values == {os.getpriority(os.PRIO_PROCESS, 0)}
 
 
-@needs_model
-def test_the_running_pipeline_is_shown_within_fit_until_it_is_moved():
-    shown = []
+class Shows:
+    """Keeps what `tuner.inspect` gives and prints, each time that it is called."""
 
-    def show():
+    def __init__(self, tuner):
+        self.tuner = tuner
+        self.reports, self.texts = [], []
+
+    def __call__(self):
         text = io.StringIO()
-        shown.append((tuner.inspect(text), text.getvalue()))
+        self.reports.append(self.tuner.inspect(text))
+        self.texts.append(" ".join(text.getvalue().split()))
 
+
+def never_moves(plan, cpus):
+    return FixedController(plan)
+
+
+@needs_model
+def test_the_running_pipeline_is_shown_within_fit_and_after_a_move_as_it_was_before():
     tuner = LoaderTuner(Once, share_host=False)
+    shows = Shows(tuner)
     data = pipeline(build, Knobs(2 * THREADS, 5, THREADS))
-    dense().fit(data, verbose=0, callbacks=[tuner, AtEveryStep(tuner, show)])
-    (report, text), (late, late_text) = shown[1], shown[-2]
+    dense().fit(data, verbose=0, callbacks=[tuner, AtEveryStep(tuner, shows)])
+    report, text = shows.reports[1], shows.texts[1]
     assert report.batches == 2
+    assert report.seen is None
     assert report.stages[0].name == "Prefetch"
     assert report.stages[0].buffer_size == 5
     assert report.bottleneck is not None
     assert "Bottleneck" in text
     assert "Prefetch" in text
-    # not the one that has ended: of the present one TensorFlow tells nothing, and that is said
-    assert len(tuner.moves) == 1
-    assert late.stages == ()
-    assert "after a move of LoaderTuner" in " ".join(late_text.split())
+    # of the present one TensorFlow tells nothing
+    (move,) = tuner.moves
+    late, late_text = shows.reports[-2], shows.texts[-2]
+    assert late.stages[0].buffer_size == 5
+    assert move.step <= late.batches < 15
+    assert f"This was seen at step {late.batches} of the training." in late_text
+
+
+@needs_model
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "moved", "own rows", "whole batches"])
+def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, cpu_devices):
+    data = build(Knobs(2 * THREADS, 2, THREADS))
+    if kind == "shuffled":
+        tf.random.set_seed(None)
+        data = data.shuffle(4)
+    if kind == "whole batches":
+        data = data.map(lambda x, y: (x - tf.reduce_mean(x), y))
+    tuner = LoaderTuner(Once if kind == "moved" else never_moves, share_host=False)
+    shows = Shows(tuner)
+    model = dense_under(cpu_devices) if kind in ("own rows", "whole batches") else dense()
+    model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, shows)])
+    first, middle = shows.reports[0], shows.reports[15]
+    names = [stage.name for stage in middle.stages]
+    assert first.batches == 1
+    assert "Range" in names
+    assert middle.bottleneck is not None
+    assert "AUTOTUNE DEFAULT" in shows.texts[15]
+    if kind in ("in order", "shuffled"):
+        assert middle.batches == 16
+        # as soon as its second epoch begins, and not what was seen of the first one
+        assert [shows.reports[30].batches, shows.reports[30].seen] == [1, None]
+    if kind == "own rows":
+        assert names[1:3] == ["Maps of own rows", "Cut into shares"]
+        assert middle.stages[2].seconds_per_batch == 0.0, "it waits for the consumer"
+    shows()
+    assert "Range" in [stage.name for stage in shows.reports[-1].stages]
+    assert "This was seen at step" in shows.texts[-1]
+
+
+@needs_model
+def test_of_an_ordinary_data_set_with_a_seeded_shuffle_it_says_where_to_look():
+    tuner = LoaderTuner(never_moves, share_host=False)
+    shows = Shows(tuner)
+    data = build(Knobs(2 * THREADS, 2, THREADS)).shuffle(4, seed=3)
+    dense().fit(data, verbose=0, callbacks=[tuner, AtEveryStep(tuner, shows)])
+    assert shows.reports[0].stages == ()
+    assert "with a seeded shuffle" in shows.texts[0]
+    assert "keras_het.loader.inspect outside of fit" in shows.texts[0]
+
+
+@needs_model
+def test_a_pipeline_with_a_shuffle_is_shown_with_the_settings_that_stayed():
+    def shuffled(knobs):
+        return build(knobs).shuffle(30, seed=3).prefetch(knobs.prefetch)
+
+    def orders(inspects):
+        tuner = LoaderTuner(Once, share_host=False)
+        data = pipeline(shuffled, Knobs(2 * THREADS, 2, THREADS))
+        wait = AtEveryStep(tuner, lambda: None)
+        dense().fit(data, epochs=2, verbose=0, callbacks=[tuner, wait])
+        (move,) = tuner.moves
+        assert move.refused is None
+        if inspects:
+            report = inspect(data, seconds=0.05, file=io.StringIO())
+            assert report.stages[0].name == "Prefetch"
+            assert report.stages[0].buffer_size == Once.other.prefetch
+            assert report.bottleneck is not None
+        return [features.numpy().tolist() for features, _ in data]
+
+    assert orders(inspects=True) == orders(inspects=False)
+
+
+@needs_model
+def test_an_ordinary_data_set_that_was_read_goes_on_where_it_is():
+    data = tf.data.Dataset.range(8).batch(2)
+    iterator = iter(data)
+    next(iterator)
+    session = TuningSession(lambda plan, cpus, most: FixedController(plan))
+    live = session.open(iterator)
+    assert live.take(1)[0].numpy().tolist() == [2, 3]
+    session.close()
+
+
+@needs_model
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda row: tf.random.uniform([], seed=3),
+        lambda row: tf.random.stateless_uniform([], [1, tf.cast(row, tf.int32)]),
+    ],
+    ids=["stateful", "stateless"],
+)
+def test_a_pipeline_that_begins_in_its_own_threads_draws_the_same_values(draw):
+    tf.random.set_seed(5)
+    data = tf.data.Dataset.range(6).map(draw)
+    expected = [[float(value) for value in data] for _ in range(3)]
+    found = []
+    for _ in range(3):
+        session = TuningSession(lambda plan, cpus, most: FixedController(plan))
+        live = session.open(iter(data))
+        assert live.iterator is not live.given
+        found.append([float(value) for value in live.take(6)])
+        assert session.last_report().stages
+        session.close()
+    assert found == expected
 
 
 @pytest.mark.parametrize("under_strategy", [False, True])

@@ -24,8 +24,10 @@ from loader_training import (
 
 import keras_het
 from keras_het.callbacks import LoaderTuner
+from keras_het.callbacks.data_validation import _FirstBatches
 from keras_het.callbacks.step_functions import Replacement
 from keras_het.loader import AdjustablePipeline, Knobs, pipeline
+from keras_het.loader.loader_threads import LoaderThreads
 from keras_het.planning.loader import LoaderPlan
 
 
@@ -149,6 +151,33 @@ def test_settings_are_code():
     assert f"# last: prefetch({settings.knobs.prefetch})" in settings.code
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_the_priority_that_was_measured_is_in_the_settings(is_built, monkeypatch):
+    nices = []
+    monkeypatch.setattr(LoaderThreads, "give_way", lambda threads, nice: nices.append(nice))
+    codes = {}
+    for nice in (7, 0):
+        tuner = LoaderTuner(EveryStep, nice=nice, share_host=False)
+        data = build(Knobs(2, 2, 2))
+        train(pipeline(build, Knobs(2, 2, 2)) if is_built else data, [tuner], epochs=1)
+        codes[nice] = tuner.best_settings().code
+    assert "nice" not in codes[0]
+    (line,) = [line for line in codes[7].splitlines() if "LoaderTuner(" in line]
+    nices.clear()
+    same = eval(line.removeprefix("#"), {"keras_het": keras_het})
+    knobs = Knobs(4, 2, 2)
+    train(pipeline(build, knobs), [same], epochs=1)
+    assert same.moves == []
+    assert same.best_settings().knobs == knobs
+    assert set(nices) == {7}
+
+
+def test_what_only_measures_gives_no_priority():
+    tuner = LoaderTuner("fixed", nice=7, share_host=False)
+    train(pipeline(build, Knobs(2, 2, 2)), [tuner], epochs=1)
+    assert "nice" not in tuner.best_settings().code
+
+
 @pytest.mark.parametrize("with_strategy", [True, False])
 @pytest.mark.parametrize("last", [lambda data: data.prefetch(tf.data.AUTOTUNE), lambda data: data])
 def test_a_prefetch_that_was_not_tuned_is_no_setting(last, with_strategy, cpu_devices):
@@ -215,8 +244,7 @@ def test_settings_need_a_training():
         LoaderTuner().inspect()
 
 
-@pytest.mark.parametrize("kind", ["heterogeneous", "mirrored"])
-def test_under_a_strategy_there_is_not_one_pipeline_to_inspect(kind, cpu_devices):
+def test_under_tensorflows_own_strategy_there_is_no_pipeline_to_inspect(cpu_devices):
     class Inspects(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             with pytest.raises(RuntimeError, match=r"input of a distribution strategy .*Iterator"):
@@ -225,13 +253,52 @@ def test_under_a_strategy_there_is_not_one_pipeline_to_inspect(kind, cpu_devices
 
     inspected = []
     tuner = LoaderTuner(share_host=False)
-    if kind == "heterogeneous":
-        train_under_strategy(cpu_devices, long(Knobs(2, 2, 2)), [tuner, Inspects()], epochs=1)
-    else:
-        with tf.distribute.MirroredStrategy(list(cpu_devices[:2])).scope():
-            model = dense()
-        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Inspects()])
+    with tf.distribute.MirroredStrategy(list(cpu_devices[:2])).scope():
+        model = dense()
+    model.fit(slow(0.001), verbose=0, callbacks=[tuner, Inspects()])
     assert inspected
+
+
+class ShowsAll(keras.callbacks.Callback):
+    """Has the steps read what `DataValidation(compare_shards=True)` gives them."""
+
+    is_training = observes_all = True
+
+    def __init__(self, tuner):
+        super().__init__()
+        self.tuner, self.errors = tuner, []
+
+    def on_train_begin(self, logs=None):
+        self.model.train_function = _FirstBatches(self, self.model.train_function)
+
+    def begin_execution(self):
+        pass
+
+    def take_batches(self, iterator):
+        return []
+
+    def observe(self, batch):
+        pass
+
+    def on_train_batch_end(self, batch, logs=None):
+        with pytest.raises(RuntimeError) as error:
+            self.tuner.inspect()
+        self.errors.append(str(error.value))
+
+
+@pytest.mark.parametrize("with_strategy", [True, False])
+def test_what_looks_at_every_batch_is_named(with_strategy, cpu_devices):
+    tuner = LoaderTuner(share_host=False)
+    shows = ShowsAll(tuner)
+    data = build(Knobs(2, 2, 2))
+    if with_strategy:
+        train_under_strategy(cpu_devices, data, [tuner, shows], epochs=1)
+    else:
+        train(data, [tuner, shows], epochs=1)
+    for text in (tuner.observes_only, tuner.best_settings().code, *shows.errors):
+        assert "DataValidation(compare_shards=True) looks at every batch" in text
+        assert "strategy" not in text
+    assert tuner.meter.steps == len(shows.errors) > 0
 
 
 def test_everything_is_kept_as_json(tmp_path):

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import LocalTraining
-from keras_het.strategy.local_training import LocalSteps
+from keras_het.strategy.local_training import LocalSteps, PeriodicExchange
+from keras_het.strategy.rules import DiLoCo
 
 SAMPLES, BATCH = 24, 4
 
@@ -75,3 +77,64 @@ def test_what_callbacks_predict_does_not_count(cpu_devices):
 
     model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[Trains()])
     assert counted == [BATCH] * (SAMPLES // BATCH)
+
+
+@pytest.fixture
+def three_workers(cpu_devices, monkeypatch):
+    """A strategy whose sums are those of three workers, all like this one, once there are three."""
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    strategy.count = tf.Variable(1.0)
+    sums = lambda vector: strategy.count * vector  # noqa: E731
+    monkeypatch.setattr(strategy.extended, "sum_over_workers", sums)
+    return strategy
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_frozen_weights_keep_their_bits(three_workers, overlap):
+    with three_workers.scope():
+        frozen = keras.layers.Dense(100, trainable=False)
+        model = keras.Sequential([keras.Input((3,)), frozen, keras.layers.Dense(1)])
+    mask = np.where(np.arange(100) % 3, 0.0, -np.inf)
+    frozen.bias.assign(mask)
+    before = [np.array(weight) for weight in frozen.weights]
+    exchange = PeriodicExchange(model, three_workers, DiLoCo(period=2, overlap=overlap))
+    three_workers.count.assign(3.0)
+    for _ in range(6):
+        exchange.steps_done(1, 7)
+    exchange.end()
+    assert exchange.num_exchanges == 3
+    for weight, kept in zip(frozen.weights, before, strict=True):
+        np.testing.assert_array_equal(weight, kept)
+
+
+def test_statistics_that_moved_become_their_mean(three_workers):
+    with three_workers.scope():
+        layer = keras.layers.BatchNormalization()
+        model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+    exchange = PeriodicExchange(model, three_workers, DiLoCo(period=1))
+    three_workers.count.assign(3.0)
+    layer.moving_mean.assign([1e-9, 2.0, -3.0])
+    exchange.steps_done(1, 7)
+    np.testing.assert_allclose(layer.moving_mean, [1e-9, 2.0, -3.0], rtol=1e-6)
+
+
+def test_what_was_restored_is_not_that_of_a_later_training(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    callback = LocalTraining("diloco")
+    with strategy.scope():
+        callback.set_model(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+    strategy.restored_service_state = {"local_training/step": np.array(5)}
+    callback.on_train_end()
+    assert strategy.restored_service_state is None
+
+
+def test_a_failed_training_is_in_no_later_backup(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    LocalSteps(model, strategy).enter()
+    strategy.service_state = dict  # of the failed training, which nobody took back
+    x = np.ones((SAMPLES, 3), np.float32)
+    model.fit(x, x[:, :1], batch_size=BATCH, verbose=0)
+    assert strategy.service_state is None

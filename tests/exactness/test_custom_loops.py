@@ -1,6 +1,7 @@
 """Custom loops keep the meaning of tf.distribute: nothing is weighted for them."""
 
 import functools
+import json
 
 import keras
 import numpy as np
@@ -141,3 +142,19 @@ def test_keras_outside_of_its_own_step_is_untouched():
 
     inside = strategy.experimental_local_results(run())[0]
     np.testing.assert_allclose(inside * 3, loss(y, x[:, :1]), rtol=1e-6)
+
+
+def test_a_loop_on_emulated_devices_says_once_that_nothing_waits(monkeypatch, caplog):
+    device = {"speed": 1, "fixed_seconds": 0.0, "seconds_per_sample": 1e-6}
+    monkeypatch.setenv("KERAS_HET_EMULATED_DEVICES", json.dumps([device]))
+    strategy = HeterogeneousStrategy(devices=DEVICES[:1])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(batches(8), verbose=0)
+    model.evaluate(batches(8), verbose=0)
+    model.predict(np.zeros((8, 5), np.float32), verbose=0)
+    assert "strategy.run" not in caplog.text
+    for _ in range(2):
+        strategy.run(lambda: tf.constant(1.0))
+    assert caplog.text.count("strategy.run does not wait for emulated devices") == 1

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from equivalence import (
     ALL_SHARES,
+    SHARES,
     StepLogs,
     Trial,
     arrays,
@@ -167,6 +168,7 @@ class Rows(keras.Model):
         return inputs
 
     def train_step(self, data):
+        data, *_ = tf.nest.flatten(data)
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         tf.numpy_function(self.note, [replica, tf.shape(data)[0]], tf.int32)
         return {"rows": tf.reduce_mean(data)}
@@ -206,8 +208,9 @@ def test_changed_shares_reach_the_replicas_within_the_epoch():
     assert [model.seen[replica][-1] for replica in range(3)] == [1, 1, 8]
 
 
-def test_train_and_test_on_batch():
-    # As in stock Keras every replica gets the whole batch; the weights are those of one device
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_train_and_test_on_batch(run_eagerly):
+    # a sum and a metric that counts show it if replicas compute on the same samples
     def fit(model, callbacks):
         (recorder,) = callbacks
         x, y = arrays(24)
@@ -217,8 +220,43 @@ def test_train_and_test_on_batch():
             recorder.on_train_batch_end(step, logs)
             recorder.on_train_batch_end(step, model.test_on_batch(x, y, return_dict=True))
 
-    build = functools.partial(dense_model, metrics=["mae"])
-    assert_equivalent(Trial(build, fit=fit, evaluate=False, predict=False))
+    def build():
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        optimizer = functools.partial(keras.optimizers.SGD, 0.02)
+        metrics = ["mae", keras.metrics.TruePositives(0.1, name="hits")]
+        return dense_model(loss, optimizer, metrics=metrics, run_eagerly=run_eagerly)
+
+    shares = [(3, 0, 5)] if run_eagerly else SHARES
+    assert_equivalent(Trial(build, fit=fit, evaluate=False, predict=False), shares)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_predict_on_batch(run_eagerly):
+    strategy = three_replicas()
+    with strategy.scope():
+        model = dense_model(run_eagerly=run_eagerly)
+    single = dense_model()
+    single.set_weights(model.get_weights())
+    x, _ = arrays(5)
+    for weights in SHARES:
+        strategy.set_shares(weights)
+        for part in (x, x[:1]):
+            np.testing.assert_allclose(
+                model.predict_on_batch(part), single.predict_on_batch(part), rtol=1e-5
+            )
+
+
+def test_a_plain_batch_is_cut_by_the_shares_of_the_moment():
+    strategy = three_replicas()
+    with strategy.scope():
+        model = Rows()
+        model.compile()
+    x = np.ones((8, 2), "float32")
+    for weights in ALL_SHARES:
+        strategy.set_shares(weights)
+        model.train_on_batch(x)
+    seen = list(zip(*(model.seen[replica] for replica in range(3)), strict=True))
+    assert seen == [(5, 2, 1), (8, 1, 1), (3, 1, 5), (1, 8, 1), (3, 3, 2)]
 
 
 def test_reset_between_runs_of_this_harness_starts_again():

@@ -15,6 +15,8 @@ from equivalence import (
     three_replicas,
 )
 
+from keras_het import HeterogeneousStrategy
+
 
 def unknown_cardinality():
     return batches(34).filter(lambda x, y: True)
@@ -54,8 +56,6 @@ def test_steps_per_epoch_on_a_repeated_data_set():
 
 
 def test_jit_compile_of_one_replica():
-    from keras_het import HeterogeneousStrategy
-
     results = []
     for scope in (HeterogeneousStrategy(devices=["CPU:0"]).scope, None):
         keras.utils.set_random_seed(7)
@@ -75,6 +75,21 @@ def test_jit_compile_of_several_replicas_is_refused():
         model = dense_model(jit_compile=True)
     with pytest.raises(ValueError, match=r"(?s)XLA cannot compile.*Received.*jit_compile=True"):
         model.fit(three_replicas().distribute(batches()), verbose=0)
+
+
+def test_jit_compile_of_one_gpu_with_a_summation_is_refused(monkeypatch):
+    # its exchange is a call by the CPU, in the middle of the step
+    strategy = HeterogeneousStrategy(devices=["CPU:0"])
+    with strategy.scope():
+        model = dense_model(jit_compile=True)
+    extended = strategy.extended
+    monkeypatch.setattr(type(extended), "worker_devices", property(lambda self: ("GPU:0",)))
+    strategy._check_can_compile(model)
+    extended.use_summation(object())
+    with pytest.raises(ValueError, match=r"(?s)XLA cannot.*Received.*'summation'.*all_reduce"):
+        strategy._check_can_compile(model)
+    with extended.reductions_within_worker():
+        strategy._check_can_compile(model)
 
 
 def test_automatic_jit_compile_is_off_for_several_replicas():

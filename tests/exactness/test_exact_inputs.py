@@ -6,7 +6,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent
+from equivalence import (
+    ALL_SHARES,
+    Trial,
+    arrays,
+    assert_equivalent,
+    batches,
+    masked_words,
+    three_replicas,
+)
 
 adam = functools.partial(keras.optimizers.Adam, 0.05)
 
@@ -101,6 +109,64 @@ def test_ragged_inputs():
     assert_equivalent(Trial(build, data), ALL_SHARES)
 
 
+class Tagger(keras.Model):
+    """Pads to the longest row of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(9, 3)
+        self.embedding.build(None)
+        self.built = True
+
+    def call(self, words):
+        return self.embedding(words.to_tensor())
+
+
+def tagged(strategy, rows, run_eagerly=False):
+    with strategy.scope():
+        model = Tagger()
+    model.compile(run_eagerly=run_eagerly)
+    words = tf.ragged.constant(rows, dtype=tf.int32, row_splits_dtype=tf.int64)
+    data = tf.data.Dataset.from_tensors(words)
+    return model.predict(data, verbose=0), model(words)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("shares", [(0, 1, 0), (1, 0, 1)])
+def test_predictions_as_wide_as_the_rows_of_a_replica(shares, run_eagerly):
+    strategy = three_replicas()
+    strategy.set_shares(shares)
+    rows = [[1, 2], [3, 4, 5], [6, 7, 8], [1]]
+    predictions, expected = tagged(strategy, rows, run_eagerly)
+    np.testing.assert_allclose(predictions, expected)
+
+
+def test_predictions_of_different_widths_are_refused():
+    strategy = three_replicas()
+    strategy.set_shares((1, 0, 1))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Pad to a fixed width"):
+        tagged(strategy, [[1, 2], [3], [6, 7, 8], [1]])
+
+
+class Scores(keras.Model):
+    """Predicts a loss of each sample."""
+
+    def predict_step(self, data):
+        loss = keras.losses.MeanSquaredError(reduction=None)
+        sums = keras.losses.MeanSquaredError(reduction="sum")
+        return loss(data, 2 * data), tf.map_fn(lambda row: sums(row, 2 * row), data)
+
+
+def test_losses_of_samples_are_predictions_like_others():
+    strategy = three_replicas()
+    strategy.set_shares((4, 2, 1))
+    with strategy.scope():
+        model = Scores()
+    x, _ = arrays(7)
+    for predicted in model.predict(x, verbose=0):
+        np.testing.assert_allclose(predicted, (x**2).mean(axis=1), rtol=1e-5)
+
+
 @pytest.mark.parametrize("make_optimizer", [lambda: keras.optimizers.SGD(0.1), adam])
 def test_sparse_inputs(make_optimizer):
     def build():
@@ -156,10 +222,41 @@ def test_recurrent_layers_with_masks(layer):
         model.compile(adam(), "mse")
         return model
 
-    def data():
-        random = np.random.default_rng(7)
-        words = random.integers(1, 9, (22, 4)).astype("int32")
-        words[np.arange(4) >= random.integers(1, 5, 22)[:, None]] = 0
-        return tf.data.Dataset.from_tensor_slices((words, arrays()[1])).batch(8)
+    assert_equivalent(Trial(build, masked_words, predict=False))
 
-    assert_equivalent(Trial(build, data, predict=False))
+
+class SumOfParts(keras.Model):
+    """A dense layer, and a second input that may be absent."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        if inputs["more"] is None:
+            return self.dense(inputs["x"])
+        return self.dense(inputs["x"]) + inputs["more"]
+
+
+def sum_of_parts():
+    model = SumOfParts()
+    model.dense.build((None, 5))
+    model.built = True
+    model.compile(adam(), "mse", metrics=["mae"])
+    return model
+
+
+def without_weights(x, y):
+    return {"x": x, "more": None}, y, None
+
+
+def test_absent_inputs_and_weights():
+    assert_equivalent(Trial(sum_of_parts, lambda: batches().map(without_weights)), ALL_SHARES)
+
+
+def test_absent_parts_of_what_a_generator_yields():
+    def fit(model, callbacks):
+        steps = (without_weights(*batch) for batch in batches().repeat(4).as_numpy_iterator())
+        return model.fit(steps, steps_per_epoch=4, epochs=3, verbose=0, callbacks=callbacks)
+
+    assert_equivalent(Trial(sum_of_parts, fit=fit, evaluate=False, predict=False), ALL_SHARES)

@@ -4,6 +4,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from equivalence import (
     ALL_SHARES,
@@ -12,6 +13,7 @@ from equivalence import (
     assert_equivalent,
     assert_replicas_agree,
     dense_model,
+    masked_words,
     three_replicas,
 )
 
@@ -51,6 +53,44 @@ def test_synchronized_batch_normalization_of_images():
 
     # Adam divides by the root of squares of gradients that are nearly zero
     assert_equivalent(Trial(build, data), rtol=1e-3, atol=2e-5)
+
+
+def test_variance_behind_a_mask_far_from_zero():
+    x = (3000.0 + np.random.default_rng(3).normal(size=(6, 4, 1))).astype("float32")
+    mask = np.arange(4) < np.array([4, 1, 2, 3, 4, 2])[:, None]
+
+    class Normalize(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.normalize = keras.layers.BatchNormalization(synchronized=True)
+
+        def call(self, inputs):
+            return self.normalize(inputs[0], training=True, mask=inputs[1])
+
+    strategy = three_replicas()
+    strategy.set_shares((4, 2, 1))
+    with strategy.scope():
+        model = Normalize()
+    found = model.predict(tf.data.Dataset.from_tensors(((x, mask),)), verbose=0)
+    expected = (x - x[mask].mean()) / np.sqrt(x[mask].var() + 1e-3)
+    np.testing.assert_allclose(found, expected, atol=0.01)
+
+
+def test_synchronized_batch_normalization_behind_a_mask():
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(9, 3, mask_zero=True, embeddings_initializer="normal"),
+                keras.layers.BatchNormalization(synchronized=True, momentum=0.7),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(sgd(), "mse")
+        return model
+
+    assert_equivalent(Trial(build, masked_words))
 
 
 def batch_normalized(momentum=0.7):
@@ -132,3 +172,43 @@ def test_replicas_drop_different_units():
     masks = {(replica, mask.tobytes()) for replica, mask in model.seen}
     assert len(model.seen) == 6
     assert len({mask for _, mask in masks}) == 6, "two replicas or two steps had one mask"
+
+
+def test_replicas_drop_different_units_in_predict():
+    strategy = three_replicas()
+    strategy.set_shares((1, 1, 1))
+    with strategy.scope():
+        model = Masks()
+    rows = model.predict(np.ones((3, 64), "float32"), verbose=0)
+    assert len({row.tobytes() for row in rows}) == 3, "two replicas had one mask"
+    expected = Masks().predict(np.ones((1, 64), "float32"), verbose=0)
+    np.testing.assert_array_equal(rows[:1], expected)
+
+
+class NormalizesAlways(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.normalization = keras.layers.BatchNormalization(synchronized=True)
+
+    def call(self, x):
+        return self.normalization(x, training=True)
+
+
+def test_predict_with_the_statistics_of_the_batch():
+    strategy = three_replicas()
+    strategy.set_shares((3, 0, 5))
+    with strategy.scope():
+        model = NormalizesAlways()
+    x, _ = arrays(8)
+    expected = NormalizesAlways().predict(x, verbose=0)
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_float8_training_is_refused():
+    strategy = three_replicas()
+    with strategy.scope():
+        model = dense_model(layers=lambda: [keras.layers.Dense(4)])
+        model.quantize("float8")
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"overwritten with their gradient.*inputs_scale"):
+        model.fit(*arrays(8), verbose=0)

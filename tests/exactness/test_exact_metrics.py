@@ -1,12 +1,23 @@
 """Metrics: state summed over replicas, results of the whole batch in every step."""
 
+import collections
 import functools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, dense_model
+from equivalence import (
+    ALL_SHARES,
+    Trial,
+    arrays,
+    assert_equivalent,
+    batches,
+    dense_model,
+    three_replicas,
+)
+
+from keras_het.strategy.exact_step import ExactStep
 
 sgd = functools.partial(keras.optimizers.SGD, 0.1)
 
@@ -144,3 +155,70 @@ def test_metrics_of_masked_time_steps(weighted):
         return tf.data.Dataset.from_tensor_slices((words, random.integers(0, 2, (22, 5)))).batch(8)
 
     assert_equivalent(Trial(build, data))
+
+
+class KernelNorm(keras.metrics.Metric):
+    """Looks at a weight when its result is computed."""
+
+    def __init__(self, kernel, **options):
+        super().__init__(**options)
+        self.kernel = lambda: kernel  # not a state of the metric
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        pass
+
+    def result(self):
+        return keras.ops.norm(self.kernel())
+
+
+class RateInLogs(keras.Sequential):
+    def get_metrics_result(self):
+        rate = keras.ops.convert_to_tensor(self.optimizer.learning_rate)
+        return {**super().get_metrics_result(), "rate": rate}
+
+
+def decaying():
+    return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5))
+
+
+def deep_model(model=keras.Sequential, metrics=lambda model: None):
+    layers = [keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    model = model(layers)
+    model.compile(decaying(), "mse", metrics=metrics(model))
+    return model
+
+
+def rate_and_norm(model):
+    def rate(y_true, y_pred):
+        return model.optimizer.learning_rate
+
+    return [rate, KernelNorm(model.layers[0].kernel, name="norm"), "mae"]
+
+
+def test_metrics_that_look_at_weights_and_the_rate():
+    build = functools.partial(deep_model, metrics=rate_and_norm)
+    assert_equivalent(Trial(build, predict=False))
+
+
+def test_results_that_look_at_the_rate():
+    build = functools.partial(deep_model, RateInLogs)
+    assert_equivalent(Trial(build, evaluate=False, predict=False))
+
+
+@pytest.mark.parametrize("name", ["of Keras", "of one's own"])
+def test_gradients_travel_with_the_metrics_of_keras(name, monkeypatch):
+    counts = collections.Counter()
+    original = ExactStep.all_reduce_sum
+
+    def counting(self, *arguments):
+        counts[self.replica_id] += 1
+        return original(self, *arguments)
+
+    monkeypatch.setattr(ExactStep, "all_reduce_sum", counting)
+    own = ["mae", lambda y, p: keras.ops.abs(y - p)]
+    metrics = {"of Keras": ["mae", keras.metrics.R2Score, "acc"], "of one's own": own}[name]
+    with three_replicas().scope():
+        made = [metric() if isinstance(metric, type) else metric for metric in metrics]
+        model = dense_model("mse", sgd, metrics=made)
+    model.fit(three_replicas().distribute(batches(8)), verbose=0)
+    assert counts == dict.fromkeys(range(3), 1 if name == "of Keras" else 2)

@@ -42,6 +42,88 @@ SETTINGS = {
 }
 
 
+class Wrapper(O.Optimizer):
+    """Hands all updates over to another optimizer."""
+
+    def __init__(self, inner=None):
+        super().__init__(0.0)
+        self.inner = inner or O.SGD(0.05)
+
+    def build(self, variables):
+        super().build(variables)
+        self.inner.build(variables)
+
+    @property
+    def variables(self):
+        return [*super().variables, *self.inner.variables]
+
+    def apply(self, grads, targets=None):
+        self.inner.apply(grads, targets)
+
+
+class ScalingWrapper(Wrapper):
+    def scale_loss(self, loss):
+        return self.inner.scale_loss(super().scale_loss(loss))
+
+
+class OldStyleWrapper(Wrapper):
+    """As optimizers of Keras 2 did, it overrides apply_gradients."""
+
+    apply = O.Optimizer.apply
+
+    def apply_gradients(self, grads_and_vars, name=None):
+        return self.inner.apply_gradients(grads_and_vars)
+
+
+class TwoGroups(O.SGD):
+    """Two updates a step."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads[:2], trainable_variables[:2])
+        super().apply(grads[2:], trainable_variables[2:])
+
+
+class SlowWeights(O.SGD):
+    """Looks at the gradient before the update, and at weights and iterations after it."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply([g / (1 + tf.norm(g)) for g in grads], trainable_variables)
+        rate = 1 / tf.cast(self.iterations + 2, tf.float32)
+        for variable in trainable_variables:
+            variable.assign(variable - rate * tf.tanh(variable))
+
+
+OWN_OPTIMIZERS = {
+    "Wrapper": Wrapper,
+    "Wrapper of a LossScaleOptimizer": lambda: Wrapper(
+        O.LossScaleOptimizer(O.SGD(0.05), initial_scale=1.0)
+    ),
+    "ScalingWrapper": ScalingWrapper,
+    "OldStyleWrapper": OldStyleWrapper,
+    "TwoGroups": lambda: TwoGroups(0.05),
+    "SlowWeights": lambda: SlowWeights(0.05),
+    "SlowWeights in a LossScaleOptimizer": lambda: O.LossScaleOptimizer(
+        SlowWeights(0.05), initial_scale=2.0**10
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
+def test_optimizer_of_ones_own(name):
+    build = functools.partial(dense_model, "mse", OWN_OPTIMIZERS[name])
+    assert_equivalent(Trial(build, evaluate=False, predict=False))
+
+
+@pytest.mark.skipif(not hasattr(O, "MultiOptimizer"), reason="Keras has none yet")
+def test_optimizers_for_parts_of_the_model():
+    def optimizer():
+        first, second = O.SGD(0.05), O.Adam(0.05)
+        return O.MultiOptimizer(lambda variable: first if variable.shape[0] == 5 else second)
+
+    build = functools.partial(dense_model, "mse", optimizer)
+    assert_equivalent(Trial(build, evaluate=False, predict=False), ALL_SHARES)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     build = functools.partial(dense_model, "mse", OPTIMIZERS[name])

@@ -3,6 +3,7 @@
 import functools
 
 import keras
+import pytest
 import tensorflow as tf
 from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, batches
 
@@ -22,12 +23,20 @@ class Base(keras.Model):
         return self.head(self.hidden(x))
 
 
-def compiled(make, **options):
+def adam():
+    return keras.optimizers.Adam(0.05, global_clipnorm=0.3)
+
+
+def sgd():
+    return keras.optimizers.SGD(0.02)  # unlike Adam, it shows the size of a gradient
+
+
+def compiled(make, optimizer=adam, **options):
     def build():
         model = make()
         model.build((None, 5))
         options.setdefault("metrics", ["mae"])
-        model.compile(keras.optimizers.Adam(0.05, global_clipnorm=0.3), "mse", **options)
+        model.compile(optimizer(), "mse", **options)
         return model
 
     return build
@@ -81,6 +90,49 @@ class LowLevelStep(Base):
         return {"mae": self.mae_metric.result(), "batch": keras.ops.mean(keras.ops.abs(y_pred))}
 
 
+class DecoratedStep(LowLevelStep):
+    """The steps are functions of TensorFlow, with a condition that AutoGraph has to convert."""
+
+    test_step = tf.function(LowLevelStep.test_step)
+
+    @tf.function
+    def train_step(self, data):
+        logs = super().train_step(data)
+        if self.optimizer.iterations > 2:
+            self.head.bias.assign_add([0.25])
+        return logs
+
+
+def without_its_name(step):
+    def wrapper(self, data):
+        return step(self, data)
+
+    return wrapper
+
+
+class RenamedStep(LowLevelStep):
+    """The steps are wrapped by a decorator that does not copy their names."""
+
+    train_step = without_its_name(LowLevelStep.train_step)
+    test_step = without_its_name(LowLevelStep.test_step)
+
+
+class DecoratedRenamedStep(LowLevelStep):
+    """TensorFlow's decorator is around one that does not copy the name."""
+
+    train_step = tf.function(without_its_name(LowLevelStep.train_step))
+    test_step = tf.function(without_its_name(LowLevelStep.test_step))
+
+
+class DecoratedInstance(LowLevelStep):
+    """A model that decorates its steps when it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.train_step = tf.function(self.train_step, autograph=False)
+        self.test_step = tf.function(self.test_step)
+
+
 class FunctionalLossStep(Base):
     """keras.losses.mean_squared_error per sample, a scaled loss, values without a tracker."""
 
@@ -94,6 +146,103 @@ class FunctionalLossStep(Base):
         gradients = tape.gradient(scaled, self.trainable_weights)
         self.optimizer.apply(gradients, self.trainable_weights)
         return {"loss": loss, "size": keras.ops.mean(keras.ops.abs(y_pred))}
+
+
+class VectorLossStep(LowLevelStep):
+    """The step of many guides: the gradient of a loss per sample is that of its sum."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = keras.losses.mean_squared_error(y, y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.loss_tracker.update_state(loss)
+        self.mae_metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class SynchronizedVectorStep(VectorLossStep):
+    """The gradient flows through the statistics of all replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.Sequential(
+            [keras.layers.Dense(4, "tanh"), keras.layers.BatchNormalization(synchronized=True)]
+        )
+
+
+class AverageLossStep(Base):
+    """What losses of samples add up to, as in a custom loop, for the global batch or a share."""
+
+    def train_step(self, data):
+        x, y = data
+        per_sample = keras.losses.MeanSquaredError(reduction=None)
+        with tf.GradientTape() as tape:
+            errors = per_sample(y, self(x, training=True))
+            loss = tf.nn.compute_average_loss(errors)
+            twice = tf.nn.compute_average_loss(2 * errors, global_batch_size=8)
+            total = loss + twice
+        gradients = tape.gradient(total, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss, "twice": twice}
+
+
+class InputAndWeightsStep(LowLevelStep):
+    """The gradient of each sample is taken together with that of the weights."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = keras.losses.mean_squared_error(y, self(x, training=True))
+        of_input, *gradients = tape.gradient(loss, [x, *self.trainable_variables])
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.loss_tracker.update_state(keras.ops.sum(keras.ops.abs(of_input), axis=-1))
+        self.mae_metric.update_state(y, self(x))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class ScaledVectorStep(Base):
+    """The vector is scaled before its gradient is taken."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = keras.losses.mean_squared_error(y, y_pred)
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": keras.ops.mean(loss)}
+
+
+class SeveralTargetsStep(Base):
+    """A vector of samples, a vector of means, and a scalar in one call; one more for the input."""
+
+    loss_object = keras.losses.MeanAbsoluteError(reduction=None)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y_pred = self(x, training=True)
+            slope = inner.gradient(y_pred, x)
+            per_sample = keras.losses.mean_squared_error(y, y_pred)
+            means = keras.ops.stack([keras.ops.mean(y_pred**2), keras.ops.mean(slope**2)])
+            scalar = keras.ops.mean(self.loss_object(y, y_pred))
+        gradients = tape.gradient([per_sample, means, scalar], self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": scalar, "slope": keras.ops.mean(slope**2)}
+
+
+class VectorOwnLoss(Base):
+    """compute_loss returns a loss per sample; the steps are those of Keras."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.losses.mean_squared_error(y, y_pred)
 
 
 class LossObjectStep(Base):
@@ -130,6 +279,16 @@ class DelegatingStep(Base):
         return {**logs, "norm": keras.ops.norm(self.head.kernel)}
 
 
+class VariablesInLogs(LowLevelStep):
+    """The logs have variables of Keras among them."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        rate, steps = self.optimizer.learning_rate, self.optimizer.iterations
+        rows, total = self.mae_metric.count, self.loss_tracker.total
+        return {**logs, "rate": rate, "steps": steps, "rows": rows, "total": total}
+
+
 def test_step_of_the_guide():
     assert_equivalent(Trial(compiled(GuideStep)), ALL_SHARES)
 
@@ -138,8 +297,65 @@ def test_low_level_step():
     assert_equivalent(Trial(compiled(LowLevelStep, metrics=None)), ALL_SHARES)
 
 
+DECORATED = [DecoratedStep, DecoratedInstance, RenamedStep, DecoratedRenamedStep]
+
+
+@pytest.mark.parametrize("model", DECORATED)
+def test_decorated_steps(model):
+    assert_equivalent(Trial(compiled(model, metrics=None)), ALL_SHARES)
+
+
 def test_functional_loss_and_values_without_a_tracker():
     assert_equivalent(Trial(compiled(FunctionalLossStep, metrics=None), evaluate=False), ALL_SHARES)
+
+
+VECTORS = [
+    VectorLossStep,
+    ScaledVectorStep,
+    SeveralTargetsStep,
+    AverageLossStep,
+    InputAndWeightsStep,
+]
+
+
+@pytest.mark.parametrize("model", VECTORS)
+def test_gradients_of_vectors(model):
+    trial = Trial(compiled(model, sgd, metrics=None), evaluate=False, predict=False)
+    assert_equivalent(trial, ALL_SHARES)
+
+
+class LossOfEachValue(keras.losses.Loss):
+    """More values than samples."""
+
+    def __init__(self):
+        super().__init__(reduction=None)
+
+    def call(self, y_true, y_pred):
+        return keras.ops.reshape(keras.ops.square(y_true - y_pred) * [[1.0, 2.0]], [-1])
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_loss_with_several_values_for_each_sample(run_eagerly):
+    def build():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile(sgd(), LossOfEachValue(), run_eagerly=run_eagerly)
+        return model
+
+    assert_equivalent(Trial(build, evaluate=False, predict=False), [(4, 2, 1)])
+
+
+def test_gradient_of_a_vector_in_an_eager_step():
+    build = compiled(VectorLossStep, sgd, metrics=None, run_eagerly=True)
+    assert_equivalent(Trial(build, evaluate=False, predict=False), [(4, 2, 1)])
+
+
+def test_gradient_of_a_vector_through_synchronized_statistics():
+    build = compiled(SynchronizedVectorStep, sgd, metrics=None)
+    assert_equivalent(Trial(build, evaluate=False, predict=False))
+
+
+def test_own_compute_loss_that_is_a_vector():
+    assert_equivalent(Trial(compiled(VectorOwnLoss, sgd), predict=False))
 
 
 def test_loss_object():
@@ -148,6 +364,10 @@ def test_loss_object():
 
 def test_own_compute_loss_and_predict_step():
     assert_equivalent(Trial(compiled(OwnLoss)), ALL_SHARES)
+
+
+def test_variables_in_the_logs():
+    assert_equivalent(Trial(compiled(VariablesInLogs, metrics=None)), ALL_SHARES)
 
 
 def test_step_that_calls_the_step_of_keras():

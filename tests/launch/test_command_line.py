@@ -91,6 +91,63 @@ def test_names_the_failed_worker_and_why(launch: Launch, script: Script) -> None
     ]
 
 
+CAUSE_AND_VICTIM = """
+import atexit
+
+marker, ending = sys.argv[1:]
+if index == 0:
+    while not os.path.exists(marker):
+        pass
+    sys.exit("lost worker 1")
+
+def exit_slowly():
+    if ending == "exits":  # after the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    open(marker, "w").close()
+    signal.sigwait([signal.SIGTERM]) if ending == "exits" else signal.pause()
+
+atexit.register(exit_slowly)
+raise ValueError("the root cause")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [("exits", "failed after it: exit code 1."), ("killed", "was ended after it had shown")],
+)
+def test_a_cause_that_exits_after_its_victim_is_told(
+    launch: Launch, script: Script, tmp_path: Path, ending: str, said: str
+) -> None:
+    marker = str(tmp_path / "marker")
+    path = script(CAUSE_AND_VICTIM)
+    result = launch("run", "--workers", "2", "--only-chief", path, marker, ending).finish()
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    assert "[keras-het] worker 0 failed: exit code 1. The other workers were ended." in lines
+    assert f"[keras-het] worker 1 {said}" in result.stderr
+    assert "[keras-het]   ValueError: the root cause" in lines
+
+
+def test_another_backend_of_keras_is_the_script_to_set(launch: Launch, script: Script) -> None:
+    """Without a word each worker would train alone where the script does not set it."""
+    path = script(
+        "print(os.environ['KERAS_BACKEND']); os.environ['KERAS_BACKEND'] = 'tensorflow'\n"
+        "print(os.environ['KERAS_BACKEND'])"
+    )
+    result = launch("run", "-w", "1", path, KERAS_BACKEND="jax").finish()
+    assert (result.exit_code, result.stdout) == (0, "[worker 0] jax\n[worker 0] tensorflow")
+    assert "KERAS_BACKEND is 'jax' here, and keras_het needs 'tensorflow'" in result.stderr
+    assert "each worker trains alone" in result.stderr
+    assert "KERAS_BACKEND=tensorflow keras-het run" in result.stderr
+
+
+def test_the_backend_that_is_needed_is_no_news(launch: Launch, script: Script) -> None:
+    path = script("print(os.environ['KERAS_BACKEND'])")
+    for given in ("", "tensorflow"):
+        result = launch("run", "-w", "1", path, KERAS_BACKEND=given).finish()
+        assert (result.stdout, result.stderr) == ("[worker 0] tensorflow", "")
+
+
 def test_only_chief_hides_the_others(launch: Launch, script: Script) -> None:
     result = launch("run", "-w", "2", "--quiet-workers", script("print(index)")).finish()
     assert result.stdout == "[worker 0] 0"
@@ -223,6 +280,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "-w", "1", "--grace-seconds", "nan", __file__], "at least 0, received 'nan'"),
         (["run", "--worker", "2", __file__], "unrecognized arguments|give --workers"),
         (["run", "-w", "1", "-m"], "-m needs a MODULE"),
+        (["loader-worker", "--dispatcher", "h:1", "--port", "99999"], "0 .* to 65535, received"),
+        (["loader-worker", "--dispatcher", "h:1", "--port", "-1"], "0 .* to 65535, received '-1'"),
     ],
 )
 def test_wrong_arguments(

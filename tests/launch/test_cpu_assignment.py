@@ -23,6 +23,17 @@ def test_known_assignments() -> None:
     assert assign_cpus(2, [0, 1, 2], 2, pin=True) == CpuAssignment(((0, 1), (2, 0)), (2, 2))
 
 
+def test_a_quota_is_divided_into_threads() -> None:
+    def threads(usable: float, **options: int) -> tuple[int, ...]:
+        return assign_cpus(3, range(10), usable=usable, **options).threads_per_worker
+
+    assert threads(10.0) == (4, 3, 3)
+    assert threads(9.5) == (3, 3, 3)
+    assert threads(7.0) == (2, 2, 2)
+    assert threads(1.5) == (1, 1, 1)
+    assert threads(1.5, cpus_per_worker=2) == (2, 2, 2)
+
+
 @needs_affinity
 @given(st.integers(1, 9), st.integers(1, 9))
 def test_every_cpu_is_dealt_once_and_every_worker_has_one(workers: int, cpus: int) -> None:

@@ -35,6 +35,12 @@ def test_plain_output_has_prefixes_only() -> None:
     assert stderr.getvalue() == "[worker 1] warning\n[keras-het] one\n[keras-het] two\n"
 
 
+def test_tables_in_plain_output_keep_their_tabs() -> None:
+    stdout = io.StringIO()
+    Display(stdout, io.StringIO()).show(0, "stdout", final("a\tb\x0c\x07"))
+    assert stdout.getvalue() == "[worker 0] a\tb\x0c\x07\n"
+
+
 def test_only_chief() -> None:
     stdout = io.StringIO()
     display = Display(stdout, io.StringIO(), only_chief=True)

@@ -8,6 +8,7 @@ from keras_het.launch.arguments import make_parser
 from keras_het.launch.emulation import Emulation
 
 DOCS = Path(__file__).parents[2] / "docs"
+README = DOCS.parent / "README.md"
 
 
 def options_of_run() -> set[str]:
@@ -28,8 +29,21 @@ def test_the_documented_options_are_the_options() -> None:
     assert {name for name in known if name.startswith("--")} - documented == {"--help", "--python"}
 
 
-def test_the_documented_label_is_the_label() -> None:
-    assert f"[keras-het] {Emulation((4, 2, 1)).describe()}\n" in (DOCS / "launch.md").read_text()
+@pytest.mark.parametrize(("page", "speeds"), [("launch.md", (4, 2, 1)), ("validation.md", (4, 1))])
+def test_the_documented_label_is_the_label(page: str, speeds: tuple[float, ...]) -> None:
+    assert f"[keras-het] {Emulation(speeds).describe()}\n" in (DOCS / page).read_text()
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_what_the_launcher_prints_is_shown_with_its_prefixes(page: Path) -> None:
+    for block in re.findall(r"```\n(\$ keras-het run.*?)```", page.read_text(), re.DOTALL):
+        for line in block.splitlines()[1:]:
+            assert re.match(r"\[(keras-het|worker \d+)\] |\.\.\.$", line), line
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_what_is_on_no_index_is_installed_from_a_checkout(page: Path) -> None:
+    assert not re.search(r"pip install .*keras-het", page.read_text())
 
 
 @pytest.mark.parametrize(
@@ -39,6 +53,7 @@ def test_the_documented_label_is_the_label() -> None:
         "KERAS_HET_EMULATED_DEVICES",
         "TF_NUM_INTRAOP_THREADS",
         "PYTHONUNBUFFERED",
+        "KERAS_BACKEND",
         "KERAS_HET_SERVICE_ADDRESS",
         "KERAS_HET_SERVICE_SECRET",
     ],

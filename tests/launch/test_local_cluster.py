@@ -102,6 +102,16 @@ def test_pinned_workers_run_on_their_cpus_and_we_on_ours(cluster_of: MakeCluster
     assert os.sched_getaffinity(0) == before
 
 
+def test_threads_of_workers_respect_a_quota(
+    cluster_of: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keras_het.launch.local_cluster.available_cpus", lambda: tuple(range(9)))
+    monkeypatch.setattr("keras_het.launch.local_cluster.usable_cpus", lambda: 5.5)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cluster = cluster_of('print(os.environ["OMP_NUM_THREADS"])', 2, pin=False)
+    assert [result.stdout for result in cluster.wait(TIMEOUT)] == ["2", "2"]
+
+
 def test_first_failure_ends_the_others(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(
         "if index == 1:\n    sys.exit(7)\n" + WAIT_FOR_EVER,
@@ -130,6 +140,43 @@ def test_an_async_worker_that_fails_ends_nobody(cluster_of: MakeCluster) -> None
     assert not any(result.was_ended for result in results)
     assert len({result.stdout for result in results}) == 1
     assert results[0].stdout.split()[1] == "64"
+
+
+@pytest.mark.parametrize(
+    ("outside", "env", "names"),
+    [
+        ({}, {"KERAS_HET_SERVICE_SECRET_FILE": "file"}, ["KERAS_HET_SERVICE_SECRET_FILE"]),
+        ({"KERAS_HET_SERVICE_SECRET": ""}, {}, ["KERAS_HET_SERVICE_SECRET"]),
+        ({}, {"KERAS_HET_SERVICE_SECRET": "own"}, ["KERAS_HET_SERVICE_SECRET"]),
+    ],
+)
+@pytest.mark.parametrize("by_worker", [False, True])
+def test_workers_get_one_secret_that_is_the_users_if_there_is_one(
+    cluster_of: MakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    outside: dict[str, str],
+    env: dict[str, str],
+    names: list[str],
+    by_worker: bool,
+) -> None:
+    for name in ("KERAS_HET_SERVICE_SECRET", "KERAS_HET_SERVICE_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in outside.items():
+        monkeypatch.setenv(name, value)
+    given: dict[str, object] = {"worker_env": [env, env]} if by_worker else {"env": env}
+    cluster = cluster_of(
+        """
+        found = {name: value for name, value in os.environ.items() if "SERVICE_SECRET" in name}
+        print(json.dumps({name: value for name, value in found.items() if value}))
+        """,
+        2,
+        num_async_workers=1,
+        **given,
+    )
+    first, second = (json.loads(result.stdout) for result in cluster.wait(TIMEOUT))
+    assert first == second
+    assert list(first) == names
+    assert not env or first == env
 
 
 def test_a_worker_that_ignores_sigterm_is_killed(cluster_of: MakeCluster) -> None:

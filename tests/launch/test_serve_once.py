@@ -2,11 +2,22 @@
 
 import argparse
 import json
+import socket
 
 import pytest
 
 from keras_het.launch import serve_command
+from keras_het.launch.command_line import main
 from keras_het.strategy.hybrid import serving
+
+
+def set_up(monkeypatch, address):
+    cluster = {"worker": ["127.0.0.1:1"], "async": ["127.0.0.1:2"], "ps": [address]}
+    task = {"type": "ps", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "0123456789abcdef")
+    monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
+    monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +43,16 @@ def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
         def is_offered_another(self):
             return offers_left[len(calls) - 1]
 
-    cluster = {"worker": ["127.0.0.1:1"], "async": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
-    task = {"type": "ps", "index": 0}
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-    monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "0123456789abcdef")
-    monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
-    monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
+    set_up(monkeypatch, "127.0.0.1:3")
     monkeypatch.setattr(serving, "ServingProcess", Process)
     assert serve_command.serve_parameters(argparse.Namespace(once=once)) == 0
     assert len(calls) == served + (not once)  # the last one says that it was told to end
+
+
+def test_a_port_that_is_taken_is_one_line_of_error(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        set_up(monkeypatch, address)
+        assert main(["serve"]) == 2
+    message = capsys.readouterr().err
+    assert f"[keras-het] error: The server at {address} did not start" in message

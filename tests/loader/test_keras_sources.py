@@ -1,5 +1,7 @@
 """Arrays and PyDatasets reach the loader through Keras's own adapters."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -101,3 +103,61 @@ def test_py_dataset(parallel):
         for adapter in adapters:
             adapter.on_epoch_end()
         assert batches == reference(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5))
+
+
+@pytest.fixture
+def looked_at():
+    """A worker that has looked at the first of ten batches, and the weights of its replicas."""
+    weights, is_ahead = [[1, 1]], threading.Event()
+
+    def generate():
+        for number in range(10):
+            if number == 2:  # more than Keras keeps: the third is in a buffer
+                is_ahead.set()
+            yield X[2 * number : 2 * number + 2], Y[2 * number : 2 * number + 2]
+
+    source = data_adapters.get_data_adapter(generate())
+    (worker,) = make_workers(source.get_tf_dataset, (2,), weights)
+    next(iter(worker))
+    assert is_ahead.wait(30)
+    return worker, weights
+
+
+def ten_batches():
+    return reference(tf.data.Dataset.from_tensor_slices((X[:20], Y[:20])).batch(2))
+
+
+def test_other_weights_lose_no_batch_of_a_generator(looked_at):
+    worker, weights = looked_at
+    weights[0] = [1, 0]
+    worker.cut_anew()
+    batches, sizes = collect([iter(worker)], (2,))
+    assert batches == ten_batches()
+    assert set(sizes) == {(2, 0)}
+
+
+@pytest.mark.parametrize(("passes", "step"), [(0, 0), (0, 1), (2, 4)])
+def test_a_resume_loses_no_batch_of_a_generator(looked_at, passes, step):
+    worker, weights = looked_at
+    worker.start_at(passes, step)
+    weights[0] = [1, 0]
+    worker.cut_anew()
+    iterator = iter(worker)
+    batches, sizes = collect([iterator], (2,), steps=3)
+    assert batches == ten_batches()[step : step + 3]
+    assert set(sizes) == {(2, 0)}
+    assert iterator.step == step + 3
+    assert worker.position == ((True,) * passes, step + 3)
+
+
+def test_a_resume_beyond_the_end_of_a_generator_has_no_batch(looked_at):
+    worker, _ = looked_at
+    worker.start_at(0, 12)
+    assert collect([iter(worker)], (2,))[0] == []
+
+
+def test_a_generator_does_not_go_back(looked_at):
+    worker, _ = looked_at
+    worker.start_at(0, 4)
+    with pytest.raises(ValueError, match=r"step=3, .* step 4\. Call fit with a new generator"):
+        worker.start_at(0, 3)

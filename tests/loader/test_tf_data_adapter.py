@@ -1,5 +1,8 @@
 """The private symbols this package relies on exist and mean what it takes them to mean."""
 
+import functools
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -109,6 +112,44 @@ def test_generators_are_recognised():
     assert any(adapter.draws_from_generator(node) for node in adapter.upstream_of(top))
     flat = tf.data.Dataset.range(3).flat_map(tf.data.Dataset.range)
     assert not any(adapter.draws_from_generator(node) for node in adapter.upstream_of(flat))
+
+
+def flat_rows(times, number):
+    def draw(count):
+        yield from range(count)
+
+    return tf.data.Dataset.from_generator(
+        draw, args=(times * number,), output_signature=tf.TensorSpec([], tf.int64)
+    )
+
+
+class Rows:
+    def __call__(self, number):
+        return flat_rows(2, number)
+
+
+@pytest.mark.parametrize("make", [functools.partial(flat_rows, 2), Rows()])
+def test_a_callable_that_makes_generators_is_none_of_fit(make):
+    given = tf.data.Dataset.range(3).flat_map(make)
+    assert adapter.draws_from_generator(given)
+    assert not adapter.is_keras_generator(given)
+
+
+def test_a_generator_of_fit_is_told_from_others():
+    batches = ((np.zeros([2, 3]), np.zeros([2])) for _ in range(4))
+    given = data_adapters.get_data_adapter(batches).get_tf_dataset()
+    assert any(adapter.is_keras_generator(node) for node in adapter.upstream_of(given))
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return np.zeros([2, 3]), np.zeros([2])
+
+    for other in (ALL["generator"](), data_adapters.get_data_adapter(Batches()).get_tf_dataset()):
+        assert any(adapter.draws_from_generator(node) for node in adapter.upstream_of(other))
+        assert not any(adapter.is_keras_generator(node) for node in adapter.upstream_of(other))
 
 
 def test_keras_functions_are_recognised_and_others_are_not():

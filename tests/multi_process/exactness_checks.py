@@ -195,6 +195,7 @@ def train_on_batch(run: Recording) -> None:
     x, y = arrays(6)
     run.keep("logs", [model.train_on_batch(x, y), model.train_on_batch(x, y)])
     run.keep("test", model.test_on_batch(x, y))
+    run.keep("predict", model.predict_on_batch(x[:2]))
     run.keep_model(model)
 
 
@@ -277,12 +278,37 @@ def ragged_predictions(run: Recording) -> None:
         def predict_step(self, data: Any) -> Any:
             lengths = tf.cast(tf.math.floormod(tf.cast(data[:, 0], tf.int32), 4), tf.int64)
             values = tf.repeat(self(data, training=False), lengths, axis=0)
-            return {"ragged": tf.RaggedTensor.from_row_lengths(values, lengths), "dense": data}
+            # as wide as the rows, so that a replica without samples has the width zero
+            width = 2 * tf.cast(data[:, 1] > 0, tf.int64)
+            wide = tf.RaggedTensor.from_row_lengths(tf.repeat(data, width, axis=0), width)
+            return {
+                "ragged": tf.RaggedTensor.from_row_lengths(values, lengths),
+                "dense": data,
+                "padded": wide.to_tensor(),
+            }
 
-    run.set_shares([4, 2, 1])
+    run.set_shares([4, 0, 1])
     model = run.build(Ragged)
     x = np.arange(22 * 3, dtype="float32").reshape(22, 3)
     predictions = model.predict(tf.data.Dataset.from_tensor_slices(x).batch(8), verbose=0)
     run.keep("row_splits", predictions["ragged"].row_splits)
     run.keep("values", predictions["ragged"].flat_values)
     run.keep("dense", predictions["dense"])
+    run.keep("padded", predictions["padded"])
+
+
+@check
+def predictions_of_other_types(run: Recording) -> None:
+    names = ("bfloat16", "bool", "int8", "int16", "uint8", "uint16", "uint32", "uint64", "float16")
+
+    class Types(keras.Model):
+        def predict_step(self, data: Any) -> Any:
+            return {name: tf.cast(data, name) for name in names}
+
+    run.set_shares([4, 2, 1])
+    model = run.build(Types)
+    x = np.arange(22 * 2, dtype="float32").reshape(22, 2) % 3
+    predictions = model.predict(tf.data.Dataset.from_tensor_slices(x).batch(8), verbose=0)
+    for name in names:
+        run.keep(f"is_{name}", predictions[name].dtype == name)
+        run.keep(name, predictions[name].astype("float32"))

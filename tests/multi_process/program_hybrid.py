@@ -100,6 +100,23 @@ def keep_plans() -> list[Any]:
     return plans
 
 
+def keep_factors() -> list[list[float]]:
+    """Samples, staleness, version and factor of each push of AsyncSGD; filled while it trains."""
+    factors: list[list[float]] = []
+    factor_of = rules.AsyncSGD.factor
+
+    def note(*numbers: Any) -> Any:
+        factors.append([float(number) for number in numbers])
+        return np.float32(numbers[-1])
+
+    def factor_and_keep(rule: rules.AsyncSGD, meta: rules.PushMeta) -> Any:
+        numbers = [meta.samples, meta.staleness, meta.version, factor_of(rule, meta)]
+        return tf.ensure_shape(tf.numpy_function(note, numbers, tf.float32), [])
+
+    rules.AsyncSGD.factor = factor_and_keep  # type: ignore[method-assign]
+    return factors
+
+
 def main() -> None:
     keras.config.disable_traceback_filtering()
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -112,6 +129,9 @@ def main() -> None:
     steps_per_execution = options.pop("steps_per_execution", 1)
     if "wire" in options:
         options["wire"] = wire_named(options["wire"])
+    earlier_rules = options.pop("earlier_rules", ())
+    momentum = options.pop("momentum", 0.0)
+    factors = keep_factors() if options.pop("keeps_factors", False) else []
     plans = keep_plans()
     if isinstance(rule, dict) and rule.get("optimizer"):
         rule = rules.AsyncSGD(optimizer=keras.optimizers.get(rule["optimizer"]))
@@ -119,7 +139,8 @@ def main() -> None:
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = Recorded()
-        model.compile(keras.optimizers.SGD(rate), "mse", steps_per_execution=steps_per_execution)
+        optimizer = keras.optimizers.SGD(rate, momentum)
+        model.compile(optimizer, "mse", steps_per_execution=steps_per_execution)
         model.build((None, 6))
     config = strategy.cluster_config
     name = f"{config.task_type}_{config.task_index}"
@@ -155,6 +176,18 @@ def main() -> None:
     backups = []
     if backup:
         backups = [keras_het.callbacks.BackupAndRestore(backup, delete_checkpoint=False)]
+    earlier = []
+    if earlier_rules:
+        with strategy.scope():
+            model(x[:1])  # has no weights before
+        start = model.get_weights()
+    for each in earlier_rules:
+        fitted = model.fit(
+            data, epochs=epochs, verbose=0, callbacks=[HybridAggregation(each, **options), notes]
+        )
+        weights = [np.array(weight).tolist() for weight in model.get_weights()]
+        earlier.append({"loss": fitted.history["loss"], "weights": weights})
+        model.set_weights(start)
     for _ in range(fits - 1):
         model.fit(data, epochs=epochs, verbose=0, callbacks=[hybrid, notes])
     history = model.fit(
@@ -171,6 +204,8 @@ def main() -> None:
         "history": history.history,
         "weights": [np.array(weight).tolist() for weight in model.get_weights()],
         "plans": plans,
+        "factors": factors,
+        "earlier": earlier,
         **service.counts,
     }
     (folder / f"{name}.json").write_text(json.dumps(result))

@@ -71,3 +71,14 @@ def test_ctrl_c_on_the_launcher_ends_all_workers(launcher: WorkerProcess) -> Non
     assert launcher.result().exit_code in (130, -signal.SIGINT)
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive
+
+
+def test_a_worker_that_leaves_is_not_taken_for_one_in_a_barrier() -> None:
+    program = str(Path(__file__).with_name("program_leave_early.py"))
+    command = [sys.executable, program]
+    with LocalCluster(command, num_workers=2, end_on_failure=False) as cluster:
+        waiting, leaving = cluster.wait(timeout=TIMEOUT)
+    assert (leaving.exit_code, leaving.stderr.splitlines()[-1]) == (1, "no data")
+    assert "went on" not in waiting.stdout
+    assert waiting.stdout.splitlines()[-1] == "waiting"
+    assert waiting.exit_code == 1

@@ -22,6 +22,7 @@ UNEQUAL_DEVICES = (
     "custom_training_loop",
     "collectives_in_replica_context",
     "ragged_predictions",
+    "predictions_of_other_types",
 )
 # The unseeded one comes first, before another one sets a seed.
 THREE_WORKERS = (

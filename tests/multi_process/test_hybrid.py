@@ -107,6 +107,48 @@ def test_rules(start_workers: Any, tmp_path: Path, rule: str) -> None:
     assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
 
 
+def test_elastic_averaging_without_a_lock_and_with_momentum(
+    start_workers: Any, tmp_path: Path
+) -> None:
+    # one start for two trainings
+    options = {"earlier_rules": ["hogwild_easgd"], "rule": "async_measgd", "momentum": 0.5}
+    jobs = {"worker": 1, "async": 1}
+    results = run(start_workers, tmp_path, jobs, 0.004, period=2, rate=0.01, **options)
+    assert sample_counts(results).tolist() == [2 * EPOCHS] * SAMPLES
+    assert_equal_weights({name: result["earlier"][0] for name, result in results.items()})
+    assert_equal_weights(results)
+    leader = results["worker_0"]
+    assert sum(leader["used"]) == EPOCHS * SAMPLES and min(leader["used"]) > 0
+    assert leader["earlier"][0]["loss"][-1] < 0.5 * VARIANCE
+    assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
+
+
+def test_asynchronous_large_batches_with_all_their_factors(
+    start_workers: Any, tmp_path: Path
+) -> None:
+    """Linear scaling, warm-up and damping at periods by which all push at the same rate."""
+    settings = {"learning_rate": 0.01, "reference_samples": BATCH, "warm_up_pushes": 30}
+    rule = {"class_name": "AsyncSGD", "config": {**settings, "damps_staleness": True}}
+    jobs, slow = {"worker": 1, "async": 2}, (0.01, 0.03)
+    options = {"period": "auto", "epochs": MANY, "rule": rule, "validates": False}
+    results = run(start_workers, tmp_path, jobs, 0.005, slow, keeps_factors=True, **options)
+    assert sample_counts(results).tolist() == [MANY] * SAMPLES
+    assert_equal_weights(results)
+    leader = results["worker_0"]
+    assert min(leader["used"]) > 0
+    assert all(1 <= result["period"] <= SAMPLES for result in results.values())
+    losses = leader["history"]["loss"]
+    assert np.isfinite(losses).all() and losses[-1] < 0.4 * VARIANCE
+    samples, staleness, versions, factors = np.array(leader["factors"]).T
+    scale = samples / BATCH
+    warm = np.where(scale > 1, 1 + (scale - 1) * np.minimum(versions / 30, 1), scale)
+    np.testing.assert_allclose(factors, warm / np.maximum(staleness, 1), rtol=1e-5)
+    # each of them has acted, and the warm-up has ended
+    assert scale.max() > 1 and len(set(scale)) > 1
+    assert (warm < scale).any() and ((warm == scale) & (scale > 1)).any()
+    assert (staleness > 1).any()
+
+
 def test_a_backup_has_center_versions_and_the_services_optimizer(
     start_workers: Any, tmp_path: Path
 ) -> None:
@@ -238,6 +280,12 @@ def test_rules_in_which_all_exchange_at_once_are_refused(rule: str) -> None:
         ({"wire": TopKWire(0.1), "rule": "async_easgd"}, "would count as 0"),
         ({"async_batch_size": 2.5}, "async_batch_size must be"),
         ({"staleness_bound": -1}, "staleness_bound must be"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds must be more than 0"),
+        ({"connect_seconds": -1.0}, "connect_seconds must be 0 or more"),
+        ({"end_seconds": float("nan")}, "end_seconds must be 0 or more"),
+        ({"measured_steps": 0}, "measured_steps must be from 1 to 256"),
+        ({"measured_steps": 257}, "measured_steps must be from 1 to 256"),
+        ({"noise_scale": -5.0}, "noise_scale must be samples above 0"),
         ({"on_service_loss": "panic"}, '"raise" or "continue"'),
         ({"service": "nowhere"}, '"auto" or "spread"'),
         ({"rule": AsyncSGD(0.1), "on_service_loss": "continue"}, "their own optimizer"),

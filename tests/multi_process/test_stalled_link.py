@@ -107,7 +107,6 @@ def test_nothing_is_lost_when_the_link_stalls_for_less_than_the_timeout(
     assert sample_counts(results).tolist() == [MANY] * SAMPLES
 
 
-@pytest.mark.variant
 def test_a_worker_whose_link_stalls_for_longer_goes_on_alone_and_comes_back(
     hosts: Any, tasks: Any
 ) -> None:

@@ -37,6 +37,11 @@ CHECKS_OF_DEVICES = (
     "gradient_accumulation_and_clipping",
     "custom_training_loop",
 )
+CHECKS_OF_PARAMETER_SERVERS = (
+    "shares_and_partial_batch",
+    "zero_share",
+    "gradient_accumulation_and_clipping",
+)
 FOR_EVER = 10_000_000
 pytestmark = pytest.mark.timeout(600)
 
@@ -95,6 +100,13 @@ def without_spare_machines(start_for_session: Any, tmp_path_factory: Any) -> Sum
 
 
 @pytest.fixture(scope="module")
+def with_a_spare_machine_for_each(start_for_session: Any, tmp_path_factory: Any) -> SummationRuns:
+    """Two workers with two devices and one, and as many machines, which sum everything."""
+    folder = tmp_path_factory.mktemp("with_a_spare_machine_for_each")
+    return SummationRuns(start_for_session, folder, 2, "2,1", CHECKS_OF_PARAMETER_SERVERS)
+
+
+@pytest.fixture(scope="module")
 def with_unequal_devices(start_for_session: Any, tmp_path_factory: Any) -> SummationRuns:
     """Two workers with two devices and one, and one spare machine."""
     folder = tmp_path_factory.mktemp("with_unequal_devices")
@@ -110,7 +122,7 @@ def with_two_devices_each(start_for_session: Any, tmp_path_factory: Any) -> Summ
 
 CLUSTERS = [
     "with_a_spare_machine",
-    pytest.param("without_spare_machines", marks=pytest.mark.variant),
+    "without_spare_machines",
     pytest.param("with_unequal_devices", marks=pytest.mark.variant),
     pytest.param("with_two_devices_each", marks=pytest.mark.variant),
 ]
@@ -128,6 +140,22 @@ def test_workers_with_several_devices_equal_one_device(
     cluster: str, check: str, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(cluster).assert_as_one_device(check)
+
+
+@pytest.mark.parametrize("check", CHECKS_OF_PARAMETER_SERVERS)
+def test_parameter_servers_equal_one_device(
+    with_a_spare_machine_for_each: SummationRuns, check: str
+) -> None:
+    with_a_spare_machine_for_each.assert_as_one_device(check)
+
+
+def test_workers_beside_as_many_machines_sum_nothing(
+    with_a_spare_machine_for_each: SummationRuns,
+) -> None:
+    runs = with_a_spare_machine_for_each
+    assert runs.num_partitions()[:2] == [0, 0]
+    assert min(runs.num_partitions()[2:]) > len(runs.checks)
+    assert all(result.exit_code == 0 for result in runs.results), runs.workers.tails()
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)

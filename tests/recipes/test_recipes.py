@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,6 +87,7 @@ def assert_is_picture(path: Path) -> None:
     assert min(struct.unpack(">II", header[16:24])) > 300
 
 
+@pytest.mark.alone
 def test_quickstart(tmp_path: Path) -> None:
     text = run(RECIPES / "quickstart.py", "--epochs", 2, cwd=tmp_path)
 
@@ -109,6 +112,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert_is_picture(tmp_path / "quickstart.png")
 
 
+@pytest.mark.alone
 def test_straggler_is_followed_both_ways(tmp_path: Path) -> None:
     text = run(RECIPES / "straggler.py", "--steps-per-phase", 25, cwd=tmp_path)
 
@@ -171,6 +175,7 @@ def two_cpus() -> Iterator[int]:
     os.sched_setaffinity(0, allowed)
 
 
+@pytest.mark.alone
 def test_tune_loader_keeps_the_device_busier(tmp_path: Path, two_cpus: int) -> None:
     text = run(RECIPES / "tune_loader.py", "--steps", 120, cwd=tmp_path)
     assert re.search(r"step \d+: \d+ loaders, prefetch \d+ \(device waits", text), "moves are shown"
@@ -185,13 +190,16 @@ def test_tune_loader_keeps_the_device_busier(tmp_path: Path, two_cpus: int) -> N
     assert_is_picture(tmp_path / "tune_loader.png")
 
 
+@pytest.mark.alone
 def test_feed_from_elsewhere(tmp_path: Path) -> None:
     text = run(RECIPES / "feed_from_elsewhere.py", "--samples", 1200, cwd=tmp_path)
     fast, slow = (int(cells(name, text)[2]) for name in ("fast", "slow"))
     assert fast + slow == 150
+    assert "150 batches of 8, of 1200 samples: each once." in text
     assert fast > 2 * slow > 0
 
 
+@pytest.mark.alone
 def test_hybrid(tmp_path: Path) -> None:
     text = run(RECIPES / "hybrid.py", cwd=tmp_path)
     rows = re.findall(
@@ -224,6 +232,22 @@ def test_validate_data_finds_what_the_slow_worker_gets(tmp_path: Path) -> None:
     assert second == "nothing"
     written = sorted(path.name for path in (tmp_path / "validation").iterdir())
     assert written == ["one_after_the_other", "schema.pbtxt", "shuffled"]
+
+
+def update_rules() -> Any:
+    """The recipe as a module."""
+    spec = importlib.util.spec_from_file_location("update_rules", RECIPES / "update_rules.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["update_rules"] = module  # where its dataclass looks
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_setting_of_the_update_rules_makes_its_callback() -> None:
+    recipe = update_rules()
+    for setting in recipe.SETTINGS.values():
+        recipe.callback(setting)
 
 
 @pytest.mark.parametrize("rule", ["sync_easgd", "async_easgd"])

@@ -1,23 +1,30 @@
 """An async worker's exchanges, with a service in the same process."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from addresses import free_address
+from addresses import free_address, silent_address
 
 from keras_het.strategy.hybrid import AsyncWorker
 from keras_het.strategy.hybrid.participant import HybridOptions
 from keras_het.strategy.hybrid.push_pace import PushPace
+from keras_het.strategy.hybrid.return_watch import ReturnWatch
 from keras_het.strategy.hybrid.service_connection import CenterClient
 from keras_het.strategy.hybrid.statistics_averaging import StatisticsAveraging
 from keras_het.strategy.parameter_service import (
+    NO_ANSWER,
     ParameterClient,
     ParameterService,
     Partitions,
+    Status,
     credential,
 )
+from keras_het.strategy.parameter_service.function_client import FunctionClient
+from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
+from keras_het.strategy.parameter_service.sample_ledger import Stage
 from keras_het.strategy.rules import AsyncSGD, Delta, serialize
 
 PARTITIONS = Partitions(((2,),))
@@ -43,8 +50,10 @@ class Values:
 class Ledger:
     """Hears reports."""
 
+    stage = Stage.RUNNING
+
     def report(self, presence, used):
-        return SimpleNamespace(stage=0, epoch=0)
+        return SimpleNamespace(stage=self.stage, epoch=0)
 
 
 class LostCall:
@@ -69,13 +78,17 @@ class Worker(AsyncWorker):
         self._ledger, self._plan, self._mean_gradient = Ledger(), None, None
         self._pending = self._pending_state = self._planned_period = self._loss = None
         self._steps = self._samples = self._unreported = self._stage = self._worker = 0
-        self._is_lost, self._next_try, self.num_clients = False, 0.0, 2
+        self._is_lost, self.num_clients = False, 2
+        self._return = ReturnWatch(self._center.greet, self.options.timeout_seconds)
         self._pace = PushPace()
         self._start_from_center()
 
     def train(self, change):
         self.vectors.weights.add(change)
         self.steps_done(1, 4)
+
+    def wait_until_answered(self):
+        assert self._return._answered.wait(30)  # the next exchange tries again
 
 
 def start(rule, **options):
@@ -107,11 +120,71 @@ def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twic
     worker.train(2.0)  # the weights are answered, the statistics are not
     assert worker._is_lost
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 13)
+    worker.wait_until_answered()
     worker.train(0.0)
     worker.meet_center()
     # of the 2 that it moved alone, each of two workers keeps a half
     np.testing.assert_array_equal(center_of(service), 12)
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 12)
+
+
+def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(cpu_devices):
+    """The ledger answers, and a part of the center does not."""
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    connection = worker._center._client
+    push_again = connection.push_again
+    connection.push_again = lambda push, indices: None
+    worker.train(1.0)
+    worker._pending.push.wait()
+    worker._pending.push.calls[:] = [LostCall()]
+    for count in range(1, 5):
+        worker.train(1.0)
+        assert worker._is_lost
+        np.testing.assert_array_equal(worker.vectors.weights.values[0], 1 + count)
+        worker.wait_until_answered()
+    connection.push_again = push_again
+    worker.train(0.0)
+    worker.meet_center()
+    # it sent 1; of the 4 that it moved alone, each of two workers keeps a half
+    np.testing.assert_array_equal(center_of(service), 3)
+
+
+def test_a_service_without_a_leader_is_not_attached_to(cpu_devices):
+    """One that was started anew has no weights yet."""
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    worker.train(1.0)
+    worker._pending.push.wait()
+    worker._pending.push.calls[:] = [LostCall()]
+    worker._ledger.stage = Stage.STARTING
+    for count in (1, 2):
+        worker.train(1.0)
+        assert worker._is_lost
+        np.testing.assert_array_equal(worker.vectors.weights.values[0], 1 + count)
+        worker.wait_until_answered()
+    worker._ledger.stage = Stage.RUNNING
+    worker.train(0.0)
+    assert not worker._is_lost
+    worker.meet_center()
+    np.testing.assert_array_equal(center_of(service), 2)
+
+
+def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    connection = worker._center._client
+    pull = connection.pull
+    lost = SimpleNamespace(statuses=tf.constant([NO_ANSWER]))
+    connection.pull = lambda fallback, exact: lost
+    worker.vectors.weights.add(4.0)
+    for _ in range(3):
+        worker._meet(sends=False)
+        assert worker._is_lost
+        np.testing.assert_array_equal(worker.vectors.weights.values[0], 4)
+    connection.pull = pull
+    worker._meet(sends=False)
+    np.testing.assert_array_equal(worker.vectors.weights.values[0], 2)
 
 
 def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(cpu_devices):
@@ -153,7 +226,7 @@ def test_gradients_that_were_summed_up_are_sent_at_the_end_only(cpu_devices):
         taken.append(1)
         return [tf.ones([2])]
 
-    worker._mean_gradient = SimpleNamespace(take=take)
+    worker._mean_gradient = SimpleNamespace(take=take)  # the rate does not matter any more
     worker._samples = 4  # of steps since the last exchange
     worker.meet_center()
     assert not taken
@@ -182,3 +255,124 @@ def test_statistics_keep_what_was_learned_while_the_answer_travelled(cpu_devices
     rule = StatisticsAveraging(0.5)
     sent, own, center = (tf.constant([value]) for value in (4.0, 5.0, 3.0))
     np.testing.assert_allclose(rule.receive(own, sent, center), 4.5)
+
+
+class CountingLedger(Ledger):
+    """Adds up the samples of all reports."""
+
+    used = 0
+
+    def report(self, presence, used):
+        self.used += used
+        return super().report(presence, used)
+
+
+class SumOfOnes:
+    """A mean gradient, at a rate that may not be the first."""
+
+    rate = 1.0
+
+    def take(self):
+        return [tf.ones([2])]
+
+    def check_rate(self, rule):
+        if self.rate != 1.0:
+            raise ValueError(f"{rule}: Received: {self.rate}")
+
+
+def test_a_gradient_at_another_rate_is_not_sent(cpu_devices):
+    service, state = start(AsyncSGD(1.0))
+    worker = Worker(service, state)
+    worker._mean_gradient = SumOfOnes()
+    worker.steps_done(1, 4)
+    worker._mean_gradient.rate = 0.5
+    with pytest.raises(ValueError, match="async_sgd"):
+        worker.steps_done(1, 4)
+    np.testing.assert_array_equal(center_of(service), -1)
+
+
+def test_a_gradient_too_stale_is_told_once_and_does_not_count(cpu_devices, caplog):
+    service, state = start(AsyncSGD(1.0), staleness_bound=0)
+    worker, other = (Worker(service, state, client) for client in (1, 2))
+    for each in (worker, other):
+        each._mean_gradient = SumOfOnes()
+        each._ledger = CountingLedger()
+    for _ in range(2):
+        other.steps_done(1, 4)
+        worker.steps_done(1, 4)  # has not seen the other's
+    np.testing.assert_array_equal(center_of(service), -2)
+    assert (worker._ledger.used, other._ledger.used) == (0, 8)
+    assert caplog.text.count("more updates behind than staleness_bound") == 1
+    worker.steps_done(1, 4)
+    np.testing.assert_array_equal(center_of(service), -3)
+    assert worker._ledger.used == 4
+
+
+def test_samples_that_were_reported_before_are_not_taken_back(cpu_devices):
+    """A claim reports too; the service refuses negative numbers."""
+    service, state = start(AsyncSGD(1.0), staleness_bound=0)
+    worker, other = (Worker(service, state, client) for client in (1, 2))
+    for each in (worker, other):
+        each._mean_gradient = SumOfOnes()
+        each._ledger = CountingLedger()
+    other.steps_done(1, 4)
+    worker._samples = 4
+    worker._meet(sends=True)
+    assert worker._unreported == 0 and worker._ledger.used == 0
+
+
+class Question:
+    """A connection to the service that tells while a question is not answered."""
+
+    def __init__(self, address):
+        self.is_open, self._connection = False, FunctionClient(address, PROOF, 2.0)
+
+    def ask(self, *arguments):
+        self.is_open = True
+        try:
+            return self._connection.ask(*arguments)
+        finally:
+            self.is_open = False
+
+
+def test_it_trains_on_while_a_silent_service_is_asked(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=2.0)
+    connection, periods, deadline = worker._center._client, 0, time.monotonic() + 60
+    services = connection._services
+    worker.train(1.0)
+    worker._pending.push.wait()
+    worker._pending.push.calls[:] = [LostCall()]
+    with silent_address() as address:
+        question = Question(address)
+        connection._services = [question]
+        worker._ledger = LedgerClient(address, PROOF, 1, 2.0)
+        worker._ledger._service = question
+        while periods < 20:
+            assert time.monotonic() < deadline, f"{periods} periods while nothing answers"
+            worker.train(0.0)
+            assert worker._is_lost
+            worker.meet_center()
+            assert worker._epoch_of_the_group() == 0
+            periods += question.is_open
+    connection._services, worker._ledger = services, Ledger()
+    worker.wait_until_answered()
+    worker.train(0.0)
+    assert not worker._is_lost
+    worker.meet_center()
+    np.testing.assert_array_equal(center_of(service), 1)
+    worker._return.stop()
+
+
+def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    worker._epoch, worker._latest_batch, worker.num_batches = 1, 3, 6
+
+    def report(presence, used):
+        raise ServiceLostError("silent")
+
+    worker._ledger = SimpleNamespace(claim=lambda epoch: (Status.WAIT, 0, 0), report=report)
+    assert worker._claim() == 4
+    assert worker._is_lost
+    worker._return.stop()

@@ -5,8 +5,13 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
+from keras_het.strategy.hybrid import service_connection
+from keras_het.strategy.hybrid.hosted_parts import HostedParts
+from keras_het.strategy.hybrid.participant import WEIGHTS_PREFIX
 from keras_het.strategy.hybrid.service_connection import CenterClient
+from keras_het.strategy.hybrid.service_spec import ServiceSpec
 from keras_het.strategy.parameter_service import (
+    NO_ANSWER,
     FloatWire,
     ParameterClient,
     ParameterService,
@@ -16,7 +21,7 @@ from keras_het.strategy.parameter_service import (
     credential,
 )
 from keras_het.strategy.parameter_service.ledger_client import ServiceLostError
-from keras_het.strategy.rules import AsyncEASGD, AsyncSGD, Delta
+from keras_het.strategy.rules import AsyncEASGD, AsyncSGD, Delta, RoundRobinEASGD
 
 PARTITIONS = Partitions(((3, 4), (5,), ()), partition_size=7)  # 18 elements: 7 + 7 + 4
 GOOD = credential(b"0123456789abcdef", "model")
@@ -209,3 +214,131 @@ def test_a_change_that_was_too_stale_is_told_of(cpu_devices):
     weights = worker.finish(worker.send(weights, 0), weights)
     assert not worker.has_own_progress
     np.testing.assert_array_equal(flat(service.center_partitions()), 2)
+
+
+def serve():
+    """A process as `keras-het serve` starts it, before its leader has brought the center."""
+    delta = {"class_name": "Delta", "config": {}}
+    spec = ServiceSpec(
+        shapes=((3, 4), (5,), ()),
+        state_shapes=(),
+        rule=delta,
+        state_rule=delta,
+        wire="float32",
+        num_clients=3,
+        staleness_bound=None,
+        fingerprint="model",
+        num_services=1,
+        partition_size=7,
+    )
+    parts = HostedParts(free_address(), 0, spec, b"0123456789abcdef", (Delta(), Delta()))
+    parts.start()
+    RUNNING.append(parts)
+    return parts
+
+
+def test_nobody_gets_the_zeros_of_a_service_that_was_started_anew(cpu_devices):
+    parts = serve()
+    connection = ParameterClient(parts.address, PARTITIONS, GOOD, 1, prefix=WEIGHTS_PREFIX)
+    worker = CenterClient(connection, Delta())
+    for exact in (False, True):
+        with pytest.raises(ServiceLostError, match="8: started anew"):
+            worker.pull(exact)
+    worker.seen = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    pending = worker.send(ONES, 8)
+    for again in (lambda: worker.finish(pending, ONES), lambda: worker.meet_again(pending)):
+        with pytest.raises(ServiceLostError):
+            again()
+    np.testing.assert_array_equal(parts.weights.versions(), 0)
+    connection.restore(RAMP)
+    worker.meet_again(pending)
+    worker.finish(pending, ONES)
+    np.testing.assert_array_equal(parts.weights.versions(), 1)
+    np.testing.assert_allclose(flat(worker.pull()), flat(RAMP) + 1)
+
+
+class Pauses:
+    """Stands for the clock: each pause is over at once, and something may happen in it."""
+
+    def __init__(self, events):
+        self.events, self.seconds = events, []
+
+    def sleep(self, seconds):
+        self.seconds.append(seconds)
+        self.events.get(len(self.seconds), lambda: None)()
+
+
+def wait_for_turn(monkeypatch, worker, events, change=ONES):
+    """Finishes a push; the weights, the partitions of each message that was sent, and pauses."""
+    pauses, sent = Pauses(events), []
+    monkeypatch.setattr(service_connection, "time", pauses)
+    push_again = worker._client.push_again
+
+    def note(push, indices):
+        sent.append(list(indices))
+        push_again(push, indices)
+
+    monkeypatch.setattr(worker._client, "push_again", note)
+    pending = worker.send(change, 8)
+    weights = worker.finish(pending, change)
+    assert pending.had_to_wait
+    return weights, sent, pauses.seconds
+
+
+def give_turn(service, client, parts=(0, 1, 2)):
+    for part in parts:
+        service.slots()[part]["turn"].assign(client)
+
+
+def test_values_are_sent_again_in_their_turn_only(cpu_devices, monkeypatch):
+    service = start(RoundRobinEASGD(3, alpha=0.5))
+    worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
+    events = {6: lambda: give_turn(service, 1, [0]), 8: lambda: give_turn(service, 1, [1, 2])}
+    weights, sent, seconds = wait_for_turn(monkeypatch, worker, events)
+    assert sent == [[0], [1, 2]]
+    np.testing.assert_allclose(seconds, np.array([2, 4, 8, 16, 16, 16, 2, 4]) / 1000)
+    np.testing.assert_array_equal(service.versions(), 1)
+    np.testing.assert_allclose(flat(service.center_partitions()), 0.5)
+    np.testing.assert_allclose(flat(weights), 0.5)
+
+
+@pytest.mark.parametrize("reason", ["closed", "too stale"])
+def test_who_need_not_wait_any_more_is_told_at_once(cpu_devices, monkeypatch, reason):
+    service = start(RoundRobinEASGD(3, alpha=0.5), staleness_bound=0)
+    worker = join(service, 2, RoundRobinEASGD(3, alpha=0.5))
+    first = join(service, 0, RoundRobinEASGD(3, alpha=0.5))
+    happens = {
+        "closed": service.close_training,
+        "too stale": lambda: first.send(ONES, 8).push.wait(),
+    }[reason]
+    _, sent, seconds = wait_for_turn(monkeypatch, worker, {3: happens})
+    assert sent == [[0, 1, 2]] and len(seconds) == 3
+    assert worker.has_own_progress == (reason == "too stale")
+    np.testing.assert_array_equal(service.versions(), int(reason == "too stale"))
+
+
+def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(cpu_devices, monkeypatch):
+    """Whoever has the turn of those may have gone on alone, for the same loss."""
+    service = start(RoundRobinEASGD(3, alpha=0.5))
+    worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
+    ask = worker._client.ask_turns
+
+    def ask_with_last_lost(push, indices):
+        return [NO_ANSWER if index == 2 else ask(push, [index])[0] for index in indices]
+
+    monkeypatch.setattr(worker._client, "ask_turns", ask_with_last_lost)
+    with pytest.raises(ServiceLostError):
+        worker.finish(worker.send(ONES, 8), ONES)
+
+
+def test_a_lost_service_is_not_waited_for(cpu_devices, monkeypatch):
+    service = start(RoundRobinEASGD(3, alpha=0.5))
+    worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
+    monkeypatch.setattr(worker._client, "ask_turns", lambda push, indices: [NO_ANSWER])
+    pending = worker.send(ONES, 8)
+    with pytest.raises(ServiceLostError):
+        worker.finish(pending, ONES)
+    monkeypatch.undo()
+    give_turn(service, 1)
+    worker.meet_again(pending)
+    np.testing.assert_allclose(flat(worker.finish(pending, ONES)), 0.5)

@@ -2,6 +2,8 @@
 
 import gc
 import socket
+import subprocess
+import sys
 
 import keras
 import pytest
@@ -11,14 +13,14 @@ from addresses import free_address
 from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 
-NUMBER = tf.TensorSpec([], tf.int32)
+NUMBER, TEXT = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string)
 
 
 def serve(address, amount):
     server = FunctionServer(address)
     variable = tf.Variable(amount, trainable=False)
 
-    @tf.function(input_signature=[tf.TensorSpec([], tf.string), NUMBER])
+    @tf.function(input_signature=[TEXT, NUMBER])
     def add(credential, value):
         return variable + value
 
@@ -82,8 +84,56 @@ def test_an_address_in_use_is_an_error(address):
     server = serve(address, 10)
     with pytest.raises(RuntimeError, match="did not start"):
         serve(address, 20)
+    gc.collect()
     assert ask(FunctionClient(address, b"", 10)) == 11
     server.close()
+
+
+def test_a_server_that_did_not_start_does_not_end_a_later_one(address):
+    first = FunctionServer(address)
+    first.register("add", tf.function(lambda _, v: v, input_signature=[TEXT, NUMBER]))
+    host, port = address.split(":")
+    listening = socket.create_server((host, int(port)))
+    with pytest.raises(RuntimeError, match="Close the one of this process"):
+        first.start()
+    listening.close()
+    second = serve(address, 20)
+    del first
+    gc.collect()
+    assert ask(FunctionClient(address, b"", 10)) == 21
+    second.close()
+
+
+PUSHES_AT_ITS_END = """
+import sys, threading
+import tensorflow as tf
+from keras_het.strategy.parameter_service import ParameterClient, ParameterService, Partitions
+from keras_het.strategy.rules import AsyncSGD
+
+address, proof, partitions = sys.argv[1], b"of this test", Partitions(((400_000,),), 100_000)
+service = ParameterService(address, partitions, AsyncSGD(0.1, momentum=0.5), proof, 2)
+service.start()
+gradients, versions = [tf.ones([100_000])] * 4, tf.zeros([4], tf.int64)
+pushed = threading.Event()
+
+def push():
+    client = ParameterClient(address, partitions, proof, 0, timeout_seconds=2.0)
+    while True:
+        answer = client.push(gradients, versions, 1, gradients)
+        if not answer.statuses.numpy().any():  # all were taken
+            pushed.set()
+
+for _ in range(2):
+    threading.Thread(target=push, daemon=True).start()
+assert pushed.wait(60), "no push was taken"
+"""
+
+
+def test_a_process_ends_well_while_it_is_pushed_to(address):
+    for _ in range(3):
+        command = [sys.executable, "-c", PUSHES_AT_ITS_END, free_address()]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def test_many_calls_are_under_way_at_once_in_a_graph(address):

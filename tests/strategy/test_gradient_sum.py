@@ -69,14 +69,17 @@ def test_what_a_backup_brought_back_is_forgotten(cpu_devices):
     np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_callback_may_change_the_rate(cpu_devices):
+def test_a_rate_that_a_callback_sets_is_refused_and_scales_nothing(cpu_devices):
     strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
     model = make_model(strategy)
     mean = replace_optimizer(model, strategy)
     weights, (x, y) = model.get_weights(), data()
+    mean.check_rate("async_sgd")
     model.optimizer.learning_rate = 0.5
     model.fit(x, y, batch_size=SAMPLES, verbose=0)
-    expected = 0.5 * gradient(weights, x, y)
+    with pytest.raises(ValueError, match=r"'async_sgd' .* Received: 0\.5"):
+        mean.check_rate("async_sgd")
+    expected = gradient(weights, x, y)
     np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -98,3 +101,42 @@ def test_float16_gradients_are_scaled(cpu_devices):
     model.fit(x, np.full((SAMPLES, 1), -1e-5), batch_size=SAMPLES, verbose=0, epochs=3)
     assert isinstance(mean.optimizer, keras.optimizers.LossScaleOptimizer)
     np.testing.assert_allclose(np.concatenate(mean.take())[:FEATURES], 2e-8, rtol=0.01)
+
+
+def momentum(strategy, scales_loss):
+    """A model whose optimizer has taken steps."""
+    model = make_model(strategy)
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        if scales_loss:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=256.0)
+        model.compile(optimizer, "mse")
+    model.fit(*data(), batch_size=6, verbose=0)
+    return model
+
+
+def state_of(optimizer):
+    return [np.array(variable) for variable in optimizer.variables]
+
+
+@pytest.mark.parametrize("scales_loss", [False, True])
+def test_files_have_the_state_of_the_users_optimizer(cpu_devices, tmp_path, scales_loss):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    model = momentum(strategy, scales_loss)
+    user = model.optimizer
+    model.save_weights(tmp_path / "before.weights.h5")
+    before = state_of(user)
+    mean = MeanGradient(model.trainable_variables, strategy, PARTITION_SIZE, user)
+    model.optimizer = mean.optimizer
+    model.make_train_function(force=True)
+    model.fit(*data(), batch_size=6, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is type(user)
+    for found, expected in zip(state_of(loaded.optimizer), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    user.learning_rate = 0.5
+    model.load_weights(tmp_path / "before.weights.h5")
+    np.testing.assert_allclose(np.array(user.learning_rate), 0.1, rtol=1e-6)
+    assert np.array(mean.optimizer.learning_rate) == 1.0
+    assert not all((part == 0).numpy().all() for part in mean.take())

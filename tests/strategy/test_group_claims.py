@@ -1,5 +1,6 @@
 """The sync group knows its batches before it needs them, whatever its period becomes."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,10 +8,12 @@ import pytest
 import tensorflow as tf
 
 from keras_het.loader.claimed_run import ClaimedRun
+from keras_het.strategy.hybrid import sync_group
 from keras_het.strategy.hybrid.claims import GroupClaims
 from keras_het.strategy.hybrid.host import Grant
 from keras_het.strategy.hybrid.participant import HybridOptions
 from keras_het.strategy.hybrid.sync_group import SyncGroup
+from keras_het.strategy.parameter_service.sample_ledger import Stage
 from keras_het.strategy.rules import Delta
 
 NUM_BATCHES = 200
@@ -144,3 +147,59 @@ def test_a_batch_of_which_nobody_knows_whose_it_is_is_not_passed_over():
     assert [run.next_element()[0] for _ in range(2)] == [[0], [1]]
     with pytest.raises(RuntimeError, match=r"Batch 2 .* before it was known whose"):
         run.next_element()
+
+
+class HostOfOneWorker(HostOfBatches):
+    """Has an async worker that trains and waits until the given times, in seconds."""
+
+    def __init__(self, clock, trains_until, waits_until):
+        super().__init__()
+        self._clock, self._trains, self._waits = clock, trains_until, waits_until
+        self.stages, self.concluded = [], None
+
+    def center(self):
+        return [tf.constant([0.0])]
+
+    def set_stage(self, stage):
+        self.stages.append(stage)
+
+    def training_clients(self):
+        return [1] if self._clock.now < self._trains else []
+
+    def waiting_clients(self):
+        return [1] if self._trains <= self._clock.now < self._waits else []
+
+    def conclude(self):
+        self.concluded = self._clock.now
+
+
+class Clock:
+    """Time that passes as it is slept."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    "trains_until, waits_until, concluded",
+    [(1.5, 1.8, 1.8), (0.5, 0.7, 0.7), (0.0, 0.0, 0.0), (99.0, 99.0, 2.0)],
+    ids=["slower than end_seconds", "in time", "nobody", "silent"],
+)
+def test_who_is_still_training_gets_the_final_weights(
+    monkeypatch, trains_until, waits_until, concluded
+):
+    """With `end_seconds` of 1, for the last change and again for the final weights."""
+    clock = Clock()
+    monkeypatch.setattr(sync_group, "time", clock)
+    group = Group([1], 1)
+    group.options = dataclasses.replace(group.options, end_seconds=1.0)
+    group._membership = SimpleNamespace(close=lambda: None)
+    group._host = host = HostOfOneWorker(clock, trains_until, waits_until)
+    group.end()
+    assert host.stages == [Stage.ENDING, Stage.CLOSED]
+    assert host.concluded == pytest.approx(concluded, abs=0.05)

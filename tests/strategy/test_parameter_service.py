@@ -1,6 +1,7 @@
 """The service and its client over a real connection, and who is let in."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from keras_het.strategy.parameter_service import (
     model_fingerprint,
 )
 from keras_het.strategy.parameter_service.admission import read_secret
+from keras_het.strategy.parameter_service.service import NUM_LOCKS
 from keras_het.strategy.rules import (
     AsyncEASGD,
     AsyncSGD,
@@ -155,12 +157,112 @@ def test_local_and_remote_exchanges_are_the_same(cpu_devices):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("rule", [AsyncSGD(0.5), Delta(), ElasticAveraging(0.5)])
+def test_a_local_push_that_is_not_finite_changes_nothing(cpu_devices, caplog, rule):
+    service = start(rule)
+    bad = [tf.fill([size], np.float32("nan")) for size in PARTITIONS.sizes]
+    for _ in range(2):
+        np.testing.assert_array_equal(flat(service.exchange_locally(0, 8.0, bad)), 1)
+    np.testing.assert_array_equal(service.versions(), [0] * 3)
+    np.testing.assert_array_equal(flat(service.center_partitions()), 1)
+    assert [record.getMessage().count("not finite") for record in caplog.records] == [1]
+    service.exchange_locally(0, 8.0, ramp())
+    np.testing.assert_array_equal(service.versions(), [1] * 3)
+    assert np.isfinite(flat(service.center_partitions())).all()
+    assert (flat(service.center_partitions()) != 1).any()
+    service.close()
+
+
+def huge(value):
+    return [tf.one_hot(0, size, np.float32(value), 0.0) for size in PARTITIONS.sizes]
+
+
+TOO_LARGE = {  # changes of which the last one would leave something that is not finite
+    "delta": (Delta, [3e38, 3e38]),
+    "elastic": (lambda: ElasticAveraging(0.9), [-3e38, 3e38]),
+    "momentum": (lambda: AsyncSGD(0.5, momentum=0.9), [1.5e38, 3e38]),
+    "samples": (lambda: AsyncSGD(0.5, reference_samples=32), [1e34]),
+    "mean squares alone": (lambda: AsyncSGD(optimizer="adam"), [1e30]),
+    "compensation": (lambda: DelayCompensated(0.5, 1.0, 1), [1e20]),
+    "compensation by mean squares": (lambda: DelayCompensated(0.5, 1.0, 1, decay=0.9), [1e20]),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_finite_pushes_leave_center_and_state_finite(cpu_devices, name):
+    make_rule, changes = TOO_LARGE[name]
+    partitions = Partitions(((3,),))
+    service = ParameterService(free_address(), partitions, make_rule(), GOOD, 1)
+    service.start()
+    client = ParameterClient(service.address, partitions, GOOD, 0)
+
+    def push(change, samples=32.0):
+        answer = client.push([change], service.versions(), samples, [tf.zeros([3])])
+        return int(answer.statuses[0])
+
+    def found():
+        return {**service.state(), "center": flat(service.center_partitions())}
+
+    for change in ([1.0, 2.0, 3.0], *([value, 0.0, 0.0] for value in changes[:-1])):
+        assert push(tf.constant(change)) == Status.OK
+    before = found()
+    assert push(tf.constant([changes[-1], 0.0, 0.0]), 2.0**31) == Status.NOT_FINITE
+    for key, value in found().items():
+        np.testing.assert_array_equal(value, before[key], err_msg=key)
+        assert np.isfinite(value).all()
+    assert push(tf.constant([1.0, 2.0, 3.0])) == Status.OK
+    service.close()
+
+
+def test_a_local_push_that_is_too_large_changes_nothing(cpu_devices, caplog):
+    service = start(Delta())
+    service.exchange_locally(0, 8.0, huge(3e38))
+    before = flat(service.center_partitions())
+    np.testing.assert_array_equal(flat(service.exchange_locally(0, 8.0, huge(3e38))), before)
+    np.testing.assert_array_equal(flat(service.center_partitions()), before)
+    np.testing.assert_array_equal(service.versions(), [1] * 3)
+    assert [record.getMessage().count("not finite") for record in caplog.records] == [1]
+    service.close()
+
+
+def test_a_rule_may_keep_what_is_not_finite(cpu_devices):
+    class Smallest(Delta):
+        """Keeps the smallest change, at first none."""
+
+        name = "smallest"
+
+        def create_slots(self, center):
+            return {"least": tf.Variable(tf.fill(center.shape, np.inf), trainable=False)}
+
+        def update(self, center, slots, change, meta):
+            # the first element is compared only
+            compared = tf.where(tf.range(change.shape[0]) > 0, np.float32(np.inf), change)
+            slots["least"].assign(tf.minimum(compared, slots["least"]))
+            return super().update(center, slots, change, meta)
+
+    service = start(Smallest())
+    for _ in range(2):
+        answer = connect(service).push(ramp(), service.versions(), 8, zeros())
+        np.testing.assert_array_equal(answer.statuses, [Status.OK] * 3)
+    service.close()
+
+
+def test_a_local_push_of_one_bad_partition_takes_the_others(cpu_devices):
+    service = start(Delta())
+    good = ramp()
+    answers = service.exchange_locally(0, 8.0, [good[0], np.inf * good[1], good[2]])
+    np.testing.assert_array_equal(service.versions(), [1, 0, 1])
+    np.testing.assert_array_equal(flat(answers), flat(service.center_partitions()))
+    service.close()
+
+
 @pytest.mark.parametrize(
     ("change", "client", "version", "samples", "status"),
     [
         (np.nan, 0, 0, 1, Status.NOT_FINITE),
         (np.inf, 0, 0, 1, Status.NOT_FINITE),
         (1.0, 0, 0, np.nan, Status.NOT_FINITE),
+        (1.0, 0, 0, 3e38, Status.NOT_FINITE),
         (1.0, 4, 0, 1, Status.UNKNOWN_CLIENT),
         (1.0, -1, 0, 1, Status.UNKNOWN_CLIENT),
         (1.0, 0, -5, 1, Status.UNKNOWN_CLIENT),
@@ -193,6 +295,14 @@ def test_a_wrong_credential_is_refused(service, proof):
     np.testing.assert_array_equal(service.versions(), [0] * 3)
 
 
+@pytest.mark.parametrize("ask", ["export", "latest_sequence", "close_training"])
+def test_a_later_refusal_is_no_answer(service, ask):
+    client = connect(service)
+    client._services[0].credential = tf.constant(b"of another training")
+    with pytest.raises(ConnectionError, match=r"REFUSED.*serves another training now"):
+        getattr(client, ask)()
+
+
 def test_a_push_of_another_size_changes_nothing(service):
     client = connect(service)
     longer = [tf.ones([size + 1]) for size in PARTITIONS.sizes]
@@ -200,11 +310,6 @@ def test_a_push_of_another_size_changes_nothing(service):
     np.testing.assert_array_equal(answer.statuses, [NO_ANSWER] * 3)
     np.testing.assert_array_equal(service.versions(), [0] * 3)
     np.testing.assert_array_equal(service.center()[1], np.ones(5))
-
-
-def test_no_service_is_an_error_that_says_so(cpu_devices):
-    with pytest.raises(ConnectionError, match=r"did not answer within 0\.5 s.*Start it first"):
-        ParameterClient(free_address(), PARTITIONS, GOOD, 0, timeout_seconds=0.5)
 
 
 def test_fingerprint_depends_on_everything():
@@ -413,6 +518,50 @@ class Unhurried(ElasticAveraging):
             gone = self.may_go.dequeue()
         with tf.control_dependencies([gone]):
             return super().update(center, slots, change, meta)
+
+
+class UnhurriedUnderLock(Unhurried):
+    """Takes pushes under the lock of their partition."""
+
+    name = "unhurried_under_lock"
+    is_atomic = True
+
+
+def test_two_partitions_are_updated_at_the_same_time(cpu_devices):
+    rule = UnhurriedUnderLock()
+    service = start(rule)
+    client, statuses = connect(service, 1), []
+
+    def push():
+        answer = client.push(ramp(), tf.zeros([3], tf.int64), 1, zeros())
+        statuses.extend(answer.statuses.numpy().tolist())
+
+    thread = threading.Thread(target=push, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while int(rule.entered.size()) < 2 and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    entered = int(rule.entered.size())
+    for _ in PARTITIONS.sizes:
+        rule.may_go.enqueue(True)
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert entered == 2
+    assert statuses == [Status.OK] * 3
+    service.close()
+
+
+def test_partitions_that_share_a_lock_are_all_updated(cpu_devices):
+    partitions = Partitions(((2 * NUM_LOCKS + 1,),), partition_size=1)
+    service = ParameterService(free_address(), partitions, AsyncSGD(1.0), GOOD, 2)
+    service.start()
+    client = ParameterClient(service.address, partitions, GOOD, 0)
+    gradients = [tf.ones([1])] * len(partitions.sizes)
+    versions = tf.zeros([len(partitions.sizes)], tf.int64)
+    answer = client.push(gradients, versions, 1, gradients)
+    np.testing.assert_array_equal(answer.statuses, int(Status.OK))
+    np.testing.assert_array_equal(flat(service.center_partitions()), -1)
+    service.close()
 
 
 @pytest.mark.parametrize("remote", [False, True])

@@ -6,12 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_het.planning import plan_pushes
+from keras_het.planning.exchange_settings import (
+    LARGEST_OVERHEAD,
+    ExchangeSettings,
+    Pusher,
+    longest_period,
+)
 from keras_het.strategy.hybrid.push_pace import (
     FIRST_PERIOD,
     Pace,
     PushPace,
     choose_period,
-    longest_period,
 )
 
 HEARD, LIMITS = 1.0, (20.0, 1000)
@@ -143,3 +148,16 @@ def test_all_push_as_planned_whoever_computes_it(paces):
     periods = [choose_period(paces, silence, client, far) for client in range(len(paces))]
     samples = [period * batch for period, (_, batch, _) in zip(periods, paces, strict=True)]
     assert tuple(samples) == plan.samples
+
+
+def test_roles_are_predicted_for_the_periods_that_tasks_plan():
+    group, worker = Pusher(48.0, 0.06, 0.0, 0.015, 1), Pusher(24.0, 0.1, 0.35, 0.008, 2)
+    paces = [
+        Pace(48 / 0.06, 48.0, 0.015 / LARGEST_OVERHEAD),
+        Pace(24 / 0.1, 24.0, 0.35),
+    ]
+    predicted = ExchangeSettings(period=None, num_batches=300).periods([group, worker])
+    for client, parts in enumerate((1, 2)):
+        limits = (20.0, longest_period(300 * parts))
+        assert choose_period(paces, [HEARD] * 2, client, limits) == predicted[client]
+    assert predicted == (6, 4)

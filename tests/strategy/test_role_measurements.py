@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 
+import keras_het
+from keras_het.planning.exchange_settings import Pusher
+from keras_het.strategy import rules
 from keras_het.strategy.compute_times import StepTimes
-from keras_het.strategy.hybrid import role_choice
+from keras_het.strategy.hybrid import exchange_times, role_choice
+from keras_het.strategy.hybrid.exchange_times import ExchangeTimes, measure_exchange
+from keras_het.strategy.hybrid.participant import HybridOptions
 from keras_het.strategy.hybrid.role_choice import LARGEST_NOISE_SCALE, RoleChoice, noise_scale_of
 
 DIMENSIONS = 50
@@ -57,6 +64,7 @@ class FakeStrategy:
     """Two workers of one device each, of which one step was measured."""
 
     layout = SimpleNamespace(replicas_per_worker=(1, 1))
+    data_to_be_trained = SimpleNamespace(cardinality=40)
     extended = SimpleNamespace(gather_over_workers=lambda values: values)
 
     def __init__(self):
@@ -64,12 +72,13 @@ class FakeStrategy:
         self.compute_times = SimpleNamespace(latest=lambda count: measured)
         self.measured = []
 
-    def measure_compute_times(self, model, gradients=False):
+    def measure_compute_times(self, model, gradients=False, stops=False):
+        assert stops  # else nobody could end it
         self.measured.append(gradients)
 
 
-@pytest.mark.parametrize("known", [None, 700.0])
-def test_the_plan_is_made_for_the_noise_scale(monkeypatch, known):
+def speeds_of(monkeypatch, known=None, **options):
+    """What the advisor is told."""
     seen = []
 
     def advise(speeds):
@@ -79,11 +88,61 @@ def test_the_plan_is_made_for_the_noise_scale(monkeypatch, known):
     real = role_choice.advise_roles
     monkeypatch.setattr(role_choice, "advise_roles", advise)
     monkeypatch.setattr(role_choice, "measure_link_rates", lambda strategy: (1e8, 1e8))
+    times = ExchangeTimes(hop_seconds=0.002, busy_seconds=0.008)
+    monkeypatch.setattr(role_choice, "measure_exchange", lambda *_: times)
     strategy, model = FakeStrategy(), SimpleNamespace(trainable_variables=[np.zeros([5, 2])])
-    choice = RoleChoice(model, strategy, measured_steps=1, noise_scale=known)
+    hybrid = HybridOptions(**({"rule": rules.get("delta", num_workers=2)} | options))
+    choice = RoleChoice(model, strategy, hybrid, measured_steps=1, noise_scale=known)
     assert choice.steps_done(4) is None
     assert choice.steps_done(1) is not None
     assert len(seen) == 1
     assert strategy.measured == [known is None]
+    return seen[0]
+
+
+@pytest.mark.parametrize("known", [None, 700.0])
+def test_the_plan_is_made_for_the_noise_scale(monkeypatch, known):
     # S = (6 * 3 + 2 * 5 - 8 * 2) / 1, |G|^2 = 2 * 2 - (6 * 3 + 2 * 5) / 8
-    assert seen[0].noise_scale == pytest.approx(12 / 0.5 if known is None else known)
+    expected = 12 / 0.5 if known is None else known
+    assert speeds_of(monkeypatch, known).noise_scale == pytest.approx(expected)
+
+
+def test_the_plan_is_made_for_the_training_that_follows(monkeypatch):
+    speeds = speeds_of(monkeypatch, period=3, async_batch_size=5)
+    assert speeds.hop_seconds == 0.002
+    exchange = speeds.exchange
+    assert (exchange.period, exchange.async_batch_size, exchange.busy_seconds) == (3, 5, 0.008)
+    assert not exchange.sends_gradients and exchange.num_batches == 40
+    gradients = rules.AsyncSGD(learning_rate=0.1)
+    exchange = speeds_of(monkeypatch, rule=gradients, adapts_period=True).exchange
+    assert exchange.period is None and exchange.sends_gradients
+
+
+def test_a_rule_with_its_own_period_has_it_for_async_workers_only(monkeypatch):
+    exchange = speeds_of(
+        monkeypatch, period=3, rule=rules.ASHL(loss_threshold=0.5, num_workers=2, preset_steps=40)
+    ).exchange
+    assert (exchange.period, exchange.async_period) == (3, 40)
+    pushers = [Pusher(8.0, 0.1, 0.0, 0.0, 1), *[Pusher(4.0, 0.1, 0.0, 0.0, 2)] * 2]
+    assert exchange.periods(pushers) == (3, 40, 40)
+
+
+def test_times_of_an_exchange(monkeypatch):
+    strategy = keras_het.HeterogeneousStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    before = model.get_weights()
+    several = SimpleNamespace(  # stands in for two workers
+        num_workers=2,
+        experimental_local_results=strategy.experimental_local_results,
+        extended=SimpleNamespace(
+            sum_over_workers=lambda value: 2 * value,
+            gather_over_workers=lambda own: np.concatenate([own, 10 * own]),
+        ),
+    )
+    ticks = itertools.count()  # each run takes one second
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(exchange_times, "time", clock)
+    # two hops; the leader's times, not those of the other, which are ten times as long
+    assert measure_exchange(model, several, 1000) == (0.5, 4.0)
+    np.testing.assert_array_equal(before[0], model.get_weights()[0])

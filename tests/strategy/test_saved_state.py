@@ -5,12 +5,18 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
+from keras_het.callbacks import BackupAndRestore
+from keras_het.strategy.hybrid.participant import HybridOptions
+from keras_het.strategy.hybrid.remote_host import RemoteHost
+from keras_het.strategy.hybrid.remote_parts import RemoteParts
+from keras_het.strategy.hybrid.return_watch import ReturnWatch
 from keras_het.strategy.parameter_service import (
     ParameterClient,
     ParameterService,
     Partitions,
     credential,
 )
+from keras_het.strategy.parameter_service.ledger_client import ServiceLostError
 from keras_het.strategy.parameter_service.saved_state import (
     LARGEST_PIECE,
     PartState,
@@ -83,6 +89,65 @@ def test_state_of_another_rule_or_number_of_workers_is_refused(cpu_devices, othe
     for key, value in service.state().items():
         np.testing.assert_array_equal(value, before[key])
     np.testing.assert_array_equal(service.center()[0], np.zeros(5))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("momentum", np.nan), ("momentum", -np.inf), ("version", -5)]
+)
+def test_state_with_which_no_push_could_be_taken_is_refused(cpu_devices, name, value):
+    service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
+    values = np.full(1 if name == "version" else 3, value, "int64" if value == -5 else "float32")
+    first, other = client.export()
+    pieces = list(first.pieces)
+    pieces[name == "momentum"] = tf.io.serialize_tensor(values).numpy()
+    states = [PartState((1, 3), tuple(pieces)), other]
+    with pytest.raises(ValueError, match="must be finite, and its versions at least 0"):
+        client.restore(service.center_partitions(), states)
+    state = service.state()
+    state["versions" if name == "version" else "0/momentum"][0] = value
+    with pytest.raises(ValueError, match=r"must be finite.*Remove the backup"):
+        service.set_state(state)
+    assert all((values == 0).all() for values in service.state().values())
+
+
+def leader_of(client, goes_on):
+    """As a leader is whose service other processes hold, as far as backups are concerned."""
+    parts = object.__new__(RemoteParts)
+    parts.weights, parts.state = client, None
+    host = object.__new__(RemoteHost)
+    host._parts, host._is_lost, host._is_given_up = parts, False, False
+    host._options = HybridOptions(AsyncSGD(0.1), goes_on_without_service=goes_on)
+    host._return = ReturnWatch(lambda: None, timeout_seconds=3600.0)  # it asks after the test
+    return host
+
+
+def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(cpu_devices, tmp_path):
+    service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
+    host, backup = leader_of(client, goes_on=True), BackupAndRestore(str(tmp_path))
+    backup._save_service(host.exported)
+    with np.load(tmp_path / "service.npz") as saved:
+        before = {name: saved[name] for name in saved}
+    assert set(before) == set(to_arrays(client.export()))
+    # nobody needs to wait long for one that is gone
+    host._parts.weights = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
+    service.close()
+    for _ in range(2):  # the second time nobody is asked
+        backup._save_service(host.exported)
+    host._return.stop()
+    assert host._is_lost
+    with np.load(tmp_path / "service.npz") as saved:
+        assert set(saved) == set(before)
+    backup._save_service(None)
+
+
+def test_a_backup_ends_a_training_that_shall_not_go_on_alone(cpu_devices):
+    service, _ = start(AsyncSGD(0.1, momentum=0.5), SMALL)
+    client = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
+    host = leader_of(client, goes_on=False)
+    service.close()
+    with pytest.raises(ServiceLostError, match="did not answer in time"):
+        host.exported()
+    assert host._is_given_up
 
 
 def test_small_state_is_one_piece_a_variable(cpu_devices):

@@ -63,6 +63,8 @@ class Requests:
         broken[self.random.integers(9)] = self.one_of([np.nan, np.inf, -np.inf])
         piece = tf.io.serialize_tensor(center).numpy()  # of the momentum
         broken_piece = self.one_of([b"", b"x" * 40, piece[:-1], piece + b"x"])
+        broken_piece = self.one_of([broken_piece, tf.io.serialize_tensor(broken).numpy()])
+        version, below = (tf.io.serialize_tensor(np.int64([n])).numpy() for n in (0, -1))
         facts = np.array([int(Stage.CLOSED), 7, 1, 2, 3, 4, 5, 6], np.int64)
         bad_epoch = facts.copy()
         bad_epoch[2] = self.one_of([-1, LARGEST_EPOCH, 2**62])
@@ -75,6 +77,7 @@ class Requests:
              [(0, np.array([1])), (0, np.array([1, 8])), (0, np.array([1, 9, 9])),
               (1, np.int32(2)), (1, np.int32(-1)), (1, np.int32(0)), (2, number(-1)),
               (2, number(1)), (2, number(2**62)), (3, broken_piece)]),
+            ("set_state_0", [np.array([1, 9]), np.int32(0), number(0), version], [(3, below)]),
             ("export_0", [np.int32(1), number(0)],
              [(0, np.int32(2)), (0, np.int32(-1)), (1, number(-1))]),
             ("signal_0", [np.int32(1), np.int32(0)],

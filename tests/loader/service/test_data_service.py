@@ -20,6 +20,7 @@ from numbers_model import model_of_zeros, pairs_of_numbers
 
 import keras_het
 from keras_het.loader import DataService, service
+from keras_het.loader.data_service.servers import _check_host, _is_here, start_worker
 
 SAMPLES, BATCH = 480, 4
 FAST, SLOW = 0.01, 0.04
@@ -193,6 +194,52 @@ def test_a_host_that_is_not_this_machine_is_named() -> None:
         service(host="255.255.255.255")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="of 127.0.0.0/8 others have 127.0.0.1 only")
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost"])
+def test_all_addresses_of_this_machine_are_its_own(host) -> None:
+    """Debian gives the machine's name 127.0.1.1, to which one connects from 127.0.0.1."""
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        assert _is_here(f"{host}:{server.getsockname()[1]}")
+
+
+def test_an_address_that_no_socket_here_can_have_is_elsewhere(monkeypatch) -> None:
+    class Elsewhere:
+        """A connection to another machine."""
+
+        family = socket.AF_INET
+
+        def __enter__(self) -> Elsewhere:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def getpeername(self) -> tuple[str, int]:
+            return "192.0.2.1", 4000  # of documentation (RFC 5737)
+
+        def getsockname(self) -> tuple[str, int]:
+            return "198.51.100.1", 5000
+
+    monkeypatch.setattr(socket, "create_connection", lambda *_: Elsewhere())
+    assert not _is_here("192.0.2.1:4000")
+    for host in ("127.0.0.1", "127.0.1.1", "127.0.0.2", "::1", "localhost"):
+        with pytest.raises(ValueError, match=f"cannot reach a worker here under host='{host}'"):
+            _check_host("192.0.2.1:4000", host)
+    # what this machine takes its own name for tells nothing of what others do
+    for host in ("192.0.2.7", socket.gethostname()):
+        _check_host("192.0.2.1:4000", host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
+def test_a_worker_is_not_at_all_interfaces(host, monkeypatch) -> None:
+    def starts(config) -> None:
+        pytest.fail(f"a worker was started as {config.worker_address}")
+
+    monkeypatch.setattr(tf.data.experimental.service, "WorkerServer", starts)
+    with pytest.raises(ValueError, match=r"which means all interfaces.*Give one address"):
+        start_worker("127.0.0.1:4000", host)
+
+
 def test_a_service_that_cannot_start_leaves_nothing(monkeypatch) -> None:
     def fail(*_) -> None:
         raise OSError("no worker")
@@ -212,6 +259,9 @@ def test_a_service_that_cannot_start_leaves_nothing(monkeypatch) -> None:
         ({"address": "host:99999"}, r"'host:port'. Received"),
         ({"workers": -1}, r"workers must be.*Received: -1"),
         ({"host": ""}, r"host must be a name or an address of this machine. Received: ''"),
+        ({"host": "0.0.0.0", "workers": 0}, r"Received: '0.0.0.0', which means all interfaces"),
+        ({"host": "0", "workers": 0}, r"Received: '0', which means all interfaces"),
+        ({"host": "::"}, r"Received: '::', which means all interfaces"),
         ({"port": 70000}, r"port must be.*Received: 70000"),
         ({"address": "a:1", "port": 5}, r"leave it out to join"),
     ],

@@ -115,7 +115,12 @@ def test_a_killed_dispatcher_with_a_journal_goes_on(tmp_path: Path) -> None:
     finally:
         for server in servers:
             server.kill()
-    assert sorted(np.concatenate(got)) == list(range(samples))
+    found = np.concatenate(got).tolist()
+    assert len(found) == len(set(found)), "an element came twice"
+    # what the journal says was given out, and the answer that died with the dispatcher: the worker
+    # asks for one number of the source at a time
+    lost = sorted(set(range(samples)) - set(found))
+    assert len(lost) <= 1, lost
     assert sorted(np.concatenate(again)) == list(range(samples)), "the next epoch is a whole one"
 
 

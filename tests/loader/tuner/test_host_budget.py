@@ -26,9 +26,10 @@ def path(tmp_path):
     return tmp_path / "loaders.json"
 
 
-def job_on(path, cpus=range(8), usable=None):
+def job_on(path, cpus=range(8), usable=None, quotas=None):
     """A job that may run on these CPUs, of the eight of an emulated host."""
-    return HostBudget(float(len(cpus) if usable is None else usable), path, cpus)
+    usable = min([len(cpus), *(quotas or {}).values()]) if usable is None else usable
+    return HostBudget(float(usable), path, cpus, quotas=quotas)
 
 
 def parts(jobs, model=None):
@@ -154,6 +155,48 @@ def test_a_quota_is_divided_too(path):
     assert parts([job_on(path, usable=4.0), job_on(path, usable=4.0)]) == pytest.approx([2.0, 2.0])
 
 
+QUOTAS = {
+    "of one group": ([{"a": 4.0}, {"a": 4.0}], [2.0, 2.0]),
+    "of a group each": ([{"a": 4.0}, {"b": 4.0}], [4.0, 4.0]),
+    "more than there are CPUs": ([{group: 4.0} for group in "abcd"], [2.0] * 4),
+    "two in one group": ([{"a": 4.0}, {"a": 4.0}, {"b": 4.0}], [2.0, 2.0, 4.0]),
+    "one without": ([{"a": 2.0}, {}], [2.0, 6.0]),
+    "of the group around": ([{"a": 4.0, "pod": 6.0}, {"b": 4.0, "pod": 6.0}], [3.0, 3.0]),
+    "a tight one within": (
+        [{"a": 1.0, "pod": 4.0}, {"b": 8.0, "pod": 4.0}, {}],
+        [1.0, 3.0, 4.0],
+    ),
+    "very small": ([{"a": 0.05}, {"a": 0.05}, {}], [0.025, 0.025, 7.95]),
+    "just lowered": ([{"a": 2.0}, {"a": 4.0}], [2.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize(("quotas", "expected"), QUOTAS.values(), ids=QUOTAS)
+def test_a_quota_bounds_the_jobs_of_its_group(quotas, expected, path):
+    jobs = [job_on(path, quotas=each) for each in quotas]
+    assert parts(jobs) == pytest.approx(expected)
+
+
+def test_jobs_of_a_version_that_tells_no_quotas_count(path):
+    first, second = job_on(path, usable=4.0), job_on(path, quotas={"a": 4.0})
+    first.update(HUNGRY)
+    entries = json.loads(path.read_text())
+    (name,) = entries
+    del entries[name]["quotas"]
+    path.write_text(json.dumps(entries))
+    # most jobs of a user are in one group: two that had all of its quota would be throttled
+    assert second.update(HUNGRY) == pytest.approx(2.0)
+    assert second.jobs == 2
+    assert "quotas" not in json.loads(path.read_text())[name]
+
+
+def test_by_default_the_groups_of_the_process_count(path, monkeypatch):
+    monkeypatch.setattr(host_budget, "own_quotas", lambda: {"7:12": 0.5})
+    HostBudget(path=path).update(HUNGRY)
+    (entry,) = json.loads(path.read_text()).values()
+    assert entry["quotas"] == {"7:12": 0.5}
+
+
 OTHER_VERSIONS = {
     "a field more": lambda entry: entry["job"].update(patience=1.0),
     "a field less": lambda entry: entry["job"].pop("loader_seconds"),
@@ -161,6 +204,8 @@ OTHER_VERSIONS = {
     "no model": lambda entry: entry.pop("job"),
     "another model": lambda entry: entry.update(job=[1, 2]),
     "no number": lambda entry: entry["job"].update(device_seconds=None),
+    "quotas of another form": lambda entry: entry.update(quotas=[4.0]),
+    "a quota of nothing": lambda entry: entry.update(quotas={"a": 0.0}),
     "below zero": lambda entry: entry["job"].update(device_seconds=-1.0),
 }
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from keras_het.loader.host_cpus import IdleCpus, usable_cpus
+from keras_het.loader.host_cpus import IdleCpus, own_quotas, usable_cpus
 
 AFFINITY = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -55,6 +55,23 @@ def test_the_groups_around_count_too(tmp_path):
     group(tmp_path / "pod", cpu__max="30000 100000\n")
     group(tmp_path / "pod" / "own", cpu__max="80000 100000\n")
     assert usable_cpus(tmp_path, membership(tmp_path, "0::/pod/own\n")) == 0.3
+
+
+def test_groups_are_told_apart_and_known_again(tmp_path):
+    group(tmp_path / "pod", cpu__max="30000 100000\n")
+    for name in ("one", "other"):
+        group(tmp_path / "pod" / name, cpu__max="80000 100000\n")
+    group(tmp_path / "pod" / "free", cpu__max="max 100000\n")
+    one, other, free = (
+        own_quotas(tmp_path, membership(tmp_path, f"0::/pod/{name}\n"))
+        for name in ("one", "other", "free")
+    )
+    assert sorted(one.values()) == sorted(other.values()) == [0.3, 0.8]
+    assert dict(one.items() & other.items()) == free
+    # as from a container, in which its own group is the root
+    assert (
+        one.items() > own_quotas(tmp_path / "pod" / "one", membership(tmp_path, "0::/\n")).items()
+    )
 
 
 @pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])

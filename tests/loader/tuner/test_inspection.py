@@ -8,6 +8,7 @@ import threading
 import pytest
 import tensorflow as tf
 
+import keras_het
 from keras_het.loader import PipelineReport, inspect
 from keras_het.loader.inspection import read_report
 
@@ -82,6 +83,95 @@ def test_a_data_set_is_read_for_a_while():
     assert report.bottleneck.name == "ParallelMap"
 
 
+def options_of(threads=2):
+    """Operations stay as they are written, with threads of their own."""
+    options = tf.data.Options()
+    options.experimental_optimization.map_and_batch_fusion = False
+    options.experimental_optimization.map_fusion = False
+    options.experimental_optimization.map_parallelization = False
+    options.threading.private_threadpool_size = threads
+    return options
+
+
+def named(report, name):
+    return [stage for stage in report.stages if stage.name == name]
+
+
+@needs_model
+def test_stages_of_one_thread_are_a_bottleneck_together():
+    slow = tf.data.Dataset.range(4000)
+    for _ in range(3):
+        slow = slow.map(waiting(0.002))
+    iterator = iter(slow.prefetch(2).with_options(options_of()))
+    for _ in range(10):
+        next(iterator)
+    report = read_report(iterator)
+    assert [stage for stage in report.limit.named if stage.name == "Map"] == named(report, "Map")
+    assert len(named(report, "Map")) == 3
+    assert report.limit.seconds_per_batch >= 3 * 0.002
+    assert "one after the other" in report.verdict
+
+
+@needs_model
+def test_calls_beyond_the_threads_are_not_counted():
+    slow = tf.data.Dataset.range(4000).map(waiting(0.004), num_parallel_calls=16).batch(4)
+    iterator = iter(slow.prefetch(2).with_options(options_of(threads=2)))
+    for _ in range(5):
+        next(iterator)
+    report = inspect(iterator, file=io.StringIO())
+    assert report.bottleneck.parallelism == 16
+    assert report.bottleneck.at_once == 2
+    assert "(16 calls, 2 at once)" in report.verdict
+
+
+@needs_model
+def test_a_stage_before_repeat_has_the_time_of_its_present_round():
+    slow = tf.data.Dataset.range(8).map(waiting(0.002)).batch(4)
+    iterator = iter(slow.repeat().prefetch(1).with_options(options_of()))
+    for _ in range(21):
+        next(iterator)
+    for _ in range(20):
+        report = read_report(iterator)
+        if report.is_complete:  # else it is just between two rounds
+            break
+        next(iterator)
+    (stage,) = named(report, "Map")
+    assert stage.elements <= 8
+    assert stage.seconds_per_batch >= 4 * 0.002
+    assert report.bottleneck is stage
+
+
+@needs_model
+@pytest.mark.parametrize("calls", [None, 2])
+def test_the_files_of_an_interleave_are_one_stage(calls):
+    def file(number):
+        return tf.data.Dataset.range(7).map(waiting(0.002))
+
+    slow = tf.data.Dataset.range(400).interleave(file, cycle_length=3, num_parallel_calls=calls)
+    report = inspect(
+        slow.batch(4).prefetch(1).with_options(options_of()), seconds=0.3, file=io.StringIO()
+    )
+    assert report.is_complete
+    (stage,) = named(report, "Map")
+    assert stage.seconds_per_batch >= 4 * 0.002
+    assert stage.at_once == (calls or 1)
+    assert stage in report.limit.stages
+
+
+@needs_model
+def test_a_short_data_set_is_shown_with_more_than_its_first_batch():
+    data = tf.data.Dataset.range(640).batch(64).prefetch(2)
+    assert inspect(data, file=io.StringIO()).batches > 1
+
+
+@needs_model
+def test_a_data_set_that_ends_is_shown_with_all_its_stages():
+    slow = tf.data.Dataset.range(40).map(waiting(0.002)).batch(4).prefetch(1)
+    report = inspect(slow.with_options(options_of()), seconds=60.0, file=io.StringIO())
+    assert report.is_complete
+    assert report.bottleneck.name == "Map"
+
+
 @needs_model
 def test_what_is_not_tuned_says_so():
     options = tf.data.Options()
@@ -90,6 +180,22 @@ def test_what_is_not_tuned_says_so():
     report = inspect(tf.data.Dataset.range(3).with_options(options), file=text)
     assert report.stages == ()
     assert "autotune.enabled" in text.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["cache", "snapshot"])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_what_writes_files_is_not_read(is_built, kind, tmp_path):
+    def build(knobs):
+        numbers = tf.data.Dataset.range(8)
+        path = str(tmp_path / "kept")
+        return (numbers.cache(path) if kind == "cache" else numbers.snapshot(path)).batch(2)
+
+    data = keras_het.loader.pipeline(build) if is_built else build(None)
+    before = sorted(tmp_path.rglob("*"))
+    report = inspect(data, file=io.StringIO())
+    assert report.stages == ()
+    assert "writes files" in report.verdict
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @needs_model
@@ -102,9 +208,12 @@ def test_an_old_tensorflow_says_so():
     assert "2.17" in inspect(pipeline(), seconds=0.1, file=io.StringIO()).verdict
 
 
-def test_other_objects_are_refused():
-    with pytest.raises(TypeError, match=r"LoaderTuner.inspect"):
-        inspect([1, 2])
+def test_other_objects_are_refused(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(list(cpu_devices[:2]), shares=[1, 1])
+    distributed = strategy.distribute(tf.data.Dataset.range(8).batch(2))
+    for received in ([1, 2], distributed):
+        with pytest.raises(TypeError, match=r"call LoaderTuner.inspect; .* that it was given"):
+            inspect(received)
 
 
 def test_a_report_without_a_buffer_has_no_occupancy():

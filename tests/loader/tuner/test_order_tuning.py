@@ -240,6 +240,20 @@ def test_the_pool_and_the_calls_are_those_of_the_knobs(executor):
     iterator.close()
 
 
+@pytest.mark.parametrize(("threads", "calls"), [(None, None), (3, 6)])
+def test_calls_with_autotune_follow_the_users_own_pool(threads, calls):
+    def build():
+        options = tf.data.Options()
+        if threads is not None:
+            options.threading.private_threadpool_size = threads
+        rows = tf.data.Dataset.range(40).map(row, tf.data.AUTOTUNE)
+        return rows.batch(4).with_options(options)
+
+    (worker,) = make_workers(build, (1,), [[1]])
+    assert worker.mode == "element"
+    assert worker.form.autotuned_calls == calls
+
+
 def test_a_pass_that_ends_before_is_followed_by_another_attempt(executor):
     (worker,) = make_workers(ELEMENT["map_shuffle"], (1,), [[1]])
     iterator = iter(worker)

@@ -30,7 +30,7 @@ def epochs_of(build, moves=(), epochs=EPOCHS):
         live, elements = LiveIterator(iter(source)), []
         while True:
             for knobs in [knobs for *place, knobs in moves if place == [epoch, len(elements)]]:
-                work = build, knobs, built.get(knobs), source.current
+                work = source.build_again, knobs, built.get(knobs), source.current
                 built[knobs], prepared = prepare_iterator(*work)
                 assert prepared is not None
                 live.move_to(built[knobs], prepared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -17,12 +18,15 @@ pytest.importorskip(
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, DataValidation, LoaderTuner
+from keras_het.launch.command_line import main
 from keras_het.loader.validation import (
     DataAnomalyError,
+    ShardStatistics,
     infer_schema,
     read_statistics,
     set_comparison_thresholds,
     statistics_of_dataset,
+    write_schema,
 )
 
 ROWS, BATCH = 104, 16  # the last batch has 8 rows
@@ -288,6 +292,44 @@ def test_each_replica_has_the_statistics_of_what_it_consumed(
     assert "x: " not in caplog.text
 
 
+def test_a_replica_without_a_share_has_no_data_to_be_wrong(
+    cpu_devices: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = schema()
+    validation = DataValidation(known, compare_shards=True, directory=tmp_path)
+    model = make_model(keras_het.HeterogeneousStrategy(cpu_devices[:2], shares=[1, 0]))
+    model.fit(batches(*samples()), verbose=0, callbacks=[validation])
+    write_schema(known, tmp_path / "schema.pbtxt")
+    arguments = ["validate", str(tmp_path), "--schema", str(tmp_path / "schema.pbtxt")]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "replica 0: 104 rows, 0 anomalies" in output
+    assert "replica 1: 0 rows\n" in output
+    # If there is nothing at all, something is wrong.
+    (tmp_path / "epoch-0001-replica-0.stats").unlink()
+    assert main(arguments) == 1
+    assert "No data" in capsys.readouterr().out
+
+
+class SeenFromOneWorker:
+    """As one of two workers has a `tf.distribute.MultiWorkerMirroredStrategy`."""
+
+    num_replicas_in_sync = 2
+    extended = SimpleNamespace(worker_devices=("/device:CPU:0",))
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
+
+@pytest.mark.parametrize("strategy", [SeenFromOneWorker(), tf.distribute.get_strategy()])
+def test_of_replicas_elsewhere_only_a_strategy_of_ours_tells(strategy: Any) -> None:
+    shards = ShardStatistics(strategy, schema=schema())
+    for batch in batches(*samples()):
+        shards.observe(batch)
+    assert shards.rows == ROWS
+    assert list(shards.gather()) == [0]
+
+
 def test_drift_between_epochs(cpu_devices: tuple[str, ...]) -> None:
     validation = DataValidation(schema(), compare_shards=True)
     fit_sorted([validation], cpu_devices, epochs=2)
@@ -345,12 +387,66 @@ def test_arguments_that_are_none(tmp_path: Path) -> None:
         DataValidation(3)
 
 
-def test_another_callback_must_not_take_it_out() -> None:
-    class Anew(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+def anew(model: keras.Model, at: int = 0) -> keras.callbacks.Callback:
+    def make(batch: int, logs: Any) -> None:
+        if batch == at:
+            model.make_train_function(force=True)
+
+    return keras.callbacks.LambdaCallback(on_train_batch_begin=make)
+
+
+@pytest.mark.parametrize("compare_shards", [False, True])
+def test_another_callback_must_not_take_it_out(compare_shards: bool) -> None:
+    model, validation = make_model(), DataValidation(schema(), compare_shards=compare_shards)
+    with pytest.raises(RuntimeError, match=r"not checked.*Put DataValidation last"):
+        model.fit(*samples(), verbose=0, callbacks=[validation, anew(model)])
+
+
+def test_batches_that_are_not_compared_any_more_are_an_error() -> None:
+    model, validation = make_model(), DataValidation(schema(), compare_shards=True)
+    with pytest.raises(RuntimeError, match=r"not compared.*Put DataValidation last"):
+        model.fit(batches(*samples()), verbose=0, callbacks=[validation, anew(model, at=5)])
+
+
+class Unfreeze(keras.callbacks.Callback):
+    """Makes the train function anew at a batch of each epoch (-1: at its beginning)."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self._batch = batch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.on_train_batch_end(-1)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == self._batch:
             self.model.make_train_function(force=True)
 
-    x, y = samples()
-    with pytest.raises(RuntimeError, match="Put DataValidation last"):
-        make_model().fit(x, y, verbose=0, callbacks=[DataValidation(schema()), Anew()])
-    make_model().fit(x, y, verbose=0, callbacks=[Anew(), DataValidation(schema())])
+
+class OtherFit(keras.callbacks.Callback):
+    """Trains the same model on something else at a batch of each epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            self.model.fit(*samples(2), batch_size=ROWS, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_last"),
+    [(Unfreeze(-1), True), (Unfreeze(1), False), (Unfreeze(5), True), (OtherFit(), True)],
+)
+def test_shards_are_compared_though_the_train_function_is_made_anew(
+    other: Any, is_last: bool, tmp_path: Path
+) -> None:
+    validation = DataValidation(schema(), compare_shards=True, directory=tmp_path)
+    model = make_model()
+    callbacks = [other, validation] if is_last else [validation, other]
+    model.fit(batches(*samples()), epochs=2, verbose=0, callbacks=callbacks)
+    of_other = 2 if isinstance(other, OtherFit) else 0
+    assert int(np.asarray(model.optimizer.iterations)) == 2 * 7 + of_other
+    rows = [
+        read_statistics(tmp_path / f"epoch-000{epoch}-replica-0.stats").datasets[0].num_examples
+        for epoch in (1, 2)
+    ]
+    assert rows == [ROWS] * 2
+    assert [len(drift) for drift in validation.drift] == [0, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,15 @@ pytest.importorskip(
     "tensorflow_data_validation", reason="needs TFDV: `make test-validation` runs this"
 )
 
+from tensorflow_metadata.proto.v0 import schema_pb2
+
 from keras_het.launch.command_line import main
 from keras_het.loader.validation import (
     infer_schema,
     read_schema,
+    set_comparison_thresholds,
     statistics_of_dataset,
+    statistics_of_tfrecord,
     write_schema,
     write_statistics,
 )
@@ -79,6 +84,19 @@ def test_shards_are_compared(
     assert "of A from B" in capsys.readouterr().out
 
 
+def test_patterns_of_partitioned_directories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day in ("01", "02"):
+        (tmp_path / f"day={day}").mkdir()
+        write_examples(tmp_path / f"day={day}" / "part.tfrecord", [0, 1] * 9)
+    pattern = str(tmp_path / "day=*" / "part.tfrecord")
+    assert main(["validate", pattern]) == 0
+    assert "part: 36 rows" in capsys.readouterr().out
+    assert main(["validate", f"both={pattern}"]) == 0
+    assert "both: 36 rows" in capsys.readouterr().out
+
+
 def test_directories_of_the_callback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schema = None
     for epoch, replica, value in ((1, 0, 0), (1, 1, 0), (2, 0, 0), (2, 1, 5)):
@@ -116,7 +134,63 @@ def test_directories_of_two_trainings_are_told_apart_by_names(
     assert "! x: Jensen-Shannon distance of before replica 0 from after replica 0" in output
 
 
+def thresholds_after(schema: Any, folder: Path, *options: str) -> dict[str, dict[str, float]]:
+    """The thresholds with which the command has compared, by kind and feature."""
+    write_schema(schema, folder / "schema.pbtxt")
+    data = write_examples(folder / "data.tfrecord", [0, 1, 2, 3] * 9)
+    paths = ["--schema", str(folder / "schema.pbtxt"), "--write-schema", str(folder / "used.pbtxt")]
+    assert main(["validate", str(data), *paths, *options]) == 0
+    used: dict[str, dict[str, float]] = {"skew": {}, "drift": {}}
+    for feature in read_schema(folder / "used.pbtxt").feature:
+        for kind, thresholds in used.items():
+            if feature.HasField(f"{kind}_comparator"):
+                comparator = getattr(feature, f"{kind}_comparator")
+                numeric = comparator.jensen_shannon_divergence.threshold
+                thresholds[feature.name] = round(numeric or comparator.infinity_norm.threshold, 6)
+    return used
+
+
+def schema_of(folder: Path) -> Any:
+    data = write_examples(folder / "right.tfrecord", [0, 1, 2, 3] * 9)
+    return infer_schema(statistics_of_tfrecord(data, categorical=["label"]))
+
+
+def test_thresholds_of_the_schema_stay(tmp_path: Path) -> None:
+    both = {"pixel": 0.1, "label": 0.1}
+    assert thresholds_after(schema_of(tmp_path), tmp_path) == {"skew": both, "drift": both}
+    drift = set_comparison_thresholds(
+        schema_of(tmp_path), categorical=0.3, of_features={"pixel": None}, kinds=["drift"]
+    )
+    assert thresholds_after(drift, tmp_path) == {"skew": {"label": 0.1}, "drift": {"label": 0.3}}
+    skew = set_comparison_thresholds(
+        schema_of(tmp_path), of_features={"label": 0.3, "pixel": 0.4}, kinds=["skew"]
+    )
+    assert thresholds_after(skew, tmp_path) == {"skew": {"label": 0.3, "pixel": 0.4}, "drift": {}}
+
+
+def test_thresholds_of_options_are_of_features_that_the_schema_compares(tmp_path: Path) -> None:
+    numeric = ("--numeric-threshold", "0.5")
+    skew = set_comparison_thresholds(
+        schema_of(tmp_path), of_features={"pixel": 0.4}, kinds=["skew"]
+    )
+    skew.feature.add(name="extreme", type=schema_pb2.FLOAT)
+    expected = {"skew": {"pixel": 0.5, "label": 0.1}, "drift": {}}
+    assert thresholds_after(skew, tmp_path, *numeric) == expected
+    # None of its numbers is compared: then all are.
+    label = set_comparison_thresholds(schema_of(tmp_path), of_features={"pixel": None})
+    both = {"pixel": 0.5, "label": 0.1}
+    assert thresholds_after(label, tmp_path, *numeric) == {"skew": both, "drift": both}
+    options = (*numeric, "--categorical-threshold", "0.2")
+    both = {"pixel": 0.5, "label": 0.2}
+    assert thresholds_after(schema_of(tmp_path), tmp_path, *options) == {
+        "skew": both,
+        "drift": both,
+    }
+
+
 def test_wrong_usage(fast: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.tfrecord"
+    broken.write_bytes(fast.read_bytes()[:-3])
     for arguments, message in (
         (["nothing.tfrecord"], "No file matches"),
         ([str(tmp_path), "--epoch", "3"], "no statistics of epoch 3"),
@@ -125,6 +199,11 @@ def test_wrong_usage(fast: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([str(fast), "--reference", "slow"], "no data 'slow'; there is fast"),
         ([str(fast), "--schema", str(tmp_path / "none")], "none"),
         ([str(fast), "--numeric-threshold", "7"], "from 0 to 1"),
+        (
+            [str(fast), "--write-schema", str(fast / "folder" / "schema.pbtxt")],
+            "is not a directory",
+        ),
+        ([str(broken)], "truncated"),
     ):
         assert main(["validate", *arguments]) == 2
         assert message in capsys.readouterr().err

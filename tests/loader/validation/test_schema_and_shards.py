@@ -201,6 +201,41 @@ def test_a_constant_is_not_far_from_what_is_nearly_constant(swap: bool) -> None:
     assert between([5.0] * 9, [0.0] * 250 + [1.0] * 750) == pytest.approx(1), "out of the range"
 
 
+def without_values(how: str) -> dict[str, Any]:
+    if how == "no columns":
+        return {"label": np.arange(50)}
+    is_nan = how == "NaN"
+    return {
+        "city": tf.ragged.constant([[]] * 50, tf.string),
+        "age": np.full(50, np.nan, np.float32) if is_nan else tf.ragged.constant([[]] * 50),
+    }
+
+
+@pytest.mark.parametrize("is_reference", [True, False])
+@pytest.mark.parametrize("how", ["NaN", "no values", "no columns"])
+def test_what_only_one_of_two_has_is_as_far_as_can_be(how: str, is_reference: bool) -> None:
+    """TFDV has no distance of numbers then, and of categories that of the most frequent one."""
+    nothing = without_values(how)
+    expected = set_comparison_thresholds(schema(), of_features={"label": None, "age": 0.5})
+    shards = {"full": statistics(), "none": statistics_of_dataset(nothing, schema=expected)}
+    reference, shard = ("none", "full") if is_reference else ("full", "none")
+    distances = compare_shards(shards, expected, reference)
+    assert [(each.shard, each.reference, each.kind) for each in distances] == [
+        (shard, reference, "skew")
+    ] * 2
+    assert [(each.feature, each.measure, each.value, each.threshold) for each in distances] == [
+        ("city", "L-infinity", 1.0, pytest.approx(0.1)),
+        ("age", "Jensen-Shannon", 1.0, 0.5),
+    ]
+    drift = measure_drift(shards[shard], shards[reference], expected)
+    assert {each.feature: (each.value, each.kind) for each in drift} == {
+        "city": (1.0, "drift"),
+        "age": (1.0, "drift"),
+    }
+    nowhere = {name: shards["none"] for name in "ab"}
+    assert compare_shards(nowhere, expected) == []
+
+
 def test_features_may_be_left_out() -> None:
     thresholds = {"age": None, "city": 0.3}
     expected = set_comparison_thresholds(

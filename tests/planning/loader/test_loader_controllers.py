@@ -275,3 +275,17 @@ def test_sums_leave_out_what_is_skipped_and_go_on_after_a_pause():
 def test_windows_are_checked():
     with pytest.raises(ValueError, match="at least one step"):
         LoaderWindow(0, 1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("idle_fraction", "windows"), [(0.041, 10), (0.11, 4), (0.21, 2), (0.5, 1)]
+)
+def test_tries_a_move_once_the_device_has_lost_what_a_failed_one_costs(idle_fraction, windows):
+    """Half-second windows: 0.2 s of waiting, or one window in which the device waits a quarter."""
+    controller = TunerController(START, 2.0)
+    window = LoaderWindow(50, 0.5, 0.5 * idle_fraction, 1.0, 0.05, waiting_steps=20)
+    plans = [controller.observe(window) for _ in range(windows)]
+    assert plans[:-1] == [None] * (windows - 1)
+    assert plans[-1] is not None
+    controller.observe(LoaderWindow(50, 0.6, 0.5 * idle_fraction, 1.0, 0.05, waiting_steps=20))
+    assert controller.plan == START, "a move that made it slower is taken back"

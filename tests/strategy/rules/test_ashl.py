@@ -252,3 +252,20 @@ def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(cpu_devices):
     assert status(1) == Status.OK  # it is back, at the pushes of the slowest
     assert service.slots()[0]["pushes"].numpy().tolist() == [4, 4, 3]
     service.close()
+
+
+def test_nobody_waits_for_a_worker_whose_pushes_are_refused(cpu_devices):
+    service = start_service(ASHL(**{**GOOD, "largest_lead": 1}), num_clients=3)
+    service.signal_locally(0, Signal.LOSS_REACHED)
+    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    bad = [tf.fill([size], np.inf) for size in PARTITIONS.sizes]
+    clients, versions = [connect(service, i) for i in range(3)], tf.zeros([3], tf.int64)
+
+    def status(number, values=zeros):
+        (found,) = set(clients[number].push(values, versions, 1.0, zeros).statuses.numpy())
+        return found
+
+    for _ in range(2):
+        assert [status(0), status(1), status(0)] == [Status.OK, Status.OK, Status.WAIT]
+        assert status(2, bad) == Status.NOT_FINITE
+    assert [status(0), status(1)] == [Status.OK, Status.OK]

@@ -1,5 +1,9 @@
 """Gradient descent and Keras optimizers on the center, rates of large and stale mini-batches."""
 
+import functools
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -283,6 +287,23 @@ def test_own_elementwise_optimizer(cpu_devices):
     center = Center(AsyncSGD(optimizer=SignDescent(0.1)), np.zeros(SIZE))
     center.push(0, 1, 0, np.linspace(-3, 3, SIZE))
     np.testing.assert_allclose(np.abs(center.values), np.full(SIZE, 0.1), rtol=1e-6)
+
+
+def test_parts_of_an_earlier_training_are_not_kept(cpu_devices):
+    rule = AsyncSGD(optimizer="adam")
+    part = weakref.ref(Center(rule, start_vector()).parts[0])
+    gc.collect()
+    assert part() is None
+
+
+def constant_rate():
+    return 0.1
+
+
+@pytest.mark.parametrize("rate", [lambda: 0.1, constant_rate, functools.partial(float, 0.1)])
+def test_a_rate_that_is_a_function_is_refused(cpu_devices, rate):
+    with pytest.raises(ValueError, match="a function that cannot be copied"):
+        AsyncSGD(optimizer=keras.optimizers.SGD(rate))
 
 
 def test_a_part_that_it_was_not_built_for(cpu_devices):

@@ -1,5 +1,7 @@
 """EASGD with pushes in any order: Async, momentum, Hogwild; and the stability bound."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from rule_checks import (
 )
 
 from keras_het.strategy.rules import AsyncEASGD, AsyncMEASGD, ElasticAveraging, HogwildEASGD
-from keras_het.strategy.rules.elastic_averaging import largest_moving_rate
+from keras_het.strategy.rules.elastic_averaging import largest_moving_rate, overlapped_rate
 
 RULES = [AsyncEASGD, AsyncMEASGD, ElasticAveraging, HogwildEASGD]
 
@@ -82,6 +84,7 @@ def test_simultaneous_pushes_without_a_lock(cpu_devices):
 
 def test_default_moving_rate():
     assert AsyncEASGD(num_workers=6).alpha == pytest.approx(0.15)
+    assert AsyncEASGD(num_workers=1).alpha == 0.5
     with pytest.raises(ValueError, match="neither alpha nor num_workers"):
         AsyncEASGD()
     with pytest.raises(ValueError, match="num_workers must be at least 1"):
@@ -103,6 +106,49 @@ def test_bound_is_checked_for_the_optimizer_too(cpu_devices):
     rule.check_optimizer(keras.optimizers.Adam(0.1))  # there is no bound for it
     with pytest.raises(ValueError, match=r"at most .* = 0\.4 "):
         rule.check_optimizer(keras.optimizers.SGD(1.5))
+
+
+def test_bound_is_checked_for_answers_that_travel(cpu_devices):
+    optimizer = keras.optimizers.SGD(0.1)
+    rule = AsyncEASGD(0.9)
+    for steps in (0, 1, 4):
+        rule.check_overlap(optimizer, steps)
+    with pytest.raises(ValueError, match=r"= 0\.834 for eta = 0\.5695 \(8 steps of 0\.1 while"):
+        rule.check_overlap(optimizer, 8)
+    with pytest.raises(ValueError, match=r"= 0\.6667 for eta = 1 \(any number of steps of 0\.1 "):
+        rule.check_overlap(optimizer, math.inf)
+    rule.check_overlap(keras.optimizers.Adam(0.1), 8)  # there is no bound for it
+
+
+@pytest.mark.parametrize("workers", [1, 2, 6])
+def test_the_default_is_within_the_bound_however_long_an_answer_takes(cpu_devices, workers):
+    rule = AsyncEASGD(num_workers=workers)
+    for rate in (0.1, 0.5, 1.0):
+        for steps in (1, 8, 100, math.inf):
+            rule.check_overlap(keras.optimizers.SGD(rate), steps)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [1, 2, 8, 50])
+def test_bound_of_answers_that_travel_is_where_the_largest_eigenvalue_passes_1(rate, steps):
+    def radius(alpha):
+        """One worker alone: it moves by the difference at the time of sending, after its steps."""
+        stays = (1 - rate) ** steps
+        return abs(np.linalg.eigvals([[stays - alpha, alpha], [alpha, 1 - alpha]])).max()
+
+    bound = largest_moving_rate(overlapped_rate(rate, steps))
+    assert radius(bound) <= 1 + 1e-12 < radius(1.01 * bound)
+
+
+def test_an_optimizer_that_scales_the_loss_is_seen_through(cpu_devices):
+    def scaled(optimizer):  # as Keras wraps it for mixed_float16
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+
+    AsyncMEASGD(0.3).check_optimizer(scaled(keras.optimizers.SGD(0.1, momentum=0.9)))
+    with pytest.raises(ValueError, match=r"Received: SGD\(momentum=0\.0\)"):
+        AsyncMEASGD(0.3).check_optimizer(scaled(keras.optimizers.SGD(0.1)))
+    with pytest.raises(ValueError, match=r"at most .* = 0\.4 "):
+        AsyncEASGD(0.9).check_optimizer(scaled(keras.optimizers.SGD(1.5)))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0, 1.9])

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 from rule_checks import (
     PARTITIONS,
+    PROOF,
     Center,
     ElasticEquations,
     connect,
@@ -15,6 +16,7 @@ from rule_checks import (
 )
 
 from keras_het.strategy.parameter_service import Status
+from keras_het.strategy.parameter_service.function_client import FunctionClient
 from keras_het.strategy.rules import RoundRobinEASGD, Signal
 from keras_het.strategy.rules.elastic_averaging import largest_moving_rate
 
@@ -55,6 +57,20 @@ def test_service_says_wait(service):
     assert set(clients[0].push(ones, versions, 1.0, zeros).statuses.numpy()) == {Status.OK}
     assert set(clients[1].push(ones, versions, 1.0, zeros).statuses.numpy()) == {Status.OK}
     np.testing.assert_allclose(service.center()[0], np.full(18, 1 - 0.7**2), rtol=1e-5)
+
+
+def test_a_question_for_the_turn_changes_nothing_of_it(service):
+    client = FunctionClient(service.address, PROOF, 20)
+
+    def ask(number, version=0, client=client):
+        arguments = [tf.constant(number), tf.constant(version, tf.int64)]
+        return int(client.ask("turn_0", arguments, tf.TensorSpec([], tf.int32)))
+
+    for _ in range(2):
+        assert [ask(number) for number in range(3)] == [Status.OK, Status.WAIT, Status.WAIT]
+    bad = [ask(-1), ask(3), ask(1, -1), ask(0, 0, FunctionClient(service.address, b"x" * 32, 20))]
+    assert bad == [Status.REFUSED] * 4
+    assert set(service.versions()) == {0}
 
 
 def test_clients_that_poll_get_their_turns_in_order(service):
@@ -126,3 +142,73 @@ def test_a_worker_that_was_given_up_gets_its_turns_again(service):
     assert [status(0), status(2), status(1), status(2)] == [
         Status.OK, Status.WAIT, Status.OK, Status.OK,
     ]  # fmt: skip
+
+
+def test_the_turn_is_not_left_with_one_that_is_gone_when_another_returns(service):
+    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    clients = [connect(service, i) for i in range(3)]
+    versions = tf.zeros([3], tf.int64)
+
+    def status(number):
+        (found,) = set(clients[number].push(zeros, versions, 1.0, zeros).statuses.numpy())
+        return found
+
+    for number in range(3):
+        clients[0].signal(Signal.LEAVE, number)
+    assert [status(1), status(1)] == [Status.OK, Status.OK]
+    assert [status(2), status(1), status(2)] == [Status.WAIT, Status.OK, Status.OK]
+
+
+@pytest.mark.parametrize("kind", ["no number", "too large", "too large with the center"])
+def test_a_refused_push_passes_the_turn_on(service, kind):
+    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    pushed = {"no number": [np.nan], "too large": [3e38, 3e38]}.get(kind, [3e38])
+    bad = [tf.concat([pushed, tf.zeros([size - len(pushed)])], 0) for size in PARTITIONS.sizes]
+    if kind == "too large with the center":
+        service.set_partitions([-value for value in bad])
+    before = service.center_partitions()
+    clients = [connect(service, i) for i in range(3)]
+    versions = tf.zeros([3], tf.int64)
+
+    def status(number, values=zeros):
+        (found,) = set(clients[number].push(values, versions, 1.0, zeros).statuses.numpy())
+        return found
+
+    if kind != "too large with the center":  # that is found out in the turn only
+        assert status(1, bad) == Status.NOT_FINITE
+        assert status(1) == Status.WAIT  # it was not its turn
+    assert status(0, bad) == Status.NOT_FINITE
+    for now, then in zip(service.center_partitions(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    assert set(service.versions()) == {0}
+    assert [status(number) for number in (0, 1, 2, 0, 1)] == [
+        Status.WAIT, Status.OK, Status.OK, Status.OK, Status.OK,
+    ]  # fmt: skip
+
+
+def test_a_worker_that_has_left_does_not_come_back_with_a_refused_push(service):
+    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    clients = [connect(service, i) for i in range(3)]
+    versions = tf.zeros([3], tf.int64)
+    clients[0].signal(Signal.LEAVE, 1)
+    bad = [tf.fill([size], np.nan) for size in PARTITIONS.sizes]
+    for number, values in ((0, zeros), (1, bad), (2, zeros), (0, zeros), (1, bad), (2, zeros)):
+        expected = Status.OK if number != 1 else Status.NOT_FINITE
+        statuses = clients[number].push(values, versions, 1.0, zeros).statuses.numpy()
+        assert set(statuses) == {expected}
+
+
+def test_a_refused_push_that_is_sent_again_passes_no_second_turn(service):
+    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+    bad = [tf.fill([size], np.nan) for size in PARTITIONS.sizes]
+    clients = [connect(service, i) for i in range(3)]
+    versions = tf.zeros([3], tf.int64)
+
+    def status(number, values=zeros, sequence=0):
+        push = clients[number].push(values, versions, 1.0, zeros, sequence)
+        (found,) = set(push.statuses.numpy())
+        return found
+
+    assert [status(0, bad, 1), status(1), status(2)] == [Status.NOT_FINITE, Status.OK, Status.OK]
+    assert [status(0, bad, 1), status(1)] == [Status.NOT_FINITE, Status.WAIT]
+    assert [status(0, zeros, 2), status(1)] == [Status.OK, Status.OK]

@@ -1,7 +1,15 @@
+import json
+import socket
+
 import pytest
 
 from keras_het.strategy.cluster_config import ClusterConfig
-from keras_het.strategy.summation import Summation, check_is_no_summation_machine, read_aggregation
+from keras_het.strategy.summation import (
+    Summation,
+    check_is_no_summation_machine,
+    machine,
+    read_aggregation,
+)
 
 
 def test_what_aggregation_may_be():
@@ -54,3 +62,22 @@ def test_a_summation_machine_does_not_train():
     with pytest.raises(RuntimeError, match="sums gradients of the workers and does not train"):
         check_is_no_summation_machine(config)
     check_is_no_summation_machine(None)
+
+
+@pytest.mark.parametrize(
+    ("secret", "message"),
+    [("", "needs one shared secret"), ("0123456789abcdef", "somebody listens there")],
+)
+def test_a_wrong_start_of_a_machine_is_one_line_of_error(monkeypatch, capsys, secret, message):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        cluster = {"worker": ["a:1", "b:1"], "summation": [address]}
+        task = {"type": "summation", "index": 0}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+        monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", secret)
+        monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            machine.main()
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("[keras-het] error: ") and message in line]

@@ -1,5 +1,9 @@
 """Sums over workers: exact, in order, once; what is not due changes nothing."""
 
+import subprocess
+import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -61,6 +65,14 @@ def exchange(client, slot, step, values):
         tf.constant(slot), tf.constant(step, tf.int64), tf.constant(values, tf.float32)
     )
     return int(status), total.numpy()
+
+
+def wait_for_count(service, slot, steps):
+    """Waits until the workers' contributions to these steps have come."""
+    deadline = time.monotonic() + TIMEOUT
+    while service._table._latest[slot].numpy().tolist() != steps:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
 
 
 def test_sums_are_those_of_the_workers_in_their_order(clients, pool):
@@ -129,6 +141,30 @@ def test_what_is_not_due_is_refused(clients, pool, slot, step):
     assert exchange(clients[0], slot, step, [1.0])[0] == Status.REFUSED
     answers = [pool.submit(exchange, clients[w], 0, 1, [1.0]) for w in range(NUM_WORKERS)]
     assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+
+
+def test_a_worker_that_does_not_wait_for_a_sum_is_refused(service, clients, pool):
+    waiting = pool.submit(exchange, clients[0], 0, 1, [1.0])
+    others = pool.submit(exchange, clients[1], 0, 1, [1.0])
+    wait_for_count(service, 0, [1, 1, 0])
+    for step in (2, 3):  # the sum of step 1 is not there yet
+        assert exchange(clients[0], 0, step, [50.0])[0] == Status.REFUSED
+    answers = [waiting, others, pool.submit(exchange, clients[2], 0, 1, [1.0])]
+    assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+    for step in (2, 3, 4):
+        answers = [pool.submit(exchange, clients[w], 0, step, [1.0]) for w in range(NUM_WORKERS)]
+        assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
+
+
+@pytest.mark.parametrize("wrong", [[], [1.0], [1.0] * 5], ids=len)
+def test_another_length_than_the_first_is_refused(service, clients, pool, wrong):
+    for step in (1, 2, 3):
+        first = pool.submit(exchange, clients[1], 0, step, [1.0, 2.0])
+        wait_for_count(service, 0, [step - 1, step, step - 1])
+        assert exchange(clients[0], 0, step, wrong)[0] == Status.REFUSED
+        answers = [pool.submit(exchange, clients[w], 0, step, [1.0, 2.0]) for w in (0, 2)]
+        for answer in [first, *answers]:
+            assert answer.result(TIMEOUT)[1].tolist() == [3.0, 6.0]
 
 
 def test_strangers_are_refused(service, clients, pool):
@@ -210,3 +246,30 @@ def test_the_credential_tells_clusters_apart(monkeypatch):
     monkeypatch.delenv("KERAS_HET_SERVICE_SECRET")
     with pytest.raises(ValueError, match="needs one shared secret"):
         summation_credential(2, 1)
+
+
+ENDS_WHILE_A_CALL_WAITS = """
+import sys, threading
+import tensorflow as tf
+from keras_het.strategy.summation.client import SummationClient
+from keras_het.strategy.summation.service import SummationService
+
+address, proof, run = sys.argv[1], b"of this test", tf.constant(5, tf.int64)
+service = SummationService(address, 2, proof, 2)
+service.start()
+client = SummationClient("worker 0", address, proof, 0, 5, tf.Variable(False), 60.0)
+client.join(60.0)
+exchange = (tf.constant(0), tf.constant(1, tf.int64), tf.ones([3]))
+threading.Thread(target=client.exchange, args=exchange, daemon=True).start()
+begun = service._table._begun
+while not int(begun[0]):
+    threading.Event().wait(0.01)
+"""
+
+
+def test_a_process_ends_while_a_worker_waits_for_another():
+    with ReservedPorts(1) as ports:
+        ports.release()
+        command = [sys.executable, "-c", ENDS_WHILE_A_CALL_WAITS, ports.addresses[0]]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 0, ended.stderr[-2000:]

@@ -1,0 +1,225 @@
+"""An interrupted training that goes on from its backup ends like one that was not interrupted."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_het
+from keras_het.callbacks import BackupAndRestore
+
+SAMPLES, BATCH = 64, 8
+
+
+class Interruption(keras.callbacks.Callback):
+    """The power goes out after some steps."""
+
+    def __init__(self, step):
+        super().__init__()
+        self._steps_left = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            raise InterruptedError("the power went out")
+
+
+def linear_model(devices, **options):
+    keras.utils.set_random_seed(3)
+    strategy = keras_het.HeterogeneousStrategy(list(devices[:2]), shares=[3, 1])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", **options)
+    return model
+
+
+def rows(of_unknown_number=False):
+    """Shuffled samples, in batches."""
+    tf.random.set_seed(5)
+    numbers = tf.data.Dataset.range(SAMPLES)
+    if of_unknown_number:
+        numbers = numbers.filter(lambda row: row >= 0)
+    samples = numbers.shuffle(SAMPLES, seed=7).map(
+        lambda row: (tf.fill([3], tf.cast(row, tf.float32) / SAMPLES), tf.cast(row, tf.float32))
+    )
+    return samples.batch(BATCH)
+
+
+def state(model):
+    """All numbers of a training; the optimizer's have the number of steps among them."""
+    return [np.array(variable) for variable in (*model.weights, *model.optimizer.variables)]
+
+
+def trained(devices, data, callbacks, epochs=3, **options):
+    model = linear_model(devices, **options.pop("compile", {}))
+    model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks, **options)
+    return model
+
+
+def backup(folder, save_freq=3, **options):
+    return BackupAndRestore(str(folder / "backup"), save_freq=save_freq, **options)
+
+
+def interrupted(devices, data, folder, step, save_freq=3, **options):
+    with pytest.raises(InterruptedError):
+        trained(devices, data, [backup(folder, save_freq), Interruption(step)], **options)
+
+
+def assert_goes_on(devices, make_data, folder, step, save_freq=3, **options):
+    """Trains to the end, and to the same end with an interruption."""
+    expected = trained(devices, make_data(), [], **options)
+    interrupted(devices, make_data(), folder, step, save_freq, **options)
+    found = trained(devices, make_data(), [backup(folder, save_freq)], **options)
+    assert np.array(found.optimizer.iterations) == np.array(expected.optimizer.iterations)
+    for one, other in zip(state(found), state(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("step", [4, 14, 23])
+@pytest.mark.parametrize("of_unknown_number", [False, True])
+def test_every_later_epoch_is_whole(cpu_devices, tmp_path, of_unknown_number, step):
+    assert_goes_on(cpu_devices, lambda: rows(of_unknown_number), tmp_path, step)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(8, id="a pass"),
+        pytest.param(5, id="less than a pass"),
+        pytest.param(11, id="more than a pass"),
+    ],
+)
+@pytest.mark.parametrize("of_unknown_number", [False, True])
+def test_epochs_of_given_length_over_endless_data(cpu_devices, tmp_path, of_unknown_number, steps):
+    def data():
+        return rows(of_unknown_number).repeat()
+
+    assert_goes_on(cpu_devices, data, tmp_path, steps + 5, steps_per_epoch=steps)
+
+
+@pytest.mark.parametrize("save_freq", [3, 4, "epoch"])
+@pytest.mark.parametrize(("steps", "epochs"), [(8, 3), (4, 5)], ids=["a pass", "half a pass"])
+def test_epochs_of_given_length_over_data_that_ends(
+    cpu_devices, tmp_path, steps, epochs, save_freq
+):
+    options = {"steps_per_epoch": steps, "epochs": epochs}
+    assert_goes_on(cpu_devices, rows, tmp_path, steps + 3, save_freq, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
+@pytest.mark.parametrize("step", [7, 8])  # before and at the end of the pass
+def test_epochs_that_end_with_a_pass(cpu_devices, tmp_path, step):
+    options = {"steps_per_epoch": 5, "epochs": 3}
+    assert_goes_on(cpu_devices, rows, tmp_path, step, 1, **options)
+
+
+def test_the_batches_of_a_generator(cpu_devices, tmp_path):
+    def data():
+        return (batch for batch in rows().repeat().as_numpy_iterator())
+
+    assert_goes_on(cpu_devices, data, tmp_path, 12, steps_per_epoch=5)
+
+
+def test_several_steps_in_an_execution(cpu_devices, tmp_path):
+    options = {"compile": {"steps_per_execution": 3}}
+    assert_goes_on(cpu_devices, rows, tmp_path, 4, **options)
+
+
+def test_the_next_fit_begins_with_the_first_epoch(cpu_devices, tmp_path):
+    interrupted(cpu_devices, rows(), tmp_path, 14)
+    model = linear_model(cpu_devices)
+    resumed = model.fit(rows(), epochs=3, verbose=0, callbacks=[backup(tmp_path)])
+    assert resumed.epoch == [1, 2]
+    assert model.fit(rows(), epochs=3, verbose=0).epoch == [0, 1, 2]
+
+
+def test_the_next_fit_begins_with_the_first_epoch_where_all_was_done(cpu_devices, tmp_path):
+    kept = backup(tmp_path, delete_checkpoint=False)
+    trained(cpu_devices, rows(), [kept])
+    model = linear_model(cpu_devices)
+    resumed = model.fit(rows(), epochs=3, verbose=0, callbacks=[backup(tmp_path)])
+    assert resumed.epoch == []
+    assert model.fit(rows(), epochs=3, verbose=0).epoch == [0, 1, 2]
+
+
+class Evaluates(keras.callbacks.Callback):
+    """Evaluates on other data within the epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            self.model.evaluate(rows(), verbose=0)
+
+
+def test_an_evaluation_within_the_epoch_is_not_what_is_saved(cpu_devices, tmp_path):
+    expected = trained(cpu_devices, rows(), [])
+    with pytest.raises(InterruptedError):
+        trained(cpu_devices, rows(), [Evaluates(), backup(tmp_path), Interruption(12)])
+    found = trained(cpu_devices, rows(), [backup(tmp_path)])
+    for one, other in zip(state(found), state(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class EvaluatesFirst(keras.callbacks.Callback):
+    """Evaluates before the first step."""
+
+    def __init__(self, is_kept):
+        super().__init__()
+        self.is_kept, self.kept = is_kept, None
+
+    def on_train_begin(self, logs=None):
+        data = rows().take(3)
+        if self.is_kept:
+            data = self.kept = self.model.distribute_strategy.distribute(data)
+        self.model.evaluate(data, verbose=0)
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "gone"])
+def test_what_is_evaluated_before_the_first_step_is_not_what_is_saved(
+    cpu_devices, tmp_path, is_kept
+):
+    expected = trained(cpu_devices, rows(), [])
+    with pytest.raises(InterruptedError):
+        callbacks = [EvaluatesFirst(is_kept), backup(tmp_path), Interruption(12)]
+        trained(cpu_devices, rows(), callbacks)
+    found = trained(cpu_devices, rows(), [EvaluatesFirst(is_kept), backup(tmp_path)])
+    for one, other in zip(state(found), state(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_resumed_fit_that_failed_leaves_nothing_behind(cpu_devices, tmp_path):
+    options = {"steps_per_epoch": 5, "epochs": 2}
+    expected = trained(cpu_devices, rows().repeat(), [], **options)
+    interrupted(cpu_devices, rows().repeat(), tmp_path, 4, **options)
+    again, filters = backup(tmp_path), list(warnings.filters)
+    with pytest.raises(InterruptedError):
+        trained(cpu_devices, rows().repeat(), [again, Interruption(1)], **options)
+    shutil.rmtree(tmp_path / "backup")
+    found = trained(cpu_devices, rows().repeat(), [again], **options)
+    assert warnings.filters == filters
+    for one, other in zip(state(found), state(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Grows(keras.callbacks.Callback):
+    """Doubles the global batch after the first epoch, as an adaptive one does."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self.model.distribute_strategy.iterated_data.set_global_batch_size(2 * BATCH)
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
+@pytest.mark.parametrize("step", [12, 14])  # the second epoch's last, and one of the third
+def test_an_epoch_of_larger_batches(cpu_devices, tmp_path, step):
+    expected = trained(cpu_devices, rows(), [Grows()])
+    assert np.array(expected.optimizer.iterations) == 8 + 4 + 4
+    with pytest.raises(InterruptedError):
+        trained(cpu_devices, rows(), [Grows(), backup(tmp_path, 4), Interruption(step)])
+    found = trained(cpu_devices, rows(), [Grows(), backup(tmp_path, 4)])
+    for one, other in zip(state(found), state(expected), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,104 @@
+"""The steps that `roles="auto"` measures in a `fit`, and those after them."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_het
+from keras_het.callbacks import BatchBalancer, HybridAggregation, hybrid_aggregation
+from keras_het.strategy.hybrid import role_choice
+from keras_het.strategy.hybrid.exchange_times import ExchangeTimes
+
+NUM_BATCHES = 6
+MEASURED_STEPS = 4  # of 8 that it takes
+
+
+class Several:
+    """A strategy of one worker that says it is one of two, so that roles are chosen."""
+
+    num_workers = 2
+
+    def __init__(self, strategy):
+        self._strategy = strategy
+
+    def __getattr__(self, name):
+        return getattr(self._strategy, name)
+
+
+@pytest.fixture
+def strategy(monkeypatch, cpu_devices):
+    """Of one worker with two replicas; what it would measure of others stands in for them."""
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:2])
+    several = Several(strategy)
+    monkeypatch.setattr(hybrid_aggregation, "heterogeneous_strategy", lambda *_: several)
+    monkeypatch.setattr(role_choice, "measure_link_rates", lambda strategy: (1e8,))
+    times = ExchangeTimes(hop_seconds=0.002, busy_seconds=0.004)
+    monkeypatch.setattr(role_choice, "measure_exchange", lambda *_: times)
+    return strategy
+
+
+def data():
+    x = np.random.default_rng(1).normal(size=(4 * NUM_BATCHES, 3)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1, keepdims=True))).batch(4)
+
+
+def make_model(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def fit(model, epochs, *others):
+    hybrid = HybridAggregation(roles="auto", measured_steps=MEASURED_STEPS)
+    model.fit(data(), epochs=epochs, verbose=0, callbacks=[hybrid, *others])
+
+
+def measured_steps(strategy):
+    return len(strategy.compute_times.read_new())
+
+
+def test_a_fit_that_is_too_short_says_so_and_the_next_one_chooses(strategy, caplog):
+    caplog.set_level(logging.WARNING, "keras_het")
+    model = make_model(strategy)
+    fit(model, 1)
+    assert "needs 8 steps" in caplog.text and "Received: a fit of 6," in caplog.text
+    assert not strategy.compute_times.is_measuring
+    caplog.clear()
+    fit(model, 2)
+    assert caplog.text.count("Measured for roles: balanced") == 1
+    caplog.clear()
+    fit(model, 2)
+    assert not caplog.text
+
+
+def test_fits_that_are_too_short_do_not_measure_for_ever(strategy, caplog):
+    caplog.set_level(logging.WARNING, "keras_het")
+    model = make_model(strategy)
+    for _ in range(5):
+        fit(model, 1)
+    left = [message.rpartition(": ")[2] for message in caplog.messages]
+    assert left == [f"{number} more fits measure." for number in (2, 1, 0)]
+
+
+def test_nothing_is_measured_after_the_plan(strategy):
+    model = make_model(strategy)
+    fit(model, 2)
+    assert measured_steps(strategy) == 8
+    times = strategy.compute_times
+    assert not times.is_measuring and not times.is_measuring_gradients
+    model.fit(data(), verbose=0)
+    assert not measured_steps(strategy)
+    balancer = BatchBalancer("even")  # asks again
+    model.fit(data(), verbose=0, callbacks=[balancer])
+    assert len(balancer.measurements) == NUM_BATCHES
+
+
+def test_a_balancer_goes_on_measuring_after_the_plan(strategy):
+    balancer = BatchBalancer("even")
+    fit(make_model(strategy), 2, balancer)
+    assert strategy.compute_times.is_measuring
+    assert len(balancer.measurements) == 2 * NUM_BATCHES

@@ -1,0 +1,68 @@
+"""Variables that were not created in the strategy's scope are refused where a step changes them."""
+
+import keras
+import pytest
+import tensorflow as tf
+from equivalence import arrays, batches, three_replicas
+
+from keras_het import HeterogeneousStrategy
+
+MESSAGE = (
+    r"(?s)created in strategy\.scope\(\).*3 replicas.*Received: .*{}.*Create or load the model"
+)
+
+
+def model_around(layer, strategy=None):
+    with (strategy or three_replicas()).scope():
+        model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def built_outside(layer):
+    layer.build((None, 5))
+    return layer
+
+
+def statistics():
+    return keras.layers.BatchNormalization(center=False, scale=False, name="statistics")
+
+
+OUTSIDE = {
+    "base/kernel, base/bias": lambda: keras.layers.Dense(5, name="base"),
+    "statistics/moving_mean": statistics,
+}
+
+
+@pytest.mark.parametrize("names", OUTSIDE)
+def test_layers_built_outside_of_the_scope(names):
+    model = model_around(built_outside(OUTSIDE[names]()))
+    with pytest.raises(ValueError, match=MESSAGE.format(names)):
+        model.fit(three_replicas().distribute(batches()), verbose=0)
+
+
+def test_weights_added_outside_of_the_scope():
+    layer = keras.layers.Dense(5)
+    model = model_around(layer)
+    layer.enable_lora(2)
+    with three_replicas().scope():
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    with pytest.raises(ValueError, match=MESSAGE.format("lora_kernel_a")):
+        model.fit(three_replicas().distribute(batches()), verbose=0)
+
+
+def test_what_no_step_changes_may_come_from_outside():
+    layer = built_outside(keras.layers.Dense(5))
+    layer.trainable = False
+    model = model_around(layer)
+    model.fit(three_replicas().distribute(batches()), verbose=0)
+    model.evaluate(three_replicas().distribute(batches()), verbose=0)
+
+
+def test_one_replica_may_train_layers_built_outside():
+    layer = built_outside(keras.layers.Dense(5))
+    before = keras.ops.convert_to_numpy(layer.kernel)
+    strategy = HeterogeneousStrategy(devices=["CPU:0"])
+    model = model_around(layer, strategy)
+    model.fit(tf.data.Dataset.from_tensor_slices(arrays()).batch(8), verbose=0)
+    assert abs(keras.ops.convert_to_numpy(layer.kernel) - before).max() > 1e-3
