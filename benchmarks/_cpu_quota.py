@@ -49,7 +49,7 @@ def measure_case(case: str, quick: bool) -> list[dict[str, Any]]:
         with LocalCluster(command, 2, env=environment) as cluster:
             cluster.wait(timeout=TIMEOUT_SECONDS)
         if cluster.failures:
-            raise RuntimeError(describe_failures(cluster.failures, cluster.num_workers))
+            raise RuntimeError(describe_failures(cluster.failures, cluster.ended))
         runs = json.loads((Path(folder) / "runs.json").read_text())
     return [row_of(case, policy, runs) for policy in runs]
 

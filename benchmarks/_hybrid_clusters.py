@@ -1,4 +1,4 @@
-"""Starts the tasks of the hybrid benchmarks: here, on hosts with limited links, or async alone."""
+"""Starts the tasks of the hybrid benchmarks: here, on hosts with limited links, async alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wait_for_local(cluster: Any) -> None:
 
     cluster.wait(timeout=TIMEOUT_SECONDS)
     if cluster.failures:
-        raise RuntimeError(describe_failures(cluster.failures, cluster.num_workers))
+        raise RuntimeError(describe_failures(cluster.failures, cluster.ended))
 
 
 @contextlib.contextmanager
@@ -58,8 +58,34 @@ def cluster_on_hosts(
         for index in range(len(addresses))
     ]
     commands = [hosts.command(index, command) for index in range(len(addresses))]
-    with _processes(commands, environments) as wait:
-        yield wait
+    with _processes(commands, environments) as processes:
+        yield lambda: _wait_for_all(processes)
+
+
+@contextlib.contextmanager
+def served_cluster(command: list[str], emulation: Any, num_async: int) -> Iterator[Any]:
+    """Workers on this machine's loopback, and `keras-het serve`, whose process it gives."""
+    from keras_het.launch.free_ports import ReservedPorts
+    from keras_het.launch.worker_environment import service_environment, worker_environment
+
+    number = len(emulation.speeds)
+    ports = ReservedPorts(number + 1)
+    ports.close()
+    addresses = list(ports.addresses)
+    common = {**os.environ, **QUIET, "no_proxy": "*", **service_environment("", os.environ)}
+    del common["KERAS_HET_SERVICE_ADDRESS"]
+    environments = []
+    for index in range(number):
+        own = worker_environment(index, addresses[:-1], 1, common, emulation, num_async)
+        config = json.loads(own["TF_CONFIG"])
+        config["cluster"]["ps"] = addresses[-1:]
+        environments.append({**own, "TF_CONFIG": json.dumps(config)})
+    config["task"] = {"type": "ps", "index": 0}
+    environments.append({**common, "TF_CONFIG": json.dumps(config)})
+    serve = "import sys; from keras_het.launch.command_line import main; sys.exit(main(['serve']))"
+    commands = [*[command] * number, [sys.executable, "-c", serve]]
+    with _processes(commands, environments) as processes:
+        yield processes[-1]
 
 
 @contextlib.contextmanager
@@ -89,28 +115,28 @@ def async_cluster(
     commands = [command] * (number + 1)
     if hosts is not None:
         commands = [hosts.command(index % number, command) for index in range(number + 1)]
-    with _processes(commands, environments) as wait:
-        yield wait
+    with _processes(commands, environments) as processes:
+        yield lambda: _wait_for_all(processes)
 
 
 @contextlib.contextmanager
 def _processes(
     commands: Sequence[list[str]], environments: Sequence[dict[str, str]]
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[list[Any]]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes: list[Any] = []
-
-    def wait() -> None:
-        for process in processes:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-            if process.returncode:
-                raise RuntimeError(f"a worker failed:\n{output[-3000:]}")
-
     try:
         for command, environment in zip(commands, environments, strict=True):
             processes.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
-        yield wait
+        yield processes
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _wait_for_all(processes: Sequence[Any]) -> None:
+    for process in processes:
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        if process.returncode:
+            raise RuntimeError(f"a worker failed:\n{output[-3000:]}")

@@ -28,6 +28,7 @@ BATCH, MOMENTUM = 48, 0.9
 RATE, PLAIN_RATE = 0.01, 0.1
 SAMPLES, WARM_UP_BATCHES, STEPS_BETWEEN_LOOKS = 14400, 96, 4
 TIMEOUT_SECONDS = 240
+SERVICE_SECONDS = 5  # for each message to the parameter service
 PERIOD = "2"  # of exchanges, where the mode does not say it, as "hybrid:delta:auto" does
 
 
@@ -119,7 +120,10 @@ def train(options: argparse.Namespace) -> None:
     period = period or PERIOD
     callbacks: list[Any] = [
         keras_het.callbacks.HybridAggregation(
-            rule or "delta", period=period if period == "auto" else int(period), timeout_seconds=5
+            rule or "delta",
+            period=period if period == "auto" else int(period),
+            timeout_seconds=SERVICE_SECONDS,
+            on_service_loss="continue" if options.alone else "raise",
         )
     ]
     if options.mode == "balanced":
@@ -156,6 +160,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int)
     parser.add_argument("--result", type=Path)
     parser.add_argument("--late", type=int, help="step of the group at which an async one joins")
+    parser.add_argument("--alone", action="store_true", help="train on where the service is lost")
     train(parser.parse_args())
 
 

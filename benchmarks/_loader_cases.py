@@ -231,6 +231,8 @@ def run(name, policy, steps, most_seconds, settings=None, barrier=None):
         "longest_stall_ms": max(stalls) * 1e3 if stalls else None,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "moves": len(tuner.moves) if tuner else 0,
+        "steps": len(times),
+        "measured_steps": tuner.meter.steps if tuner else None,
         "settings": str(tuner.best_settings().knobs) if tuner else None,
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.planning.noise_scale import noise_scale_estimate
+from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
 
 NUM_INPUTS, HIDDEN, NUM_CLASSES = 64, 1024, 10
 TEMPERATURE = 0.5
@@ -60,9 +60,7 @@ class NoisyTask:
             rate: learning rate.
         """
         random = np.random.default_rng(1)
-        shapes = [(NUM_INPUTS, HIDDEN), (HIDDEN,), (HIDDEN, NUM_CLASSES), (NUM_CLASSES,)]
-        limits = [np.sqrt(6 / sum(shape)) if len(shape) > 1 else 0.0 for shape in shapes]
-        weights = [random.uniform(-x, x, s) for x, s in zip(limits, shapes, strict=True)]
+        weights = _first_weights(random)
         for _ in range(steps):
             chosen = random.integers(0, len(self.labels), batch)
             gradient = _gradient(weights, self.inputs[chosen], self.labels[chosen])
@@ -72,6 +70,39 @@ class NoisyTask:
         mean = [np.mean(part, axis=0) for part in zip(*gradients, strict=True)]
         squares = [_square(gradient) for gradient in gradients]
         return noise_scale_estimate([batch] * len(parts), squares, _square(mean)).noise_scale
+
+    def noise_scale_of_workers(
+        self, shares: list[int], first: int, steps: int, sgd: tuple[float, float], seed: int
+    ) -> float:
+        """Gradient noise scale in samples, as workers with equal weights see it in some steps.
+
+        Args:
+            shares: samples of every worker in a step.
+            first: steps before those that count.
+            steps: how many count.
+            sgd: learning rate and momentum.
+            seed: of the first weights and of the order of the samples.
+        """
+        random, ends = np.random.default_rng(seed), np.cumsum(shares)
+        weights, average = _first_weights(random), SmoothedNoiseScale()
+        moved = [np.zeros_like(w) for w in weights]
+        order = random.permutation(len(self.labels))
+        for step in range(first + steps):
+            parts = np.split(order[step * ends[-1] : (step + 1) * ends[-1]], ends[:-1])
+            own = [_gradient(weights, self.inputs[p], self.labels[p]) for p in parts]
+            mean = [np.average(g, axis=0, weights=shares) for g in zip(*own, strict=True)]
+            if step >= first:
+                squares = [_square(gradient) for gradient in own]
+                average.add(noise_scale_estimate(shares, squares, _square(mean)))
+            moved = [sgd[1] * m - sgd[0] * g for m, g in zip(moved, mean, strict=True)]
+            weights = [w + m for w, m in zip(weights, moved, strict=True)]
+        return np.inf if average.value is None else average.value.noise_scale
+
+
+def _first_weights(random: np.random.Generator) -> list[Any]:
+    shapes = [(NUM_INPUTS, HIDDEN), (HIDDEN,), (HIDDEN, NUM_CLASSES), (NUM_CLASSES,)]
+    limits = [np.sqrt(6 / sum(shape)) if len(shape) > 1 else 0.0 for shape in shapes]
+    return [random.uniform(-x, x, s) for x, s in zip(limits, shapes, strict=True)]
 
 
 def _forward(weights: list[Any], inputs: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Sync EASGD against the original, round-robin EASGD: what packing, a tree and overlap save.
+"""Sync EASGD against the original, round-robin EASGD: what packing, a ring and overlap save.
 
     python benchmarks/easgd.py [--json FILE] [--quick] [--case TEXT]
 

@@ -10,8 +10,10 @@ the slow ones), "hybrid" (the slow ones asynchronous, rule "delta", period 2), "
 them, beside a task that holds the center); "hybrid:RULE" and "hybrid:RULE:PERIOD" are others. A row
 is the median of all seeds. `ratio_to_best_other` is the best other mode's time over this one's;
 `advised` the mode that `keras_het.planning.advise_roles` names for the case's true speeds and links
-and the task's measured gradient noise scale. `step_ms` is the median step of the sync group, or of
-the first async worker. Limited links need root; without, "slow_link" is skipped.
+and the gradient noise scale of the steps in which `roles="auto"` measures (median of many
+trainings); `advised_late` that with the noise scale after 100 steps. `step_ms` is the median step
+of the sync group, or of the first async worker. Limited links need root; without, "slow_link" is
+skipped.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _hybrid_clusters import async_cluster, cluster_on_hosts, local_cluster, wait_for_local
-from _hybrid_training import BATCH, SAMPLES, WARM_UP_BATCHES, command
+from _hybrid_training import BATCH, MOMENTUM, PERIOD, RATE, SAMPLES, WARM_UP_BATCHES, command
 from _noisy_task import HIDDEN, NUM_CLASSES, NUM_INPUTS, NoisyTask
 
 SAMPLE_MILLISECONDS = 8.0  # of a device of speed 1
 MODEL_BYTES = 4 * (NUM_INPUTS * HIDDEN + HIDDEN + HIDDEN * NUM_CLASSES + NUM_CLASSES)
 FAST_MBIT = 1000.0
+# measured in trainings (docs/benchmarks.md); the latter fitted to the steps of synchronous groups
+BUSY_SECONDS, HOP_SECONDS = 8e-3, 2.2e-3
+NOISE_SCALES = 25  # one of sixteen steps says little
 MODES = ("even", "balanced", "leave_out", "hybrid", "async")
 
 
@@ -65,7 +70,7 @@ CASES = {
 
 def advised(case: Case, noise_scale: float) -> str:
     """The mode that planning chooses for the true speeds and links."""
-    from keras_het.planning import ClusterSpeeds, advise_roles
+    from keras_het.planning import ClusterSpeeds, ExchangeSettings, advise_roles
 
     fast = len(case.speeds) - case.num_slow
     rates = [FAST_MBIT] * fast + [case.slow_mbit or FAST_MBIT] * case.num_slow
@@ -75,8 +80,30 @@ def advised(case: Case, noise_scale: float) -> str:
         model_bytes=MODEL_BYTES,
         global_batch=BATCH,
         noise_scale=noise_scale,
+        hop_seconds=HOP_SECONDS,
+        exchange=ExchangeSettings(period=int(PERIOD), busy_seconds=BUSY_SECONDS),
     )
     return str(advise_roles(cluster).mode)
+
+
+def measured_noise_scale(case: Case, task: NoisyTask) -> float:
+    """What `roles="auto"` measures in its steps; median of many trainings."""
+    from keras_het.strategy.hybrid.role_choice import MEASURED_STEPS, WARM_UP_STEPS
+
+    num_workers = len(case.speeds)
+    shares = [(BATCH + place) // num_workers for place in range(num_workers)]
+    measured = (shares, WARM_UP_STEPS, MEASURED_STEPS, (RATE, MOMENTUM))
+    found = (task.noise_scale_of_workers(*measured, seed) for seed in range(NOISE_SCALES))
+    return statistics.median(found)
+
+
+def advices(case: Case, samples: int) -> dict[str, str]:
+    """The modes that planning chooses with early and with later noise scales."""
+    task = NoisyTask(max(samples, SAMPLES))  # enough for the steps that are measured
+    return {
+        "advised": advised(case, measured_noise_scale(case, task)),
+        "advised_late": advised(case, task.noise_scale(BATCH)),
+    }
 
 
 @contextlib.contextmanager
@@ -127,7 +154,7 @@ def measure(name: str, modes: tuple[str, ...], seeds: int, samples: int) -> list
             for mode in modes:
                 found[mode].append(run(case, mode, seed, samples, hosts))
                 print(f"{name} {mode} {found[mode][-1]}", file=sys.stderr, flush=True)
-    advice = advised(case, NoisyTask(samples).noise_scale(BATCH))
+    advice = advices(case, samples)
     rows = [_row(name, mode, found[mode], advice) for mode in modes]
     for row in rows:
         others = [o["time_to_target"] for o in rows if o is not row and o["time_to_target"]]
@@ -136,7 +163,9 @@ def measure(name: str, modes: tuple[str, ...], seeds: int, samples: int) -> list
     return rows
 
 
-def _row(name: str, mode: str, runs: list[dict[str, Any]], advice: str) -> dict[str, Any]:
+def _row(
+    name: str, mode: str, runs: list[dict[str, Any]], advice: dict[str, str]
+) -> dict[str, Any]:
     # who does not reach the target is not left out of the median: that would reward it
     seconds = [math.inf if run["seconds"] is None else run["seconds"] for run in runs]
     return {
@@ -148,7 +177,7 @@ def _row(name: str, mode: str, runs: list[dict[str, Any]], advice: str) -> dict[
         "samples_per_s": round(statistics.median(run["samples_per_s"] for run in runs), 1),
         "step_ms": round(statistics.median(run["step_ms"] for run in runs), 2),
         "ratio_to_best_other": None,
-        "advised": advice,
+        **advice,
         "num_runs": len(runs),
     }
 

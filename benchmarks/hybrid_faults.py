@@ -1,13 +1,16 @@
-"""Does a lost, stopped, late or unreachable async worker change the sync group's step?
+"""Does a lost, stopped, late or unreachable async worker, or service, change the group's step?
 
     python benchmarks/hybrid_faults.py [--json FILE] [--quick] [--runs N]
 
 Three workers of speed 8 train synchronously, one of speed 1 asynchronously (`_hybrid_training` says
 what). Cases: "undisturbed"; "killed" (SIGKILL) and "stopped" (SIGSTOP) soon after it began; "late"
 (it joins when the group is at its 200th step); "stalled" (its cable is out for 30 seconds, on hosts
-in network namespaces; skipped without root), and "on hosts", the same undisturbed. `step_ms` is the
-median of all steps of the group in all runs, `step_ms_p99` their 99th percentile, `ratio` the
-median over that of the undisturbed case, in the same run.
+in network namespaces; skipped without root), and "on hosts", the same undisturbed; "service lost"
+(`keras-het serve` on a task of its own is stopped soon after it began, until the end, with
+`on_service_loss="continue"`), and "served", the same undisturbed. `step_ms` is the median of all
+steps of the group in all runs, `step_ms_p99` their 99th percentile, `ratio` the median over that of
+the undisturbed case, in the same run. `long_steps` is how many took longer than a second, of all
+runs together: of a lost service one for each run, that of the loss, which lasts `timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _hybrid_clusters import cluster_on_hosts, local_cluster
+from _hybrid_clusters import cluster_on_hosts, local_cluster, served_cluster
 from _hybrid_training import SAMPLES, WARM_UP_BATCHES, command, wait_for
 
 SPEEDS, SAMPLE_MILLISECONDS = (8.0, 8.0, 8.0, 1.0), 8.0
@@ -35,6 +38,8 @@ LATE_STEP = 200
 LONG = 4 * SAMPLES
 HERE = ("undisturbed", "killed", "stopped", "late")
 ON_HOSTS = ("on hosts", "stalled")
+SERVED = ("served", "service lost")
+LONG_STEP_MS = 1e3
 WORKER = len(SPEEDS) - 1
 
 
@@ -70,6 +75,19 @@ def run_on_hosts(case: str, samples: int) -> list[float]:
         return list(json.loads(result.read_text())["steps"])
 
 
+def run_served(case: str, samples: int) -> list[float]:
+    """Seconds of the group's steps beside a service on a task of its own."""
+    with (
+        _training(samples, "--alone") as (task, result),
+        served_cluster(task, _emulation(), 1) as service,
+    ):
+        if case == "service lost":
+            wait_for(result.with_suffix(".async"), 2)
+            service.send_signal(signal.SIGSTOP)
+        wait_for(result)
+        return list(json.loads(result.read_text())["steps"])
+
+
 @contextlib.contextmanager
 def _training(samples: int, *more: str) -> Iterator[tuple[list[str], Path]]:
     with tempfile.TemporaryDirectory() as folder:
@@ -93,6 +111,7 @@ def _row(case: str, runs: list[list[float]], undisturbed: float | None) -> dict[
         "step_ms": round(median, 2),
         "step_ms_p99": round(float(np.percentile(milliseconds, 99)), 2),
         "longest_step_ms": round(float(milliseconds.max()), 2),
+        "long_steps": int((milliseconds > LONG_STEP_MS).sum()),
         "ratio": None if undisturbed is None else round(median / undisturbed, 3),
         "num_steps": len(milliseconds),
         "num_runs": len(runs),
@@ -121,9 +140,11 @@ def main() -> None:
     from _report import environment, print_table, write_report
 
     if options.quick:
-        rows = measure(("undisturbed", "killed"), run_here, WARM_UP_BATCHES * 48, 1)
+        rows = measure(("undisturbed",), run_here, WARM_UP_BATCHES * 48, 1)
+        rows += measure(("service lost",), run_served, WARM_UP_BATCHES * 48, 1)
     else:
         rows = measure(HERE, run_here, LONG, options.runs)
+        rows += measure(SERVED, run_served, LONG, options.runs)
         reason = why_not()
         if reason:
             print(f"stalled skipped: {reason}", file=sys.stderr)
