@@ -189,3 +189,22 @@ def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(cpu_devices, 
         assert allowed == [("first:1", seconds), ("second:1", seconds)]
         allowed.clear()
     service.close()
+
+
+def test_a_part_that_knows_this_training_and_has_no_center_gets_it(cpu_devices):
+    """It was started anew, and an offer of the time before it reached it after all."""
+    service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
+    service.start()
+    leader = Leader(service)
+    leader._parts = parts = Parts(leader, service)
+    parts._found, parts.tries = [], 1  # it is not found to be new, and takes a center
+    leader._return = SimpleNamespace(has_answered=True, start=int, attached=int)
+    (part,) = service._parts
+    part.has_center.assign(False)
+    (weights,) = leader.exchange([tf.fill([2], 2.0)], [], 4, push=True, wait=True)
+    assert leader._is_lost and parts.awaits_center
+    leader.exchange([weights], [], 4, push=True, wait=True)
+    assert not leader._is_lost and not parts.awaits_center
+    assert parts.tries == 2
+    np.testing.assert_array_equal(service.center_partitions()[0], 2)
+    service.close()

@@ -16,6 +16,7 @@ from keras_het.strategy.hybrid.push_pace import PushPace, choose_period
 from keras_het.strategy.hybrid.return_watch import ReturnWatch
 from keras_het.strategy.hybrid.service_connection import (
     LARGEST_TRIES,
+    NoCenterError,
     Pending,
     connect,
     open_connection,
@@ -250,15 +251,18 @@ class AsyncWorker(Participant):
         self.first_pass = facts.training.first_pass
         interval = self.options.timeout_seconds / _BEATS_IN_TIMEOUT
         self._heartbeat = Heartbeat(connected.heartbeat, interval)
-        self._start_from_center()
+        connect(self._start_from_center, seconds)
         _logger.info("Async worker %d trains from epoch %d on.", self._client, facts.epoch + 1)
 
     def _start_from_center(self) -> None:
-        center = self._center.pull()
+        try:
+            center = self._center.pull()
+            state = [] if self._state is None else self._state.pull()
+        except NoCenterError as error:  # its leader brings the center: to be asked again
+            raise ConnectionError(str(error)) from error
         self._center.adopt(center)
         self.vectors.weights.write(center)
         if self._state is not None and self.vectors.state is not None:
-            state = self._state.pull()
             self._state.adopt(state)
             self.vectors.state.write(state)
 

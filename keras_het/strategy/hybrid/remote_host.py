@@ -12,7 +12,12 @@ from keras_het.strategy.hybrid.host import Grant, Host
 from keras_het.strategy.hybrid.leader_ledger import LeaderLedger
 from keras_het.strategy.hybrid.remote_parts import LEADER, RemoteParts
 from keras_het.strategy.hybrid.return_watch import ReturnWatch
-from keras_het.strategy.hybrid.service_connection import LARGEST_TRIES, CenterClient, Pending
+from keras_het.strategy.hybrid.service_connection import (
+    LARGEST_TRIES,
+    CenterClient,
+    NoCenterError,
+    Pending,
+)
 from keras_het.strategy.parameter_service.ledger_client import LedgerClient, ServiceLostError
 from keras_het.strategy.parameter_service.sample_ledger import Presence, Stage
 from keras_het.strategy.rules import Signal
@@ -238,6 +243,8 @@ class RemoteHost(Host):
         if not self._options.goes_on_without_service:
             self._is_given_up = True
             raise error
+        if isinstance(error, NoCenterError):  # it may know this training, from an offer of before
+            self._parts.awaits_center = True
         self._return.start()
         if not self._is_lost:
             self._is_lost = True

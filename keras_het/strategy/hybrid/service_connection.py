@@ -36,6 +36,10 @@ _logger = logging.getLogger("keras_het")
 _WAITS = "No parameter service for %.0f s; waiting up to %g s for it to start. %s(%s)"
 
 
+class NoCenterError(ServiceLostError):
+    """A part of the service was started anew, and its leader has yet to bring the center."""
+
+
 @dataclasses.dataclass
 class Pending:
     """A push under way; it can be sent again, and counts once.
@@ -110,13 +114,14 @@ class CenterClient:
             exact: whether to have all of its bits, in whatever format other messages travel.
 
         Raises:
+            NoCenterError: if a part was started anew and has none yet.
             ServiceLostError: if there is no answer in time.
         """
         fallback = [tf.zeros([size]) for size in self._client.partitions.sizes]
         answer = self._client.pull(fallback, exact)
         statuses = answer.statuses.numpy()
         if (statuses != int(Status.OK)).any():
-            raise ServiceLostError(_lost(statuses))
+            raise _lost(statuses)
         self._latest_versions = answer.versions.numpy()
         return list(answer.partitions)
 
@@ -426,11 +431,12 @@ def _find_addresses(participant: Any, ledger: LedgerClient, first: str) -> list[
 
 def _check_answered(statuses: Any) -> None:
     if np.isin(statuses, _UNANSWERED).any():
-        raise ServiceLostError(_lost(statuses))
+        raise _lost(statuses)
 
 
-def _lost(statuses: Any) -> str:
-    return (
+def _lost(statuses: Any) -> ServiceLostError:
+    has_no_center = (statuses == int(Status.NO_CENTER)).any()
+    return (NoCenterError if has_no_center else ServiceLostError)(
         "The parameter service did not answer in time. Received: statuses "
         f"{statuses.tolist()} (-1: no answer; {int(Status.NO_CENTER)}: started anew, and without "
         'center until its leader brings it). Its process may be gone; give on_service_loss="'
