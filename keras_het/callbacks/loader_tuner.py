@@ -73,7 +73,7 @@ class LoaderTuner(keras.callbacks.Callback):
         test_meter: input wait of the steps of `evaluate`, also within `fit`.
         predict_meter: input wait of the steps of `predict`.
         moves: what was changed, with the measurements that led to it.
-        replicas: devices of the replicas of this process that trained last, by their numbers.
+        replicas: devices of the replicas of this process that ran last, by their numbers.
 
     Raises:
         ValueError: if there is no such controller, or a number is out of range.
@@ -268,7 +268,7 @@ class LoaderTuner(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Begins to measure."""
         self._end_of_steps()
-        self._asked = None
+        self._asked, self.replicas = None, local_replicas(self.model)
         self._functions["test"].replace(self.model, self._test_function)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -306,7 +306,7 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def on_predict_begin(self, logs: Any = None) -> None:
         """Begins to measure."""
-        self._asked = None
+        self._asked, self.replicas = None, local_replicas(self.model)
         self._functions["predict"].replace(self.model, self._predict_function)
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -399,19 +399,31 @@ class LoaderTuner(keras.callbacks.Callback):
         Those of a process are equal: its replicas get their batches in one element, and none of
         them begins a step before all have theirs. Also one with an empty share waits with them.
         """
-        return {replica: self.meter.input_waits for replica in self.replicas}
+        return self._by_replica(self.meter)
+
+    @property
+    def test_replica_waits(self) -> dict[int, Any]:
+        """The same of the steps of `evaluate`."""
+        return self._by_replica(self.test_meter)
+
+    @property
+    def predict_replica_waits(self) -> dict[int, Any]:
+        """The same of the steps of `predict`."""
+        return self._by_replica(self.predict_meter)
+
+    def _by_replica(self, meter: StallMeter) -> dict[int, Any]:
+        return {replica: meter.input_waits for replica in self.replicas}
 
     def to_dict(self) -> dict[str, Any]:
         """Waits and moves as plain Python values, for JSON."""
         meters = {"train": self.meter, "test": self.test_meter, "predict": self.predict_meter}
         waits = {name: meter.to_dict() for name, meter in meters.items()}
+        sums = {
+            name: {key: found[key] for key in ("input_wait_seconds", "idle_fraction")}
+            for name, found in waits.items()
+        }
         replicas = [
-            {
-                "replica": replica,
-                "device": device,
-                "input_wait_seconds": self.meter.input_wait_seconds,
-                "idle_fraction": self.meter.idle_fraction,
-            }
+            {"replica": replica, "device": device, **sums}
             for replica, device in self.replicas.items()
         ]
         moves = [move.to_dict() for move in self.moves]

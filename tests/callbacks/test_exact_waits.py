@@ -242,8 +242,30 @@ def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, cpu_dev
         assert waits.tolist() == tuner.meter.input_waits.tolist()
     report = tuner.to_dict()["replicas"]
     assert [each["device"] for each in report] == found
-    waited = {each["input_wait_seconds"] for each in report}
+    waited = {each["train"]["input_wait_seconds"] for each in report}
     assert waited == {tuner.meter.input_wait_seconds}
+
+
+@pytest.mark.parametrize("way", ["test", "predict"])
+@pytest.mark.parametrize("name", ["none", "one device", "mirrored", "heterogeneous"])
+def test_evaluate_and_predict_tell_the_waits_of_each_replica(name, way, cpu_devices):
+    """Of a callback that saw no training."""
+    strategy, devices = strategies(cpu_devices)[name]
+    with strategy.scope():
+        model = model_of()
+    tuner = LoaderTuner("fixed", share_host=False)
+    run, meter, waits_of = {
+        "test": (model.evaluate, tuner.test_meter, lambda: tuner.test_replica_waits),
+        "predict": (model.predict, tuner.predict_meter, lambda: tuner.predict_replica_waits),
+    }[way]
+    run(rows_read_in(lambda row: row), verbose=0, callbacks=[tuner])
+    assert len(tuner.replicas) == len(devices) == len(waits_of())
+    for waits in waits_of().values():
+        assert len(waits) == BATCHES and waits.tolist() == meter.input_waits.tolist()
+    assert not any(waits.size for waits in tuner.replica_waits.values())
+    report = tuner.to_dict()["replicas"]
+    assert [each["device"] for each in report] == list(tuner.replicas.values())
+    assert {each[way]["input_wait_seconds"] for each in report} == {meter.input_wait_seconds}
 
 
 @pytest.mark.parametrize("name", ["mirrored", "heterogeneous"])
