@@ -109,7 +109,7 @@ class SlotTable:
             where = tf.gather(self._contributions, place * self._num_workers + worker)
             stored = tf.raw_ops.AssignVariableOp(resource=where, value=values)
             with tf.control_dependencies([stored]):
-                is_last = self._lock.execute(lambda: self._count(slot, worker, step))
+                is_last = self._lock.execute(lambda: self._count(run, slot, worker, step))
             return tf.cond(is_last, lambda: self._add_up(place), _nothing)
 
         def wait() -> tuple[Any, Any]:
@@ -147,11 +147,16 @@ class SlotTable:
         with tf.control_dependencies([noted, noted_size]):
             return tf.identity(is_new), tf.identity(is_repeated)
 
-    def _count(self, slot: Any, worker: Any, step: Any) -> Any:
-        """Under the lock: takes note of a contribution; whether it makes the step complete."""
-        is_counted = self._latest.read_value()[slot, worker] >= step
+    def _count(self, run: Any, slot: Any, worker: Any, step: Any) -> Any:
+        """Under the lock: takes note of a contribution; whether it makes the step complete.
+
+        One of a run that has ended since it was taken counts for none.
+        """
+        latest = self._latest.read_value()[slot, worker]
+        is_counted = (latest >= step) | tf.not_equal(run, self._run.read_value())
         with tf.control_dependencies([is_counted]):
-            counted = self._latest.scatter_nd_update([[slot, worker]], [step])
+            noted = [tf.where(is_counted, latest, step)]
+            counted = self._latest.scatter_nd_update([[slot, worker]], noted)
         with tf.control_dependencies([counted]):
             is_complete = tf.reduce_min(self._latest.read_value()[slot]) >= step
         return is_complete & ~is_counted

@@ -15,6 +15,7 @@ from keras_het.launch.free_ports import ReservedPorts
 from keras_het.strategy.parameter_service.admission import Status, credential
 from keras_het.strategy.summation.client import SummationClient
 from keras_het.strategy.summation.service import SummationService, summation_credential
+from keras_het.strategy.summation.slots import SlotTable
 
 PROOF = credential(b"a secret of these tests", "summation")
 NUM_WORKERS = 3
@@ -193,6 +194,30 @@ def test_a_new_run_begins_anew_while_calls_of_the_last_one_still_wait(service, c
         assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
     assert exchange(clients[1], 0, 1, [1.0])[0] == Status.REFUSED
     lost.result(TIMEOUT)
+
+
+def test_a_contribution_that_a_new_run_overtakes_counts_for_none(cpu_devices):
+    """It was taken, and is not in its place yet, when the next run begins."""
+    table = SlotTable(num_workers=1, num_slots=1)
+    number, slot, worker = tf.TensorSpec([], tf.int64), tf.constant(0), tf.constant(0)
+    step, place, size = tf.constant(1, tf.int64), tf.constant(1), tf.constant(3)
+    join = tf.function(table.join, input_signature=[number])
+
+    @tf.function(input_signature=[number])
+    def take(run):
+        return table._begin(run, slot, worker, step, place, size)[0]
+
+    @tf.function(input_signature=[number])
+    def count(run):
+        return table._count(run, slot, worker, step)
+
+    join(1)
+    assert take(1)
+    join(2)
+    assert not count(1)
+    assert table._latest.numpy().tolist() == [[0]]
+    assert take(2) and count(2)
+    assert table._latest.numpy().tolist() == [[1]]
 
 
 def test_a_slow_worker_is_waited_for_beyond_the_time_out(service, clients, pool):
