@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
+from keras_het.loader import release_threads
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.iterator_functions import hold_functions_of
 from keras_het.loader.loader_threads import LoaderThreads, start, threads_of
@@ -46,7 +46,7 @@ class HeldIterator:
         collector works on them crashes, so that they go where they are.
         """
         held = [self.__dict__.pop("_iterator", None), self.__dict__.pop("read", None)]
-        threading.Thread(target=_release, args=(held, after), daemon=True).start()
+        release_threads.start(_release, held, after)
 
 
 def _release(held: list[Any], after: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from keras_het import private_api
+from keras_het.loader import release_threads
 
 
 def release(iterator: Any) -> threading.Event:
@@ -24,11 +25,8 @@ def release(iterator: Any) -> threading.Event:
         An event that is set when the iterator is empty.
     """
     done = threading.Event()
-    thread = threading.Thread(
-        target=_work, args=(iterator, done), daemon=True, name="iterator_release"
-    )
     with contextlib.suppress(RuntimeError):  # no new thread while the interpreter ends
-        thread.start()
+        release_threads.start(_work, iterator, done)
     return done
 
 

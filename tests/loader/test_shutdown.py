@@ -87,6 +87,42 @@ def test_the_process_ends(name):
     assert "Exception ignored" not in result.stderr
 
 
+LATE = """
+        import threading
+        import time
+        from keras_het import private_api
+        from keras_het.loader.held_iterator import HeldIterator
+        from keras_het.loader.iterator_release import release
+
+        def late(*arguments):
+            threading.main_thread().join()  # the interpreter has begun to end
+            queue = tf.queue.FIFOQueue(9, [tf.float64], [[2]])
+            end = time.monotonic() + 1.0
+            while time.monotonic() < end:
+                queue.enqueue([[1.0, 2.0]])
+                queue.dequeue_many(int(queue.size()))
+            print("LET GO", flush=True)
+        """
+RELEASES = {
+    "of a pass": """
+        HeldIterator(tf.data.Dataset.range(3)).release(late)
+        """,
+    "of a loader that is tuned": """
+        private_api.restart_iterator = late
+        release(iter(tf.data.Dataset.range(3)))
+        """,
+}
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_the_process_ends_after_the_iterators_that_were_let_go(name):
+    """Else it may be ended by a thread that comes back from TensorFlow (SIGABRT)."""
+    result = run(textwrap.dedent(LATE) + textwrap.dedent(RELEASES[name]))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[:2] == ["END", "LET GO"]
+    assert "Traceback" not in result.stderr
+
+
 def interrupt_until_it_ends(process):
     """Presses Ctrl-C again when nothing happens; returns what the process wrote to stderr.
 
