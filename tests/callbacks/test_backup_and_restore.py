@@ -9,24 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from interruption import Interruption
 
 import keras_het
 from keras_het.callbacks import BackupAndRestore
 
 SAMPLES, BATCH = 64, 8
-
-
-class Interruption(keras.callbacks.Callback):
-    """The power goes out after some steps."""
-
-    def __init__(self, step):
-        super().__init__()
-        self._steps_left = step
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._steps_left -= 1
-        if self._steps_left == 0:
-            raise InterruptedError("the power went out")
 
 
 def linear_model(devices, **options):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from interruption import Interruption
 from loader_training import Patient, build, done, moving
 
 import keras_het
@@ -13,19 +14,6 @@ from keras_het.callbacks import BackupAndRestore
 from keras_het.loader import Knobs, pipeline
 
 KNOBS = Knobs(2, 2, 2)
-
-
-class Interruption(keras.callbacks.Callback):
-    """The power goes out after some steps."""
-
-    def __init__(self, step):
-        super().__init__()
-        self._steps_left = step
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._steps_left -= 1
-        if self._steps_left == 0:
-            raise InterruptedError("the power went out")
 
 
 def trained(devices, data, callbacks):

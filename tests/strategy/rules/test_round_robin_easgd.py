@@ -127,7 +127,8 @@ def test_default_moving_rate():
         RoundRobinEASGD(0)
 
 
-def test_a_worker_that_was_given_up_gets_its_turns_again(service):
+def clients_and_status(service):
+    """Three clients, and what each is answered to a push of zeros."""
     zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
     clients = [connect(service, i) for i in range(3)]
     versions = tf.zeros([3], tf.int64)
@@ -136,6 +137,11 @@ def test_a_worker_that_was_given_up_gets_its_turns_again(service):
         (found,) = set(clients[number].push(zeros, versions, 1.0, zeros).statuses.numpy())
         return found
 
+    return clients, status
+
+
+def test_a_worker_that_was_given_up_gets_its_turns_again(service):
+    clients, status = clients_and_status(service)
     clients[0].signal(Signal.LEAVE, 1)
     assert [status(0), status(2), status(0)] == [Status.OK] * 3  # it is passed over
     assert [status(1), status(2)] == [Status.WAIT, Status.OK]  # it is back: its turn comes
@@ -145,14 +151,7 @@ def test_a_worker_that_was_given_up_gets_its_turns_again(service):
 
 
 def test_the_turn_is_not_left_with_one_that_is_gone_when_another_returns(service):
-    zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
-    clients = [connect(service, i) for i in range(3)]
-    versions = tf.zeros([3], tf.int64)
-
-    def status(number):
-        (found,) = set(clients[number].push(zeros, versions, 1.0, zeros).statuses.numpy())
-        return found
-
+    clients, status = clients_and_status(service)
     for number in range(3):
         clients[0].signal(Signal.LEAVE, number)
     assert [status(1), status(1)] == [Status.OK, Status.OK]

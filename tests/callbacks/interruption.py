@@ -1,0 +1,20 @@
+"""A training that ends in an error on its way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+class Interruption(keras.callbacks.Callback):
+    """The power goes out after some steps."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._steps_left = step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            raise InterruptedError("the power went out")
