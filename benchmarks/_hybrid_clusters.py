@@ -24,7 +24,11 @@ def local_cluster(command: list[str], emulation: Any, num_async: int) -> Iterato
     from keras_het.launch.local_cluster import LocalCluster
 
     cluster = LocalCluster(
-        command, num_async_workers=num_async, emulation=emulation, env=QUIET, keep_lines=100
+        command,
+        num_async_workers=num_async,
+        emulation=emulation,
+        env={**QUIET, **_secret()},
+        keep_lines=100,
     )
     with cluster:
         yield cluster
@@ -66,14 +70,13 @@ def cluster_on_hosts(
 def served_cluster(command: list[str], emulation: Any, num_async: int) -> Iterator[Any]:
     """Workers on this machine's loopback, and `keras-het serve`, whose process it gives."""
     from keras_het.launch.free_ports import ReservedPorts
-    from keras_het.launch.worker_environment import service_environment, worker_environment
+    from keras_het.launch.worker_environment import worker_environment
 
     number = len(emulation.speeds)
     ports = ReservedPorts(number + 1)
     ports.close()
     addresses = list(ports.addresses)
-    common = {**os.environ, **QUIET, "no_proxy": "*", **service_environment("", os.environ)}
-    del common["KERAS_HET_SERVICE_ADDRESS"]
+    common = {**os.environ, **QUIET, "no_proxy": "*", **_secret()}
     environments = []
     for index in range(number):
         own = worker_environment(index, addresses[:-1], 1, common, emulation, num_async)
@@ -94,7 +97,7 @@ def async_cluster(
 ) -> Iterator[Callable[[], None]]:
     """All workers asynchronous, and a task that holds the center; a function that waits."""
     from keras_het.launch.free_ports import ReservedPorts
-    from keras_het.launch.worker_environment import service_environment, worker_environment
+    from keras_het.launch.worker_environment import worker_environment
 
     number = len(emulation.speeds)
     ports = ReservedPorts(number + 1)
@@ -103,8 +106,7 @@ def async_cluster(
     if hosts is not None:  # the center lives on the first one
         addresses = [f"{hosts.address(index)}:4000" for index in range(number)]
         addresses.append(f"{hosts.address(0)}:4100")
-    common = {**os.environ, **QUIET, "no_proxy": "*", **service_environment("", os.environ)}
-    del common["KERAS_HET_SERVICE_ADDRESS"]
+    common = {**os.environ, **QUIET, "no_proxy": "*", **_secret()}
     cluster = {"ps": addresses[-1:], "async": addresses[:-1]}
     environments = []
     for index in range(number + 1):
@@ -117,6 +119,14 @@ def async_cluster(
         commands = [hosts.command(index % number, command) for index in range(number + 1)]
     with _processes(commands, environments) as processes:
         yield lambda: _wait_for_all(processes)
+
+
+def _secret() -> dict[str, str]:
+    """The secret of all tasks, where nobody is told the address of the service."""
+    from keras_het.launch.worker_environment import ADDRESS, service_environment
+
+    found = service_environment("", os.environ)
+    return {name: value for name, value in found.items() if name != ADDRESS}
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -61,6 +62,7 @@ def train(options: argparse.Namespace) -> None:
     import keras
 
     import keras_het
+    from keras_het.strategy.cluster_config import CHOSEN_ROLES
 
     strategy = keras_het.HeterogeneousStrategy()
     config = strategy.cluster_config
@@ -124,9 +126,10 @@ def train(options: argparse.Namespace) -> None:
             period=period if period == "auto" else int(period),
             timeout_seconds=SERVICE_SECONDS,
             on_service_loss="continue" if options.alone else "raise",
+            roles="auto" if options.mode == "auto" else "tf_config",
         )
     ]
-    if options.mode == "balanced":
+    if options.mode in ("auto", "balanced"):
         callbacks.append(keras_het.callbacks.BatchBalancer())
     batches = task.batches(BATCH)
     if options.late and strategy.is_async_worker:
@@ -148,6 +151,8 @@ def train(options: argparse.Namespace) -> None:
             "last_accuracy": task.accuracy(model.get_weights()),
             "steps": steps,
         }
+        if options.mode == "auto":  # nothing is said where all stay in the sync group
+            result["chosen"] = os.environ.get(CHOSEN_ROLES) or "balanced"
         temporary = options.result.with_suffix(".tmp")
         temporary.write_text(json.dumps(result))
         temporary.replace(options.result)

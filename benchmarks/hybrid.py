@@ -7,8 +7,10 @@ two fast and four slow workers (4:4:2:2:2:2) on equal links ("equal_links") and 
 behind 50 Mbit/s ("slow_link"); three fast ones and one at an eighth ("one_eighth"); an even cluster
 ("even"). Modes: "even" and "balanced" (all in the sync group), "leave_out" (the sync group without
 the slow ones), "hybrid" (the slow ones asynchronous, rule "delta", period 2), "async" (all of
-them, beside a task that holds the center); "hybrid:RULE" and "hybrid:RULE:PERIOD" are others. A row
-is the median of all seeds. `ratio_to_best_other` is the best other mode's time over this one's;
+them, beside a task that holds the center), "auto" (`roles="auto"`, which chooses "balanced",
+"leave_out" or "hybrid" in a first `fit` that is not timed; `chosen` says what for each seed);
+"hybrid:RULE" and "hybrid:RULE:PERIOD" are others. A row is the median of all seeds.
+`ratio_to_best_other` is the best other mode's time over this one's ("auto" is no other mode);
 `advised` the mode that `keras_het.planning.advise_roles` names for the case's true speeds and links
 and the gradient noise scale of the steps in which `roles="auto"` measures (median of many
 trainings); `advised_late` that with the noise scale after 100 steps. `step_ms` is the median step
@@ -42,7 +44,8 @@ FAST_MBIT = 1000.0
 # measured in trainings (docs/benchmarks.md); the latter fitted to the steps of synchronous groups
 BUSY_SECONDS, HOP_SECONDS = 8e-3, 2.2e-3
 NOISE_SCALES = 25  # one of sixteen steps says little
-MODES = ("even", "balanced", "leave_out", "hybrid", "async")
+AUTO = "auto"
+MODES = ("even", "balanced", "leave_out", "hybrid", "async", AUTO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +160,8 @@ def measure(name: str, modes: tuple[str, ...], seeds: int, samples: int) -> list
     advice = advices(case, samples)
     rows = [_row(name, mode, found[mode], advice) for mode in modes]
     for row in rows:
-        others = [o["time_to_target"] for o in rows if o is not row and o["time_to_target"]]
+        apart = [o for o in rows if o is not row and o["mode"] != AUTO]
+        others = [o["time_to_target"] for o in apart if o["time_to_target"]]
         own = row["time_to_target"]
         row["ratio_to_best_other"] = round(min(others) / own, 3) if own and others else None
     return rows
@@ -177,6 +181,7 @@ def _row(
         "samples_per_s": round(statistics.median(run["samples_per_s"] for run in runs), 1),
         "step_ms": round(statistics.median(run["step_ms"] for run in runs), 2),
         "ratio_to_best_other": None,
+        "chosen": ", ".join(run["chosen"].split()[0] for run in runs) if mode == AUTO else None,
         **advice,
         "num_runs": len(runs),
     }
