@@ -19,8 +19,8 @@ from keras_het.strategy.parameter_service import (
     credential,
     model_fingerprint,
 )
+from keras_het.strategy.parameter_service import service as parameter_service
 from keras_het.strategy.parameter_service.admission import read_secret
-from keras_het.strategy.parameter_service.service import NUM_LOCKS
 from keras_het.strategy.rules import (
     AsyncEASGD,
     AsyncSGD,
@@ -527,7 +527,8 @@ class UnhurriedUnderLock(Unhurried):
     is_atomic = True
 
 
-def test_two_partitions_are_updated_at_the_same_time(cpu_devices):
+def test_two_partitions_are_updated_at_the_same_time(cpu_devices, monkeypatch):
+    monkeypatch.setattr(parameter_service, "usable_cpus", lambda: 8.0)
     rule = UnhurriedUnderLock()
     service = start(rule)
     client, statuses = connect(service, 1), []
@@ -551,8 +552,12 @@ def test_two_partitions_are_updated_at_the_same_time(cpu_devices):
     service.close()
 
 
-def test_partitions_that_share_a_lock_are_all_updated(cpu_devices):
-    partitions = Partitions(((2 * NUM_LOCKS + 1,),), partition_size=1)
+@pytest.mark.parametrize("cpus", [1.5, 8.0])
+def test_partitions_that_share_a_lock_are_all_updated(cpu_devices, monkeypatch, cpus):
+    monkeypatch.setattr(parameter_service, "usable_cpus", lambda: cpus)
+    num_locks = parameter_service.number_of_locks()
+    assert num_locks == (1 if cpus < 4 else 2)
+    partitions = Partitions(((2 * num_locks + 1,),), partition_size=1)
     service = ParameterService(free_address(), partitions, AsyncSGD(1.0), GOOD, 2)
     service.start()
     client = ParameterClient(service.address, partitions, GOOD, 0)

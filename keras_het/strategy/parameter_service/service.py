@@ -22,29 +22,39 @@ from keras_het.strategy.parameter_service.state_functions import (
     export_function,
     set_state_function,
 )
-from keras_het.strategy.parameter_service.undo import Undo, is_finite
+from keras_het.strategy.parameter_service.undo import apply_rule, is_finite
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.strategy.rules import PushMeta, Signal, UpdateRule
+from keras_het.usable_cpus import usable_cpus
 
 LONGEST_CLOSE_SECONDS = 10.0
 """For pushes of rules without lock that are being taken at the end of training."""
-NUM_LOCKS = 16
-"""Partitions that are updated at the same time at most, of rules that are atomic."""
+LARGEST_NUM_LOCKS = 16
+"""Locks of a large machine."""
 LARGEST_SAMPLES = 2.0**31
 """Samples of one push, beyond which it is nonsense."""
 _POLL_SECONDS = 0.002
 _logger = logging.getLogger("keras_het")
 
 
+def number_of_locks() -> int:
+    """Partitions that are updated at the same time at most, of rules that are atomic.
+
+    An update is a tenth of the work of an exchange, so that few are enough; and each is a thread,
+    of which the allocator keeps memory apart.
+    """
+    return min(LARGEST_NUM_LOCKS, max(1, int(usable_cpus()) // 4))
+
+
 class ParameterService:
     """Real variables in this process, updated and read by functions that others call.
 
     Each partition of the center has a version that counts its updates; a push tells which version
-    the worker last saw. Rules that are atomic update a partition under a lock, of which there are
-    `NUM_LOCKS`, so that no push is lost and versions count every one. A push may carry a number:
-    one whose answer was lost can be sent again, and counts once. A request with the wrong
-    credential, an unknown client or a value that is not finite changes nothing, nor does one after
-    which the center or the rule's state would not be finite; after `close_training` no push does.
+    the worker last saw. Rules that are atomic update a partition under one of `number_of_locks()`
+    locks, so that no push is lost and versions count every one. A push may carry a number: one
+    whose answer was lost can be sent again, and counts once. A request with the wrong credential,
+    an unknown client or a value that is not finite changes nothing, nor does one after which the
+    center or the rule's state would not be finite; after `close_training` no push does.
 
     Args:
         address: "host:port" to listen on; use 127.0.0.1 unless other machines must connect.
@@ -93,13 +103,14 @@ class ParameterService:
         self._gate = Gate(credential)
         self._has_warned = False
         self.indices = tuple(range(len(partitions.sizes)) if indices is None else indices)
+        locks = number_of_locks()
         with tf.init_scope(), tf.device("CPU:0"):
             self._parts = [
                 Part(
                     partitions.sizes[i],
                     rule,
                     num_clients,
-                    f"{prefix}part_{i % NUM_LOCKS}",
+                    f"{prefix}part_{i % locks}",
                     has_center=not awaits_center,
                 )
                 for i in self.indices
@@ -447,10 +458,10 @@ class ParameterService:
             staleness = tf.cast(tf.maximum(part.version - version, 0), tf.float32)
             meta = PushMeta(client, samples, staleness, part.version.read_value())
             if not self._rule.may_wait:
-                return self._apply(part, change, meta)
+                return apply_rule(self._rule, part, change, meta)
             return tf.cond(
                 self._is_turn(part, meta),
-                lambda: self._apply(part, change, meta),
+                lambda: apply_rule(self._rule, part, change, meta),
                 lambda: (tf.constant(int(Status.WAIT)), tf.constant(-1, tf.int64), tf.zeros([0])),
             )
 
@@ -551,26 +562,6 @@ class ParameterService:
             return tf.cond(is_new & is_turn, take_note, _nothing)
 
         return part.lock.execute(end_turn)
-
-    def _apply(self, part: Part, change: Any, meta: PushMeta) -> tuple[Any, Any, Any]:
-        """Applies the rule; undone where finite messages add up to what is not finite."""
-        before = Undo(part, meta.client, self._rule.rows_of_workers)
-        answer = self._rule.update(part.center, part.slots, change, meta)
-
-        def take() -> tuple[Any, Any, Any]:
-            new_version = part.version.assign_add(1, read_value=True)
-            return tf.constant(int(Status.OK)), new_version, tf.identity(answer)
-
-        def leave() -> tuple[Any, Any, Any]:
-            before.undo()
-            if self._rule.may_wait:  # it was in its turn
-                self._rule.pass_turn(part.slots, meta)
-            center = part.center.read_value()
-            return tf.constant(int(Status.NOT_FINITE)), part.version.read_value(), center
-
-        with tf.control_dependencies([answer]):
-            result: tuple[Any, Any, Any] = tf.cond(before.is_needed(), leave, take)
-        return result
 
 
 def _done(result: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Undoes the update of a partition after which it would not be finite."""
+"""Updates of a partition, undone if it would not be finite after them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,62 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het.strategy.parameter_service.admission import Status
 from keras_het.strategy.parameter_service.part import Part
+from keras_het.strategy.rules import PushMeta, UpdateRule
+
+LARGEST_NORM = 1e15
+"""Below it the sum of a partition is finite, however many elements it has."""
+
+
+def apply_rule(rule: UpdateRule, part: Part, change: Any, meta: PushMeta) -> tuple[Any, Any, Any]:
+    """Applies a rule, unless finite messages would add up to what is not finite; in the graph.
+
+    Args:
+        rule: the update rule.
+        part: the partition.
+        change: what a worker sent.
+        meta: what came with it.
+
+    Returns:
+        Status, new version, the rule's answer; the center where the update is not taken.
+    """
+    if rule.norm_after(0.0, 0.0) is None:
+        return _apply_or_undo(rule, part, change, meta)
+    norms = [tf.sqrt(2 * tf.nn.l2_loss(values)) for values in (part.center, change)]
+    # Who may undo keeps the old center, so that the update makes a new one instead of changing it.
+    result: tuple[Any, Any, Any] = tf.cond(
+        rule.norm_after(*norms) < LARGEST_NORM,  # false for NaN, too
+        lambda: _taken(part, rule.update(part.center, part.slots, change, meta)),
+        lambda: _apply_or_undo(rule, part, change, meta),
+    )
+    return result
+
+
+def _apply_or_undo(
+    rule: UpdateRule, part: Part, change: Any, meta: PushMeta
+) -> tuple[Any, Any, Any]:
+    before = Undo(part, meta.client, rule.rows_of_workers)
+    answer = rule.update(part.center, part.slots, change, meta)
+
+    def leave() -> tuple[Any, Any, Any]:
+        before.undo()
+        if rule.may_wait:  # it was in its turn
+            rule.pass_turn(part.slots, meta)
+        center = part.center.read_value()
+        return tf.constant(int(Status.NOT_FINITE)), part.version.read_value(), center
+
+    with tf.control_dependencies([answer]):
+        result: tuple[Any, Any, Any] = tf.cond(
+            before.is_needed(), leave, lambda: _taken(part, answer)
+        )
+    return result
+
+
+def _taken(part: Part, answer: Any) -> tuple[Any, Any, Any]:
+    with tf.control_dependencies([answer]):
+        new_version = part.version.assign_add(1, read_value=True)
+    return tf.constant(int(Status.OK)), new_version, tf.identity(answer)
 
 
 class Undo:

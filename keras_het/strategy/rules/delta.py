@@ -72,6 +72,12 @@ class Delta(SendsChange):
         center.assign_add(change if self.scale == 1 else self.scale * change)
         return center.read_value()
 
+    def norm_after(self, center_norm: Any, change_norm: Any) -> Any:
+        """By the triangle inequality; None if a subclass updates in another way."""
+        if type(self).update is not Delta.update:
+            return None
+        return center_norm + self.scale * change_norm
+
     def get_config(self) -> dict[str, Any]:
         """The settings."""
         return {"scale": self.scale}

@@ -159,6 +159,22 @@ class UpdateRule(abc.ABC):
             What the worker gets back, float32 of shape [size].
         """
 
+    def norm_after(self, center_norm: Any, change_norm: Any) -> Any:
+        """Upper bound of the center's Euclidean norm after `update`, where that changes no slot.
+
+        A rule that knows it spares its service a copy of the center at each push, with which an
+        update is undone after which the center would not be finite.
+
+        Args:
+            center_norm: norm of the part of the center, float32 scalar.
+            change_norm: norm of what the worker sent, float32 scalar.
+
+        Returns:
+            The bound; None, whatever the norms are, if nothing is known.
+        """
+        del center_norm, change_norm
+        return None
+
     @abc.abstractmethod
     def message(self, weights: Any, seen: Any) -> Any:
         """What the worker sends.
