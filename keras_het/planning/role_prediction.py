@@ -83,6 +83,18 @@ class ClusterSpeeds:
                 f"Received: {self}. Leave out workers that do nothing."
             )
 
+    def with_all_reduce_of(self, seconds: float) -> ClusterSpeeds:
+        """The same cluster, with hops that an all-reduce of all its workers takes so long by.
+
+        Args:
+            seconds: what it took; `hop_seconds` is not below 0.
+        """
+        everyone = range(len(self.samples_per_second))
+        num_hops = 2 * (len(everyone) - 1)
+        travel = _all_reduce_seconds(dataclasses.replace(self, hop_seconds=0.0), everyone)
+        hop = max(0.0, seconds - travel) / num_hops if num_hops else 0.0
+        return dataclasses.replace(self, hop_seconds=hop)
+
     @property
     def even_share_seconds(self) -> tuple[float, ...]:
         """Computation of an even share of the global batch on every worker."""

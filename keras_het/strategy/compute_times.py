@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 CAPACITY = 256
-_ROWS = 7
+_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,8 @@ class StepTimes:
         global_gradient_square: squared norm of the mean gradient over all samples.
         wanted_batch: global batch size that the chief wanted when the step began, 0 if nothing.
         rate_factor: by which it wanted the learning rate multiplied with that change.
+        collective_seconds: from the gradients of this worker's first replica to the end of the
+            step's collective. The other workers' differ: who computes longer waits less.
     """
 
     shares: np.ndarray[Any, np.dtype[np.int64]]
@@ -38,6 +40,7 @@ class StepTimes:
     global_gradient_square: float
     wanted_batch: int
     rate_factor: float
+    collective_seconds: float = 0.0
 
 
 class ComputeTimes:
@@ -106,12 +109,19 @@ class ComputeTimes:
             rows += [place * gradient_square, padded if replica_id == 0 else tf.zeros_like(padded)]
         return tf.stack(rows)
 
-    def record(self, sizes: Any, summed: Any, global_gradient_square: Any = None) -> None:
+    def record(
+        self,
+        sizes: Any,
+        summed: Any,
+        collective_seconds: Any,
+        global_gradient_square: Any = None,
+    ) -> None:
         """Writes one step; called in the graph, by one local replica.
 
         Args:
             sizes: shares of all replicas, int64 of shape [num_replicas].
             summed: the sum of all contributions.
+            collective_seconds: time from this replica's gradients to that sum.
             global_gradient_square: squared norm of the reduced gradient, if contributions have it.
         """
         with tf.device("CPU:0"):
@@ -120,7 +130,8 @@ class ComputeTimes:
                 square = tf.cast(global_gradient_square, tf.float64)
                 rows.append(tf.fill([1, self._num_replicas], square))
             row = tf.concat(rows, axis=0)
-            row = tf.pad(row, [[0, _ROWS - row.shape[0]], [0, 0]])
+            row = tf.pad(row, [[0, _ROWS - 1 - row.shape[0]], [0, 0]])
+            row = tf.concat([row, tf.fill([1, self._num_replicas], collective_seconds)], axis=0)
             place = self._count % CAPACITY
             written = self._rows.scatter_nd_update([[place]], row[None])
             with tf.control_dependencies([written]):
@@ -153,7 +164,7 @@ class ComputeTimes:
 
 
 def _step_times(row: Any) -> StepTimes:
-    shares, mean_shares, seconds, wanted, squares, batch, square = row
+    shares, mean_shares, seconds, wanted, squares, batch, square, collective = row
     wanted_batch, factor = (batch[0], batch[1]) if len(batch) > 1 else (0.0, 0.0)
     return StepTimes(
         shares.astype(np.int64),
@@ -164,4 +175,5 @@ def _step_times(row: Any) -> StepTimes:
         float(square[0]),
         int(wanted_batch),
         float(factor),
+        float(collective[0]),
     )

@@ -187,8 +187,9 @@ def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
         if step.may_have_no_samples:
             value = tf.where(step.total > 0, value, step.state_before[id(variable)])
         variable.assign(value)
-    if times and step.replica_id == strategy.layout.local_replicas.start:
-        strategy.compute_times.record(step.sizes, times[0], step.global_gradient_square)
+    if times and step.clock and step.replica_id == strategy.layout.local_replicas.start:
+        waited = step.clock.seconds_since_stop(times)
+        strategy.compute_times.record(step.sizes, times[0], waited, step.global_gradient_square)
     return logs
 
 

@@ -34,6 +34,7 @@ class StepClock:
         self._waits: list[Any] = []
         self.seconds: Any = None
         """Compute time in seconds, float64 scalar; None before `stop`."""
+        self._end_time: Any = None
 
     def stop(self, values: Sequence[Any]) -> None:
         """Notes the time at which values are computed; called again, the later time counts.
@@ -41,9 +42,17 @@ class StepClock:
         Args:
             values: what the replica is about to hand to a collective.
         """
-        end = self._time_when_ready(_tensors(values))
+        end = self._end_time = self._time_when_ready(_tensors(values))
         waits = tf.add_n(self._waits) if self._waits else tf.constant(0, tf.float64)
         self.seconds = tf.maximum(end - self.start_time - waits, 0)
+
+    def seconds_since_stop(self, results: Sequence[Any]) -> Any:
+        """Time from `stop` until something else is there, float64 scalar.
+
+        Args:
+            results: of the collective that the values went into.
+        """
+        return self._time_when_ready(_tensors(results)) - self._end_time
 
     def collective_starts(self, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Notes when a collective inside the step has what it sums.

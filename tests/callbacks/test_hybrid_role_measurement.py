@@ -35,7 +35,7 @@ def strategy(monkeypatch, cpu_devices):
     several = Several(strategy)
     monkeypatch.setattr(hybrid_aggregation, "heterogeneous_strategy", lambda *_: several)
     monkeypatch.setattr(role_choice, "measure_link_rates", lambda strategy: (1e8,))
-    times = ExchangeTimes(hop_seconds=0.002, busy_seconds=0.004)
+    times = ExchangeTimes(all_reduce_seconds=0.008, busy_seconds=0.004)
     monkeypatch.setattr(role_choice, "measure_exchange", lambda *_: times)
     return strategy
 

@@ -27,7 +27,7 @@ def main() -> None:
     if rates:
         role_choice.measure_link_rates = lambda strategy: tuple(rates)
         # what three processes on few cores measure depends on what else runs
-        times = ExchangeTimes(hop_seconds=0.002, busy_seconds=0.004)
+        times = ExchangeTimes(all_reduce_seconds=0.008, busy_seconds=0.004)
         role_choice.measure_exchange = lambda *_: times
     strategy = keras_het.HeterogeneousStrategy()
     keras.utils.set_random_seed(3)

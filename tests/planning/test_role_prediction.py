@@ -36,6 +36,15 @@ def test_a_sync_group_by_hand():
     assert predict_sync(far, [0]).step_seconds == predict_sync(three, [0]).step_seconds
 
 
+def test_hops_are_what_an_all_reduce_takes_beside_its_bytes():
+    three = ClusterSpeeds((100.0,) * 3, (1000.0, 400.0, 800.0), 600, 30, hop_seconds=9.0)
+    measured = three.with_all_reduce_of(3.0)  # of which 2 for the bytes, as above
+    assert measured.hop_seconds == pytest.approx(0.25)
+    assert dataclasses.replace(measured, hop_seconds=9.0) == three
+    assert three.with_all_reduce_of(1.9).hop_seconds == 0.0
+    assert ClusterSpeeds((1.0,), (1.0,), 1, 1).with_all_reduce_of(3.0).hop_seconds == 0.0
+
+
 def beside_one(**exchange):
     """A worker behind a slow link beside a group of one, whose batches it takes whole."""
     settings = ExchangeSettings(period=2, busy_seconds=0.5, **exchange)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -88,7 +89,7 @@ def speeds_of(monkeypatch, known=None, **options):
     real = role_choice.advise_roles
     monkeypatch.setattr(role_choice, "advise_roles", advise)
     monkeypatch.setattr(role_choice, "measure_link_rates", lambda strategy: (1e8, 1e8))
-    times = ExchangeTimes(hop_seconds=0.002, busy_seconds=0.008)
+    times = ExchangeTimes(all_reduce_seconds=0.004, busy_seconds=0.008)
     monkeypatch.setattr(role_choice, "measure_exchange", lambda *_: times)
     strategy, model = FakeStrategy(), SimpleNamespace(trainable_variables=[np.zeros([5, 2])])
     hybrid = HybridOptions(**({"rule": rules.get("delta", num_workers=2)} | options))
@@ -109,7 +110,7 @@ def test_the_plan_is_made_for_the_noise_scale(monkeypatch, known):
 
 def test_the_plan_is_made_for_the_training_that_follows(monkeypatch):
     speeds = speeds_of(monkeypatch, period=3, async_batch_size=5)
-    assert speeds.hop_seconds == 0.002
+    assert speeds.hop_seconds == pytest.approx(0.002, rel=1e-3)  # there and back, beside 40 bytes
     exchange = speeds.exchange
     assert (exchange.period, exchange.async_batch_size, exchange.busy_seconds) == (3, 5, 0.008)
     assert not exchange.sends_gradients and exchange.num_batches == 40
@@ -132,17 +133,24 @@ def test_times_of_an_exchange(monkeypatch):
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     before = model.get_weights()
+    layout = SimpleNamespace(local_replicas=range(1, 3))
+    others = np.array([[0.5, 3.0, 40.0]])  # what another worker waited, and its time to read
     several = SimpleNamespace(  # stands in for two workers
-        num_workers=2,
+        layout=layout,
         experimental_local_results=strategy.experimental_local_results,
-        extended=SimpleNamespace(
-            sum_over_workers=lambda value: 2 * value,
-            gather_over_workers=lambda own: np.concatenate([own, 10 * own]),
-        ),
+        extended=SimpleNamespace(gather_over_workers=lambda own: np.concatenate([own, others])),
     )
     ticks = itertools.count()  # each run takes one second
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     monkeypatch.setattr(exchange_times, "time", clock)
-    # two hops; the leader's times, not those of the other, which are ten times as long
-    assert measure_exchange(model, several, 1000) == (0.5, 4.0)
+    # of two replicas that are here the second one takes longer: 2 and 1 seconds are waited
+    steps = [
+        dataclasses.replace(
+            step((8, 8, 8), (1.0,) * 3, 1.0),
+            seconds=np.array([9.0, 1.0, slower]),
+            collective_seconds=waited,
+        )
+        for slower, waited in ((1.5, 2.5), (4.0, 4.0))
+    ]
+    assert measure_exchange(model, several, 1000, steps) == ((0.5 + 1.0) / 2, 4.0)
     np.testing.assert_array_equal(before[0], model.get_weights()[0])

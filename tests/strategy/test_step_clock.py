@@ -55,6 +55,21 @@ def test_the_last_stop_counts(script):
     assert float(step(tf.constant(1.0))) == 4.0
 
 
+def test_what_comes_after_the_last_stop_is_told_apart(script):
+    script(10.0, 11.0, 14.0, 20.0)
+
+    @tf.function
+    def step(x):
+        clock = StepClock(x, on_accelerator=False)
+        y = clock.inputs + 1
+        clock.stop([y])
+        z = y + tf.cast(clock.seconds, tf.float32)
+        clock.stop([z])
+        return clock.seconds, clock.seconds_since_stop([z + tf.cast(clock.seconds, tf.float32)])
+
+    assert [float(seconds) for seconds in step(tf.constant(1.0))] == [4.0, 6.0]
+
+
 def test_an_accelerator_is_waited_for_by_a_value_on_the_host():
     @tf.function
     def step(x):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
+from keras_het.strategy.compute_times import StepTimes
 from keras_het.strategy.hybrid.model_vectors import ModelVectors
 
 _TIMES = 15
@@ -21,16 +21,21 @@ class ExchangeTimes(NamedTuple):
     """What an exchange costs beside the travel of its bytes.
 
     Attributes:
-        hop_seconds: time of a message between two workers, whatever its size.
+        all_reduce_seconds: time of a step's collective, once the last worker has its gradients.
         busy_seconds: what a task does itself, estimated from the time to read its weights.
     """
 
-    hop_seconds: float
+    all_reduce_seconds: float
     busy_seconds: float
 
 
-def measure_exchange(model: Any, strategy: Any, partition_size: int) -> ExchangeTimes:
-    """Measures an all-reduce of one number, and reading the weights; all workers must call it.
+def measure_exchange(
+    model: Any, strategy: Any, partition_size: int, steps: Sequence[StepTimes]
+) -> ExchangeTimes:
+    """Measures reading the weights, and what collectives took; all workers must call it.
+
+    An all-reduce beside nothing else would say too little: tasks that train have other things to do
+    than to pass its messages on.
 
     Nothing is written: weights of 64 bits would lose some of them.
 
@@ -38,19 +43,25 @@ def measure_exchange(model: Any, strategy: Any, partition_size: int) -> Exchange
         model: the model that is trained.
         strategy: the `HeterogeneousStrategy`, of several workers.
         partition_size: elements of a part of the weights.
+        steps: that were measured.
 
     Returns:
-        The leader's times, on all workers: machines could measure differently.
+        The same on all workers: machines could measure differently. Of the collectives the least of
+        all workers in each step, median over steps; of reading the leader's.
     """
     weights = ModelVectors(model, strategy, partition_size).weights
-    total = tf.function(strategy.extended.sum_over_workers, autograph=False)
-    # whoever is late adds to an all-reduce: the least time is that of the links
-    seconds = min(_seconds_of(lambda: total(tf.zeros([1])).numpy()))
     readings = _seconds_of(lambda: [part.numpy() for part in weights.read()])
     busy = _PARTS * statistics.median(readings)
-    own = np.array([[seconds / (2 * (strategy.num_workers - 1)), busy]])
-    hop, busy = strategy.extended.gather_over_workers(own)[0].tolist()
-    return ExchangeTimes(hop, busy)
+    own = np.array([[*(_waited(step, strategy.layout.local_replicas) for step in steps), busy]])
+    found = strategy.extended.gather_over_workers(own)
+    # who computes longest waits for nobody
+    return ExchangeTimes(float(np.median(found[:, :-1].min(axis=0))), float(found[0, -1]))
+
+
+def _waited(step: StepTimes, local: range) -> float:
+    """Seconds from the gradients of this worker's last replica to the end of the collective."""
+    seconds = step.seconds[local.start : local.stop]
+    return float(step.collective_seconds - (seconds.max() - seconds[0]))
 
 
 def _seconds_of(run: Callable[[], Any]) -> list[float]:

@@ -105,16 +105,16 @@ class RoleChoice:
         workers = np.split(rates, np.cumsum(counts)[:-1])
         weights = self._model.trainable_variables
         size = self._options.partition_size
-        times = measure_exchange(self._model, self._strategy, size)
-        return ClusterSpeeds(
+        times = measure_exchange(self._model, self._strategy, size, steps)
+        cluster = ClusterSpeeds(
             samples_per_second=tuple(float(own.sum()) for own in workers),
             link_bytes_per_second=self._rates,
             model_bytes=4 * sum(int(np.prod(variable.shape)) for variable in weights),
             global_batch=int(shares.sum()),
             noise_scale=noise_scale_of(steps) if self._noise_scale is None else self._noise_scale,
-            hop_seconds=times.hop_seconds,
             exchange=self._exchange(times.busy_seconds),
         )
+        return cluster.with_all_reduce_of(times.all_reduce_seconds)
 
     def _exchange(self, busy_seconds: float) -> ExchangeSettings:
         """How the training that is started exchanges."""
