@@ -131,7 +131,8 @@ class ComputeTimes:
                 rows.append(tf.fill([1, self._num_replicas], square))
             row = tf.concat(rows, axis=0)
             row = tf.pad(row, [[0, _ROWS - 1 - row.shape[0]], [0, 0]])
-            row = tf.concat([row, tf.fill([1, self._num_replicas], collective_seconds)], axis=0)
+            collective = tf.cast(collective_seconds, tf.float64)
+            row = tf.concat([row, tf.fill([1, self._num_replicas], collective)], axis=0)
             place = self._count % CAPACITY
             written = self._rows.scatter_nd_update([[place]], row[None])
             with tf.control_dependencies([written]):

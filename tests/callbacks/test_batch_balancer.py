@@ -332,7 +332,7 @@ def test_workers_with_different_shares_are_noticed(strategy):
     fit(balancer, 8, 1, strategy)
     times = strategy.compute_times
     wrong = tf.constant([[3.0, 2.5, 2.5], [0.1, 0.1, 0.1], [0.0, 0.0, 0.0]])
-    times.record(tf.constant([4, 2, 2], tf.int64), wrong)
+    times.record(tf.constant([4, 2, 2], tf.int64), wrong, 0.1)
     with pytest.raises(RuntimeError, match="left out or used twice"):
         balancer.on_train_batch_end(0)
 
@@ -341,11 +341,12 @@ def test_old_measurements_are_dropped(strategy):
     times = strategy.compute_times
     summed = tf.zeros([3, 3])
     for step in range(300):
-        times.record(tf.constant([step, 0, 0], tf.int64), summed)
+        times.record(tf.constant([step, 0, 0], tf.int64), summed, float(step))
     rows = times.read_new()
     assert [int(row.shares[0]) for row in rows] == list(range(300 - 256, 300))
     assert times.read_new() == []
     np.testing.assert_array_equal(rows[-1].seconds, np.zeros(3))
+    assert rows[-1].collective_seconds == 299.0
 
 
 def test_short_steps_are_read_seldom_and_none_is_lost(monkeypatch):
