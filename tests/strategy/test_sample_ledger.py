@@ -139,6 +139,19 @@ def test_strangers_are_refused_and_change_nothing(service, client, proof):
     assert ledger.present(Presence.TRAINING, 60) == []
 
 
+def test_a_worker_of_the_next_training_is_not_refused_by_the_last_one(service):
+    address, _, ledger = service
+    of_another_rule = connect(address, 1, b"of another rule")
+    ledger.set_stage(Stage.ENDING)
+    with pytest.raises(PermissionError, match="refused this worker"):
+        of_another_rule.report(Presence.GONE)
+    ledger.set_stage(Stage.CLOSED)
+    with pytest.raises(ServiceLostError, match=r"has ended.*CLOSED"):
+        of_another_rule.report(Presence.TRAINING, used=5)
+    assert ledger.used.sum() == 0 and ledger.present(Presence.TRAINING, 60) == []
+    assert connect(address).report(Presence.WAITING).stage == Stage.CLOSED
+
+
 @pytest.mark.parametrize(("epoch", "count"), [(-1, 1), (1 << 16, 1), (0, 0), (0, -3)])
 def test_impossible_claims_are_refused(service, epoch, count):
     address, _, ledger = service

@@ -90,7 +90,9 @@ class LedgerClient:
                 ones: do not give them again.
 
         Raises:
-            ServiceLostError: if there is no answer in time.
+            ServiceLostError: if there is no answer in time, or it is of an ended training of another
+                model, update rule or format of messages.
+            PermissionError: if the ledger refuses this worker.
         """
         self._used.add(used)
         facts = self._report(presence)
@@ -101,7 +103,13 @@ class LedgerClient:
     def _report(self, presence: Presence) -> LedgerFacts:
         arguments = [tf.constant(self._used.report(), tf.int64), tf.constant(int(presence))]
         specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([8], tf.int64))
-        _, facts = self.ask("report", arguments, specs)
+        status, facts = self.ask("report", arguments, specs)
+        if int(status) == Status.CLOSED:
+            raise ServiceLostError(
+                f"The parameter service at {self._service.address} belongs to a training that has "
+                "ended, of another model, update rule or format of messages. Received: status "
+                "CLOSED. The next training's service takes its place when its leader begins."
+            )
         stage, epoch, *numbers, latest = (int(fact) for fact in facts)
         self._used.answered(latest)
         return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))

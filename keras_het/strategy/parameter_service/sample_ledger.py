@@ -251,9 +251,12 @@ class SampleLedger:
             def status() -> Any:
                 return tf.cond(known, note, lambda: tf.constant(int(Status.UNKNOWN_CLIENT)))
 
-            code = tf.cond(
-                self._gate.admits(credential), status, lambda: tf.constant(int(Status.REFUSED))
-            )
+            def stranger() -> Any:
+                # A worker of the next training may ask before this one is gone.
+                closed = tf.equal(self._stage, int(Stage.CLOSED))
+                return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
+
+            code = tf.cond(self._gate.admits(credential), status, stranger)
             with tf.control_dependencies([code]):
                 admitted = tf.equal(code, int(Status.OK))
                 numbers = [self._epoch.read_value(), *(f.read_value() for f in self._facts())]
