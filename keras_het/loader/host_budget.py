@@ -55,6 +55,7 @@ class HostBudget:
         reading_loaders: most loaders that this job may have if they wait for I/O, as of the last
             `update`; None if there is no such bound.
         division: number of the division of reading threads that this is part of.
+        processes: ids of the other processes that competed for the same CPUs then.
 
     Raises:
         PermissionError: if the default folder belongs to somebody else.
@@ -78,6 +79,7 @@ class HostBudget:
         self.jobs = 1
         self.reading_loaders: int | None = None
         self.division = 0
+        self.processes: frozenset[int] = frozenset()
 
     @property
     def cpus(self) -> float:
@@ -103,11 +105,13 @@ class HostBudget:
             return self._cpus
         own = Entry(job, self._cpus, self._cpu_set, reading, self._io_budget, self._quotas)
         try:
-            jobs = self._exchange(own)
+            jobs, processes = self._exchange(own)
         except BlockingIOError:
             logger.debug("%s is locked; this job keeps %.1f CPUs.", self._path, self._part)
             return self._part
-        self._part, self.jobs = part_of(self._name, jobs)
+        self._part, competitors = part_of(self._name, jobs)
+        self.jobs = len(competitors)
+        self.processes = frozenset(processes[name] for name in competitors) - {os.getpid()}
         return self._part
 
     def leave(self) -> None:
@@ -119,7 +123,7 @@ class HostBudget:
             entries.pop(self._name, None)
             self._write(entries)
 
-    def _exchange(self, own: Entry) -> dict[str, Entry]:
+    def _exchange(self, own: Entry) -> tuple[dict[str, Entry], dict[str, int]]:
         with self._locked():
             entries = self._read()
             process = {**_identity(os.getpid()), "written": time.time()}
@@ -132,7 +136,7 @@ class HostBudget:
             ceiling = divide_reading(reading, self._name, jobs, time.time())
         self.reading_loaders = ceiling.parts.get(self._name)
         self.division = ceiling.number
-        return jobs
+        return jobs, {name: int(entries[name]["pid"]) for name in jobs}
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

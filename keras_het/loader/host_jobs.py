@@ -100,7 +100,7 @@ def _quotas_of(values: Any) -> dict[str, float] | None:
     return quotas
 
 
-def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, int]:
+def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, list[str]]:
     """A job's part of the CPUs for which it competes.
 
     Jobs compete if their sets of CPUs overlap, or each overlaps that of a third. All of them divide
@@ -112,16 +112,17 @@ def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, int]:
         entries: all jobs of the host, by name.
 
     Returns:
-        CPUs for its loaders, at most those that it may use; number of jobs that compete.
+        CPUs for its loaders, at most those that it may use; names of the jobs that compete, its own
+        included.
     """
     names = sorted(_competitors(name, entries))
     own = entries[name]
     if len(names) == 1:
-        return own.cpus, 1
+        return own.cpus, names
     rivals = {each: entries[each] for each in names}
     cpus = frozenset().union(*(entry.cpu_set for entry in rivals.values()))
     jobs = {each: entry.job for each, entry in rivals.items()}
-    return divided(jobs, float(len(cpus)), _bounds(rivals))[name], len(names)
+    return divided(jobs, float(len(cpus)), _bounds(rivals))[name], names
 
 
 def _bounds(jobs: Mapping[str, Entry]) -> list[Bound]:

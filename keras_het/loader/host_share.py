@@ -45,6 +45,11 @@ class HostShare:
         """Number of the division of reading threads that is known here."""
         return 0 if self._budget is None else self._budget.division
 
+    @property
+    def processes(self) -> frozenset[int]:
+        """Ids of the processes that compete for the same CPUs and divide them."""
+        return frozenset() if self._budget is None else self._budget.processes
+
     def update(self, job: JobModel, reading: Reading | None = None) -> float | None:
         """Takes a new model of the job, and writes it at most once a second.
 

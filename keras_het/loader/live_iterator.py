@@ -101,11 +101,22 @@ class LiveIterator:
             self._read = _ended
             release(iterator)
 
+    def give_way(self, nice: int) -> bool:
+        """Sets the priority of the pipeline's own threads, and of those of its successors.
+
+        Args:
+            nice: their nice value.
+
+        Returns:
+            Whether it was permitted.
+        """
+        self._nice = nice
+        threads = threads_of(self.iterator)
+        return threads is None or threads.give_way(nice)
+
     def _use(self, iterator: Any) -> None:
         self._read = adapter.element_reader(iterator) if self.is_tf_data else iterator.__next__
-        threads = threads_of(iterator)
-        if threads is not None:
-            threads.give_way(self._nice)
+        self.give_way(self._nice)
 
 
 def _ended() -> Any:

@@ -22,6 +22,7 @@ class LoaderThreads:
 
     def __init__(self) -> None:
         self.ids: frozenset[int] = frozenset()
+        self._nice = 0
 
     @contextlib.contextmanager
     def started_here(self) -> Iterator[None]:
@@ -57,18 +58,29 @@ class LoaderThreads:
                 return None
         return runs / 1e9, queues / 1e9
 
-    def give_way(self, nice: int) -> None:
+    def give_way(self, nice: int) -> bool:
         """Lets everything else go first where CPUs are short: the training step above all.
 
         Args:
-            nice: their nice value, relative to that of this process; 0 leaves them alone.
+            nice: their nice value, relative to that of this process; 0 leaves them alone, or takes
+                back what they had.
+
+        Returns:
+            Whether it was permitted: who is not root may raise a nice value, and not lower it.
         """
-        if not nice or not self.ids:
-            return
+        before, self._nice = self._nice, nice
+        if nice == before or not self.ids:
+            return True
         own = os.getpriority(os.PRIO_PROCESS, 0)
+        is_permitted = True
         for thread in self.ids:
-            with contextlib.suppress(OSError):  # ended, or not permitted
+            try:
                 os.setpriority(os.PRIO_PROCESS, thread, min(own + nice, 19))
+            except PermissionError:
+                is_permitted = False
+            except OSError:
+                pass  # it has ended
+        return is_permitted
 
 
 def start(dataset: Any) -> Any:

@@ -64,7 +64,6 @@ class OrderTuning:
         self.knobs = _knobs_of(source, data.form)
         self.has_own_threads = bool(data.form.options.threading.private_threadpool_size)
         self._moved: PipelineForm | None = None
-        self._nice: tuple[Any, int] | None = None
 
     @property
     def data(self) -> GlobalOrderDataset:
@@ -122,16 +121,17 @@ class OrderTuning:
         report = read_report(run.iterator)
         return with_own_rows_named(report) if isinstance(run, PipelineRun) else report
 
-    def give_way(self, nice: int) -> None:
-        """Sets the priority of the pipeline's own threads, once.
+    def give_way(self, nice: int) -> bool:
+        """Sets the priority of the pipeline's own threads.
 
         Args:
             nice: their nice value.
+
+        Returns:
+            Whether it was permitted.
         """
         threads = self.threads
-        if threads is not None and self._nice != (threads, nice):
-            threads.give_way(nice)
-            self._nice = (threads, nice)
+        return threads is None or threads.give_way(nice)
 
     def prepare(self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor) -> Preparation:
         """Begins to put other knobs into effect.

@@ -26,6 +26,7 @@ from keras_het.loader.inspection import PipelineReport, is_unread, read_report
 from keras_het.loader.kept_reports import KeptReports
 from keras_het.loader.knobs import Build, Knobs
 from keras_het.loader.live_iterator import LiveIterator
+from keras_het.loader.loader_priority import LoaderPriority
 from keras_het.loader.loader_threads import LoaderThreads, threads_of
 from keras_het.loader.order_tuning import OrderTuning
 from keras_het.loader.pass_end import PassEnd
@@ -83,13 +84,12 @@ class TuningSession:
 
     Args:
         make_controller: makes the controller once the pipeline is known.
-        nice: nice value of the pipeline's own threads.
+        nice: nice value of the pipeline's own threads while no other program keeps the host busy.
         budget: divides the host among its jobs; None if this job is alone.
         observes_only: why nothing is to be changed, None if it may be.
 
     Attributes:
         moves: what was done.
-        nice: nice value of the pipeline's own threads.
         observes_only: why nothing is changed, None if it may be.
         pipeline: the pipeline that is tuned, None before the first step and under a strategy.
         order: what is tuned under the strategy, None without one.
@@ -105,7 +105,7 @@ class TuningSession:
         observes_only: str | None = None,
     ) -> None:
         self._make_controller = make_controller
-        self.nice = nice
+        self._priority = LoaderPriority(nice)
         self.share = HostShare(budget)
         self._plain: tuple[Any, AdjustablePipeline] | None = None
         self.pipeline: AdjustablePipeline | None = None
@@ -212,7 +212,7 @@ class TuningSession:
         if self._end.is_near(seconds, steps) and not is_last:
             self._make_spares()
         if self.order is not None:
-            self.order.give_way(self.nice)
+            self._give_way()
         if self._preparation is not None:
             self._poll(*self._preparation)
             return
@@ -260,6 +260,11 @@ class TuningSession:
             return self.order.report()
         live = self.live
         return read_report(live.iterator) if live is not None and live.is_tf_data else None
+
+    @property
+    def nice(self) -> int:
+        """Nice value of the pipeline's own threads at present."""
+        return self._priority.value
 
     @property
     def knobs(self) -> Knobs | None:
@@ -409,10 +414,20 @@ class TuningSession:
         self._share_host(window)
         plan = controller.observe(window)
         self._confirmed = getattr(controller, "confirmed_plan", None)
+        changes = self._priority.observe(self.share.processes)
+        if changes and not self._give_way() and self.observes_only is None:
+            self._priority.keep()
+            # new threads have the priority that these cannot have back
+            plan = plan or dataclasses.replace(controller.plan, reason="other programs are busy")
         if plan is None:
             self._begin_window()
         else:
             self._build(plan, window)
+
+    def _give_way(self) -> bool:
+        """Sets the priority of the loader's threads; returns whether it was permitted."""
+        reader = self.order or self.live
+        return reader is None or reader.give_way(self._priority.value)
 
     def _measured(self, sums: StepSums) -> LoaderWindow:
         self._host.add(self._threads())

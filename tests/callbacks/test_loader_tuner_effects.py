@@ -16,6 +16,7 @@ import tensorflow as tf
 import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
 from keras_het.loader import Knobs, inspect, knobs, pipeline, tuning_session
+from keras_het.loader.foreign_load import ForeignLoad
 from keras_het.loader.host_cpus import usable_cpus
 from keras_het.loader.tuning_session import TuningSession
 from keras_het.planning.loader import FixedController, LoaderPlan, LoaderWindow, WindowSize
@@ -43,6 +44,15 @@ class Once(FixedController):
             return None
         self.plan = self.other
         return self.plan
+
+
+class Stays(FixedController):
+    """Looks at every second step, and changes nothing."""
+
+    next_window = WindowSize(0, 2, 0.0)
+
+    def __init__(self, plan, cpus=None):
+        super().__init__(plan)
 
 
 class AtEveryStep(keras.callbacks.Callback):
@@ -115,6 +125,66 @@ def test_the_threads_of_the_pipeline_give_way(is_built, under_strategy, cpu_devi
     if is_built:
         assert numbers[2] >= THREADS
     assert os.getpriority(os.PRIO_PROCESS, 0) == own, "the training step gives way to nobody"
+
+
+def busy_after(monkeypatch, readings):
+    """Other programs take all CPUs after so many looks at the host."""
+    looks = iter(range(1_000_000))
+
+    def read(load, friends=()):
+        return (len(load.cpus), 0.0) if next(looks) >= readings else (0.0, len(load.cpus))
+
+    monkeypatch.setattr(ForeignLoad, "read", read)
+    monkeypatch.setattr(ForeignLoad, "seconds", 1.0)
+
+
+def without_rights(kind, thread, nice):
+    if nice < os.getpriority(kind, thread):
+        raise PermissionError("on purpose")
+    _set_priority(kind, thread, nice)
+
+
+_set_priority = os.setpriority
+
+
+@needs_tasks
+@pytest.mark.parametrize("under_strategy", [False, True])
+@pytest.mark.parametrize("is_permitted", [True, False])
+def test_threads_do_not_give_way_to_other_programs(
+    is_permitted, under_strategy, cpu_devices, monkeypatch
+):
+    if is_permitted and os.geteuid() != 0:
+        pytest.skip("only root may raise a priority")
+    if not is_permitted:
+        monkeypatch.setattr(os, "setpriority", without_rights)
+    busy_after(monkeypatch, 5)
+    own, before = os.getpriority(os.PRIO_PROCESS, 0), set(nice_values())
+    values = []
+
+    def look():
+        values.append([nice for thread, nice in nice_values().items() if thread not in before])
+
+    tuner = LoaderTuner(Stays, nice=9, share_host=False)
+    data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
+    model = dense_under(cpu_devices) if under_strategy else dense()
+    model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, look)])
+    assert max(each.count(own + 9) for each in values[:10]) >= THREADS
+    # the pipeline of the last epoch, before it has given all it has
+    assert own + 9 not in values[-15]
+    reasons = [] if is_permitted else ["other programs are busy"]
+    assert [move.plan.reason for move in tuner.moves] == reasons
+    assert [move.refused for move in tuner.moves] == [None] * len(reasons)
+    assert tuner.meter.steps == 60
+
+
+def test_what_is_only_observed_is_not_moved_for_the_sake_of_its_priority(monkeypatch):
+    monkeypatch.setattr(os, "setpriority", without_rights)
+    busy_after(monkeypatch, 15)  # in the second epoch, in which the cache is full
+    tuner = LoaderTuner(Stays, nice=9, share_host=False)
+    data = pipeline(lambda knobs: build(knobs).cache(), Knobs(2 * THREADS, 2, THREADS))
+    dense().fit(data, epochs=3, verbose=0, callbacks=[tuner, AtEveryStep(tuner, lambda: None)])
+    assert "cache" in tuner.observes_only
+    assert tuner.moves == []
 
 
 @needs_tasks

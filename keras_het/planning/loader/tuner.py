@@ -29,8 +29,9 @@ class TunerController:
     """Finds the fewest loaders and the shortest buffer with which the device does not wait.
 
     - Up, while the device waits and the host has what it takes: loaders that compute need idle
-      CPUs, loaders that wait for I/O may outnumber the cores. A throughput model fitted to the
-      windows says how far to go; a step is at most x4 while it is less sure (x16 for loaders that
+      CPUs, loaders that wait for I/O may outnumber the cores and need none that is idle: what they
+      compute must be within this job's part of the CPUs. A throughput model fitted to the windows
+      says how far to go; a step is at most x4 while it is less sure (x16 for loaders that
       mostly wait, which cost little), x2 while the device waits for less than half of the time.
     - A wait of a few percent has little to gain, and a move that fails costs two handovers and a
       slow second: it is tried once the device has lost as much (the rule of ski rental: no more
@@ -238,14 +239,21 @@ class TunerController:
         return self._try("more loaders", plan, window, gain)
 
     def _loaders_for_cpus(self, window: LoaderWindow, job: JobModel) -> int:
-        """Loaders for which there are CPUs: those they use now, and idle ones."""
+        """Loaders for which there are CPUs: those they use now, and idle ones.
+
+        On a busy host loaders that mostly wait may use this job's part of the CPUs.
+        """
         if window.loader_cpu_seconds is None:
             # unknown: no idle CPU, no growth
             return self.plan.loaders
         used = window.loader_cpu_seconds / window.seconds
-        free = max(min(window.idle_cpus, self._cpus - used), 0.0)
+        part = max(self._cpus - used, 0.0)
+        free = min(window.idle_cpus, part)
         if free < 0.1 * self._host_cpus:
-            return self.plan.loaders
+            if not _waits_for_io(self.plan.loaders, window):
+                return self.plan.loaders
+            # More of them wait side by side; the next window tells if they lack the CPUs after all.
+            free = part
         return max(int((used + free) / max(job.cpus_per_loader, 1e-3)), 1)
 
     def _loaders_in_memory(self, window: LoaderWindow) -> int:

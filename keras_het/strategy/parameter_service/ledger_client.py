@@ -90,8 +90,8 @@ class LedgerClient:
                 ones: do not give them again.
 
         Raises:
-            ServiceLostError: if there is no answer in time, or it is of an ended training of another
-                model, update rule or format of messages.
+            ServiceLostError: if there is no answer in time, or it is that of an ended training of
+                another model, update rule or format of messages.
             PermissionError: if the ledger refuses this worker.
         """
         self._used.add(used)

@@ -88,9 +88,11 @@ def test_a_killed_job_gives_back(path, tmp_path):
         assert other.stdout.readline() == "written\n"
         budget = job_on(path)
         assert budget.update(HUNGRY) == pytest.approx(4.0)
+        assert budget.processes == {other.pid}
         other.send_signal(signal.SIGKILL)
         other.wait(20)
         assert budget.update(HUNGRY) == 8.0
+        assert budget.processes == set()
     finally:
         other.kill()
         other.communicate(timeout=20)

@@ -24,11 +24,16 @@ class Work:
 
 @dataclasses.dataclass
 class Plant:
-    """A loader of `work(step)` on `cpus` cores, of which neighbours take `neighbour_cpus`."""
+    """A loader of `work(step)` on `cpus` cores, of which neighbours take `neighbour_cpus`.
+
+    Besides them `endless_threads` of others compute without end: the operating system gives all
+    threads that want a CPU the same part of the CPUs, and nothing is ever idle.
+    """
 
     work: Callable[[int], Work]
     cpus: float = 2.0
     neighbour_cpus: float = 0.0
+    endless_threads: int = 0
     oversubscription: float = 0.25  # throughput lost with many more computing loaders than CPUs
     noise: float = 0.0
     batch_bytes: int = 1_000
@@ -42,6 +47,9 @@ class Plant:
         self.peak_bytes = 0
 
     def supply(self, plan, work):
+        """Batches/s; sets the seconds a batch computes and waits for a CPU."""
+        if self.endless_threads:
+            return self._supply_among_endless_threads(plan, work)
         alone = work.wait_seconds + work.cpu_seconds
         free = max(self.cpus - self.neighbour_cpus, 0.1)
         parallel = plan.loaders / alone if alone else math.inf
@@ -52,10 +60,26 @@ class Plant:
         by_serial = 1.0 / work.serial_seconds if work.serial_seconds else math.inf
         # threads that hinder each other keep the CPUs busy all the same
         self.cpu_seconds = max(work.cpu_seconds, free / by_cpu if by_cpu < math.inf else 0.0)
-        return min(parallel, by_cpu, by_serial)
+        found = min(parallel, by_cpu, by_serial)
+        self.queue_seconds = 0.0
+        if found == by_cpu < math.inf:
+            self.queue_seconds = max(
+                plan.loaders / by_cpu - work.wait_seconds - self.cpu_seconds, 0.0
+            )
+        return found
+
+    def _supply_among_endless_threads(self, plan, work):
+        slower, cpu = 1.0, work.cpu_seconds
+        for _ in range(50):  # converges: more who want a CPU, each slower
+            runs = cpu * slower
+            wants = plan.loaders * runs / max(work.wait_seconds + runs, 1e-9)
+            slower = (slower + max((wants + self.endless_threads) / self.cpus, 1.0)) / 2
+        self.cpu_seconds, self.queue_seconds = cpu, cpu * (slower - 1.0)
+        parallel = plan.loaders / max(work.wait_seconds + cpu * slower, 1e-9)
+        return min(parallel, 1.0 / work.serial_seconds if work.serial_seconds else math.inf)
 
     def one_step(self, plan):
-        """Returns seconds, input wait and CPU seconds of one step."""
+        """Returns seconds, input wait, CPU seconds and seconds waiting for a CPU of one step."""
         work = self.work(self.step)
         factor = float(np.exp(self.noise * self.random.standard_normal()))
         rate = self.supply(plan, work) * factor
@@ -68,9 +92,11 @@ class Plant:
         wait = max(1.0 - self.buffered, 0.0) / rate
         self.buffered = max(self.buffered - 1.0, 0.0)
         self.step += 1
-        return device + wait, wait, self.cpu_seconds
+        return device + wait, wait, self.cpu_seconds, self.queue_seconds
 
     def idle_cpus(self, seconds, cpu_seconds):
+        if self.endless_threads:
+            return 0.0
         used = cpu_seconds / max(seconds, 1e-9) + self.neighbour_cpus
         return max(self.cpus - used, 0.0)
 
@@ -86,17 +112,18 @@ class Outcome:
 def drive(plant, controller, steps, knows_cpu=True):
     """Trains `steps` steps; returns what happened, moves included in the time."""
     sums = StepSums(controller.next_window)
-    now = waited = cpu = 0.0
+    now = waited = cpu = queue = 0.0
     tail = []
     plans = []
     for _ in range(steps):
-        seconds, wait, cpu_seconds = plant.one_step(controller.plan)
+        seconds, wait, cpu_seconds, queue_seconds = plant.one_step(controller.plan)
         now += seconds
         waited += wait
         tail.append((seconds, wait))
         counts = not sums.is_skipping
         full = sums.add(seconds, wait)
         cpu = cpu + cpu_seconds if counts else 0.0
+        queue = queue + queue_seconds if counts else 0.0
         if not full:
             continue
         window = LoaderWindow(
@@ -107,13 +134,14 @@ def drive(plant, controller, steps, knows_cpu=True):
             cpu if knows_cpu else None,
             plant.batch_bytes,
             sums.waiting_steps,
+            queue if knows_cpu else None,
         )
         plan = controller.observe(window)
         if plan is not None:
             plans.append((now, plan))
             now += plant.handover_seconds
         sums.begin(controller.next_window)
-        cpu = 0.0
+        cpu = queue = 0.0
     last = tail[-max(steps // 5, 1) :]
     idle = sum(wait for _, wait in last) / sum(seconds for seconds, _ in last)
     return Outcome(steps / now, plans, idle, now)

@@ -125,6 +125,32 @@ def test_does_not_grow_on_a_host_whose_cpus_are_taken():
     assert max([plan.loaders for _, plan in outcome.plans], default=2) <= 2
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_loaders_that_wait_grow_where_no_cpu_is_idle(noise):
+    def plant():
+        return Plant(lambda _: BLOCKING_IO, endless_threads=2, noise=noise)
+
+    best = oracle(plant, FixedController, STEPS)
+    found = drive(plant(), TunerController(START, 2.0), STEPS)
+    assert found.steps_per_second >= 0.9 * best
+    assert max(plan.loaders for _, plan in found.plans) >= 12
+
+
+def test_loaders_that_compute_do_not_take_the_cpus_of_others():
+    plant = Plant(lambda _: COMPUTING, endless_threads=2)
+    outcome = drive(plant, TunerController(START, 2.0), STEPS)
+    assert max([plan.loaders for _, plan in outcome.plans], default=2) <= 2
+
+
+def test_on_a_busy_host_loaders_that_wait_keep_to_their_part():
+    """0.05 CPUs each of 0.5, and no CPU that is idle: ten, however long the device waits."""
+    controller = TunerController(START, 8.0)
+    controller.set_cpus(0.5)
+    starved = Work(wait_seconds=0.095, cpu_seconds=0.005, device_seconds=0.001)
+    drive(Plant(lambda _: starved, cpus=8.0, endless_threads=8), controller, STEPS)
+    assert 5 <= controller.plan.loaders <= 11
+
+
 def test_one_disk_is_taken_back():
     controller = TunerController(START, 2.0)
     outcome = drive(Plant(lambda _: ONE_DISK), controller, STEPS)
@@ -219,13 +245,18 @@ def test_a_refused_plan_is_not_in_effect():
     serial=st.floats(0.0, 0.02),
     noise=st.floats(0.0, 0.2),
     cpus=st.sampled_from([1.0, 2.0, 4.0, 16.0]),
+    endless=st.sampled_from([0, 0, 2, 16]),
 )
-@example(wait=3 / 64, cpu=0.003, device=3 / 64, serial=0.0, noise=0.0, cpus=2.0)
-def test_any_pipeline_ends_no_slower_than_it_began(wait, cpu, device, serial, noise, cpus):
+@example(wait=3 / 64, cpu=0.003, device=3 / 64, serial=0.0, noise=0.0, cpus=2.0, endless=0)
+def test_any_pipeline_ends_no_slower_than_it_began(wait, cpu, device, serial, noise, cpus, endless):
     work = Work(wait, cpu, device, serial)
     start = LoaderPlan(max(int(cpus), 1), 2)
-    tuned = drive(Plant(lambda _: work, cpus, noise=noise), TunerController(start, cpus), 1500)
-    fixed = drive(Plant(lambda _: work, cpus, noise=noise), FixedController(start), 1500)
+
+    def plant():
+        return Plant(lambda _: work, cpus, endless_threads=endless, noise=noise)
+
+    tuned = drive(plant(), TunerController(start, cpus), 1500)
+    fixed = drive(plant(), FixedController(start), 1500)
     # Time that moves took, and trials of less that were taken back.
     moves = len(tuned.plans) * 0.02
     trials = sum(
