@@ -27,6 +27,7 @@ class Case:
     spins for `host_seconds` in each step; `burst` steps come at once, then as long a pause. With
     `shares` the step runs under `HeterogeneousStrategy` on as many devices of this process, which
     have these parts of each batch. `is_ordinary`: `LoaderTuner` gets what "autotune" trains with.
+    Beside it `other_programs` compute without end.
     """
 
     make: object
@@ -37,6 +38,7 @@ class Case:
     epochs: int = 1
     shares: tuple[int, ...] = ()
     is_ordinary: bool = False
+    other_programs: int = 0
 
 
 def sleeping(value):
@@ -150,6 +152,8 @@ CASES = {
     "g: perfect already": Case(in_memory, device_seconds=0.005),
     "h: blocking I/O, strategy": Case(blocking_io, device_seconds=0.0025, shares=(3, 1)),
     "i: blocking I/O, ordinary": Case(blocking_io, device_seconds=0.0025, is_ordinary=True),
+    "j: blocking I/O, busy host": Case(blocking_io, device_seconds=0.0025, other_programs=2),
+    "k: JPEG, busy host": Case(jpeg, device_seconds=0.002, other_programs=2),
 }
 
 

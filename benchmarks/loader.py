@@ -17,9 +17,11 @@ of a step whose batch is there. Ratios are medians over rounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,6 +44,24 @@ TIMEOUT_SECONDS = 120
 
 def measure(name, policy, steps, most_seconds, settings=None):
     """One run: the sum over its workers, each a process forked before TensorFlow has started."""
+    with others(CASES[name].other_programs):
+        return measure_beside(name, policy, steps, most_seconds, settings)
+
+
+@contextlib.contextmanager
+def others(count):
+    """Programs that compute without end, at the priority of this one."""
+    endless = [sys.executable, "-c", "while True: pass"]
+    programs = [subprocess.Popen(endless) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def measure_beside(name, policy, steps, most_seconds, settings):
     context = multiprocessing.get_context("fork")
     workers = CASES[name].workers
     barrier = context.Barrier(workers) if workers > 1 else None

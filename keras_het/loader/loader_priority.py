@@ -12,6 +12,8 @@ _MUCH, _LITTLE = 1 / 3, 1 / 6
 """Parts of the CPUs that others use, from which and up to which they count as busy."""
 _SECONDS = 0.5
 """Time that a reading covers at least: the system counts in hundredths of a second."""
+_BUSY_READINGS = 3
+"""Readings in a row until others count as busy: a job that shares the host tells so within 1 s."""
 _CALM_READINGS = 6
 
 
@@ -31,8 +33,8 @@ class LoaderPriority:
         self._nice = nice
         self._load = load if load is not None or not nice else ForeignLoad()
         self._gives_way = True
-        self._is_final = False
-        self._calm = 0
+        self._calm_readings = _CALM_READINGS
+        self._in_a_row = 0
 
     @property
     def value(self) -> int:
@@ -50,18 +52,20 @@ class LoaderPriority:
             Whether `value` has changed.
         """
         load = self._load
-        if load is None or self._is_final or load.seconds < _SECONDS:
+        if load is None or load.seconds < _SECONDS:
             return False
         found = load.read(friends)
         if found is None:
+            self._in_a_row = 0
             return False
         foreign, idle = (number / len(load.cpus) for number in found)
         are_busy = idle < _IDLE and foreign > (_MUCH if self._gives_way else _LITTLE)
-        self._calm = 0 if are_busy else self._calm + 1
-        before = self._gives_way
-        self._gives_way = not are_busy if before else self._calm >= _CALM_READINGS
-        return self._gives_way != before
+        self._in_a_row = self._in_a_row + 1 if are_busy == self._gives_way else 0
+        if self._in_a_row < (_BUSY_READINGS if self._gives_way else self._calm_readings):
+            return False
+        self._gives_way, self._in_a_row = not self._gives_way, 0
+        return True
 
-    def keep(self) -> None:
-        """Changes no more: this user may lower a priority, and not raise it again."""
-        self._is_final = True
+    def cost_threads(self) -> None:
+        """Gives way again after four times as long: to take it back cost this user new threads."""
+        self._calm_readings *= 4

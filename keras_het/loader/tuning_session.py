@@ -416,7 +416,7 @@ class TuningSession:
         self._confirmed = getattr(controller, "confirmed_plan", None)
         changes = self._priority.observe(self.share.processes)
         if changes and not self._give_way() and self.observes_only is None:
-            self._priority.keep()
+            self._priority.cost_threads()
             # new threads have the priority that these cannot have back
             plan = plan or dataclasses.replace(controller.plan, reason="other programs are busy")
         if plan is None:

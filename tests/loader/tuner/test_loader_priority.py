@@ -34,14 +34,15 @@ class Host:
 @pytest.mark.parametrize(
     ("readings", "values"),
     [
-        pytest.param([QUIET, QUIET], [10, 10], id="nobody else"),
-        pytest.param([BUSY, BUSY], [0, 0], id="others compute"),
-        pytest.param([(3.5, 0.5)] * 2, [10, 10], id="a CPU is idle"),
-        pytest.param([(1.0, 0.0)] * 2, [10, 10], id="its own jobs keep the host busy"),
-        pytest.param([BUSY, (1.0, 0.0)], [0, 0], id="they get less of it now, and compute still"),
-        pytest.param([None, BUSY, None], [10, 0, 0], id="not known now and then"),
-        pytest.param([BUSY, *[QUIET] * 6], [0] * 6 + [10], id="quiet for a while"),
-        pytest.param([BUSY, *[QUIET] * 5, BUSY, QUIET], [0] * 8, id="a pause"),
+        pytest.param([QUIET] * 4, [10] * 4, id="nobody else"),
+        pytest.param([BUSY] * 4, [10, 10, 0, 0], id="others compute"),
+        pytest.param([BUSY, BUSY, QUIET] * 2, [10] * 6, id="others compute now and then"),
+        pytest.param([(3.5, 0.5)] * 4, [10] * 4, id="a CPU is idle"),
+        pytest.param([(1.0, 0.0)] * 4, [10] * 4, id="its own jobs keep the host busy"),
+        pytest.param([BUSY] * 3 + [(1.0, 0.0)] * 6, [10, 10] + [0] * 7, id="they get less now"),
+        pytest.param([BUSY, BUSY, None, BUSY, BUSY], [10] * 5, id="not known for a while"),
+        pytest.param([BUSY] * 3 + [QUIET] * 6, [10, 10] + [0] * 6 + [10], id="quiet for a while"),
+        pytest.param([BUSY] * 3 + ([QUIET] * 5 + [BUSY]) * 2, [10, 10] + [0] * 13, id="pauses"),
     ],
 )
 def test_threads_give_way_unless_other_programs_keep_the_host_busy(readings, values):
@@ -56,22 +57,22 @@ def test_threads_give_way_unless_other_programs_keep_the_host_busy(readings, val
 
 
 def test_looks_are_not_too_short():
-    host = Host(BUSY)
+    host = Host(*[BUSY] * 3)
     host.seconds = 0.4
     priority = LoaderPriority(10, host)
-    assert not priority.observe()
+    assert not any(priority.observe() for _ in range(9))
     assert host.friends == []
     host.seconds = 0.6
-    assert priority.observe({7})
-    assert host.friends == [{7}]
+    assert [priority.observe({7}) for _ in range(3)] == [False, False, True]
+    assert host.friends == [{7}] * 3
 
 
-def test_what_cannot_be_taken_back_is_not_given_again():
-    priority = LoaderPriority(10, Host(BUSY, *[QUIET] * 9))
-    assert priority.observe()
-    priority.keep()
-    assert not any(priority.observe() for _ in range(9))
-    assert priority.value == 0
+def test_what_costs_threads_to_take_back_is_given_again_later():
+    priority = LoaderPriority(10, Host(*[BUSY] * 3, *[QUIET] * 24))
+    assert [priority.observe() for _ in range(3)][-1]
+    priority.cost_threads()
+    assert [priority.observe() for _ in range(24)] == [False] * 23 + [True]
+    assert priority.value == 10
 
 
 def test_who_gives_no_way_does_not_look():
