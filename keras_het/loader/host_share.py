@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from keras_het.planning.loader import JobModel, Reading
 logger = logging.getLogger("keras_het")
 
 _SECONDS_BETWEEN_UPDATES = 1.0
+_NOTHING_YET = JobModel(loader_seconds=1e-6, device_seconds=1e-6)
 _SECONDS_OF_SILENCE = 60.0
 """Far less than the silence after which a job counts no longer."""
 
@@ -49,6 +51,12 @@ class HostShare:
     def processes(self) -> frozenset[int]:
         """Ids of the processes that compete for the same CPUs and divide them."""
         return frozenset() if self._budget is None else self._budget.processes
+
+    def announce(self) -> None:
+        """Lets the others know of this job, and it of them, before anything is measured."""
+        if self._budget is not None:
+            with contextlib.suppress(OSError):  # `update` says so
+                self._budget.update(_NOTHING_YET)
 
     def update(self, job: JobModel, reading: Reading | None = None) -> float | None:
         """Takes a new model of the job, and writes it at most once a second.

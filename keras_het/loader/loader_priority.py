@@ -10,11 +10,11 @@ _IDLE = 0.1
 """Part of the CPUs that is idle, from which nobody is in anybody's way."""
 _MUCH, _LITTLE = 1 / 3, 1 / 6
 """Parts of the CPUs that others use, from which and up to which they count as busy."""
-_SECONDS = 0.5
+_SECONDS = 0.25
 """Time that a reading covers at least: the system counts in hundredths of a second."""
-_BUSY_READINGS = 3
+_BUSY_READINGS = 6
 """Readings in a row until others count as busy: a job that shares the host tells so within 1 s."""
-_CALM_READINGS = 6
+_CALM_READINGS = 12
 
 
 class LoaderPriority:
@@ -22,7 +22,7 @@ class LoaderPriority:
 
     A step takes a few milliseconds and then leaves the CPU: to let it go first costs a loader
     little. Another program that computes without end would go first for ever: while others keep the
-    host busy, the threads have the priority of their process.
+    host busy, and until it is known, the threads have the priority of their process.
 
     Args:
         nice: nice value of threads that give way; 0 leaves them alone.
@@ -32,8 +32,8 @@ class LoaderPriority:
     def __init__(self, nice: int, load: ForeignLoad | None = None) -> None:
         self._nice = nice
         self._load = load if load is not None or not nice else ForeignLoad()
-        self._gives_way = True
-        self._calm_readings = _CALM_READINGS
+        self._gives_way = False
+        self._calm_readings = 1
         self._in_a_row = 0
 
     @property
@@ -64,6 +64,7 @@ class LoaderPriority:
         if self._in_a_row < (_BUSY_READINGS if self._gives_way else self._calm_readings):
             return False
         self._gives_way, self._in_a_row = not self._gives_way, 0
+        self._calm_readings = max(self._calm_readings, _CALM_READINGS)
         return True
 
     def cost_threads(self) -> None:

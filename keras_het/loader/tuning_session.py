@@ -333,8 +333,7 @@ class TuningSession:
             self.controller = self._make_controller(plan, usable_cpus(), most)
             if not order.has_own_threads:
                 self._preparation = order.prepare(order.knobs, self._background()), None
-        self._sums = StepSums(self.controller.next_window)
-        self._begin_window()
+        self._begin_first_window(self.controller)
 
     def _begin(self, adjustable: AdjustablePipeline) -> None:
         self.pipeline = adjustable
@@ -351,8 +350,7 @@ class TuningSession:
             is_plain = self._plain is not None and self._plain[1] is adjustable
             most = plan.prefetch if is_plain and not self.turns_prefetch else None
             self.controller = self._make_controller(plan, cpus, most)
-        self._sums = StepSums(self.controller.next_window)
-        self._begin_window()
+        self._begin_first_window(self.controller)
 
     def _move_plain(self, live: LiveIterator, adjustable: AdjustablePipeline) -> None:
         """Puts an ordinary data set into its own thread pool, before its first element."""
@@ -388,6 +386,11 @@ class TuningSession:
 
     # --- windows and decisions
 
+    def _begin_first_window(self, controller: LoaderController) -> None:
+        self.share.announce()
+        self._sums = StepSums(controller.next_window)
+        self._begin_window()
+
     def _begin_window(self) -> None:
         if self._sums is not None and self.controller is not None:
             self._sums.begin(self.controller.next_window)
@@ -415,7 +418,8 @@ class TuningSession:
         plan = controller.observe(window)
         self._confirmed = getattr(controller, "confirmed_plan", None)
         changes = self._priority.observe(self.share.processes)
-        if changes and not self._give_way() and self.observes_only is None:
+        is_stuck = changes and not self._give_way() and not self.nice
+        if is_stuck and self.observes_only is None:
             self._priority.cost_threads()
             # new threads have the priority that these cannot have back
             plan = plan or dataclasses.replace(controller.plan, reason="other programs are busy")

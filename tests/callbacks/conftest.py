@@ -13,6 +13,7 @@ from keras_het.loader.foreign_load import ForeignLoad
 def nobody_else_on_the_host(monkeypatch):
     """Other tests beside these are no programs that loaders must hold their own against."""
     monkeypatch.setattr(ForeignLoad, "read", lambda load, friends=(): (0.0, len(load.cpus)))
+    monkeypatch.setattr(ForeignLoad, "seconds", 1.0)
 
 
 @pytest.fixture

@@ -135,7 +135,6 @@ def busy_after(monkeypatch, readings):
         return (len(load.cpus), 0.0) if next(looks) >= readings else (0.0, len(load.cpus))
 
     monkeypatch.setattr(ForeignLoad, "read", read)
-    monkeypatch.setattr(ForeignLoad, "seconds", 1.0)
 
 
 def without_rights(kind, thread, nice):
@@ -179,7 +178,7 @@ def test_threads_do_not_give_way_to_other_programs(
 
 def test_what_is_only_observed_is_not_moved_for_the_sake_of_its_priority(monkeypatch):
     monkeypatch.setattr(os, "setpriority", without_rights)
-    busy_after(monkeypatch, 13)  # in the second epoch, in which the cache is full
+    busy_after(monkeypatch, 10)  # in the second epoch, in which the cache is full
     tuner = LoaderTuner(Stays, nice=9, share_host=False)
     data = pipeline(lambda knobs: build(knobs).cache(), Knobs(2 * THREADS, 2, THREADS))
     dense().fit(data, epochs=3, verbose=0, callbacks=[tuner, AtEveryStep(tuner, lambda: None)])

@@ -1,5 +1,6 @@
 """To whom a loader's threads give way, and what other programs use of the host."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from keras_het.loader.foreign_load import ForeignLoad
 from keras_het.loader.loader_priority import LoaderPriority
 
 BUSY, QUIET = (2.0, 0.0), (0.0, 3.0)  # CPUs of others and idle ones, of four
+ENDS = [QUIET, *[BUSY] * 6]  # threads gave way, and do no longer
 
 
 class Host:
@@ -35,43 +37,46 @@ class Host:
     ("readings", "values"),
     [
         pytest.param([QUIET] * 4, [10] * 4, id="nobody else"),
-        pytest.param([BUSY] * 4, [10, 10, 0, 0], id="others compute"),
-        pytest.param([BUSY, BUSY, QUIET] * 2, [10] * 6, id="others compute now and then"),
-        pytest.param([(3.5, 0.5)] * 4, [10] * 4, id="a CPU is idle"),
-        pytest.param([(1.0, 0.0)] * 4, [10] * 4, id="its own jobs keep the host busy"),
-        pytest.param([BUSY] * 3 + [(1.0, 0.0)] * 6, [10, 10] + [0] * 7, id="they get less now"),
-        pytest.param([BUSY, BUSY, None, BUSY, BUSY], [10] * 5, id="not known for a while"),
-        pytest.param([BUSY] * 3 + [QUIET] * 6, [10, 10] + [0] * 6 + [10], id="quiet for a while"),
-        pytest.param([BUSY] * 3 + ([QUIET] * 5 + [BUSY]) * 2, [10, 10] + [0] * 13, id="pauses"),
+        pytest.param([BUSY] * 9, [0] * 9, id="others compute from the start"),
+        pytest.param([BUSY, None, BUSY, QUIET], [0, 0, 0, 10], id="until a job is known"),
+        pytest.param([QUIET] + [BUSY] * 7, [10] * 6 + [0, 0], id="others begin"),
+        pytest.param([QUIET, *[BUSY] * 5] * 2, [10] * 12, id="others compute now and then"),
+        pytest.param([QUIET] + [(3.5, 0.5)] * 8, [10] * 9, id="a CPU is idle"),
+        pytest.param([(0.9, 0.3)] * 8, [0] * 8, id="little is idle"),
+        pytest.param([QUIET] + [(1.0, 0.0)] * 8, [10] * 9, id="jobs keep the host busy"),
+        pytest.param(ENDS + [(1.0, 0.0)] * 12, [0] * 12, id="they get less now"),
+        pytest.param([QUIET, *[BUSY, BUSY, None] * 3], [10] * 10, id="not known now and then"),
+        pytest.param(ENDS + [QUIET] * 12, [0] * 11 + [10], id="quiet for a while"),
+        pytest.param(ENDS + ([QUIET] * 11 + [BUSY]) * 2, [0] * 24, id="pauses"),
     ],
 )
 def test_threads_give_way_unless_other_programs_keep_the_host_busy(readings, values):
     priority = LoaderPriority(10, Host(*readings))
-    assert priority.value == 10
+    assert priority.value == 0
     found, changes = [], []
     for _ in readings:
         changes.append(priority.observe())
         found.append(priority.value)
-    assert found == values
-    assert changes == [now != before for before, now in zip([10, *values], values, strict=False)]
+    assert found[-len(values) :] == values
+    assert changes == [now != before for before, now in itertools.pairwise([0, *found])]
 
 
 def test_looks_are_not_too_short():
-    host = Host(*[BUSY] * 3)
-    host.seconds = 0.4
+    host = Host(QUIET)
+    host.seconds = 0.2
     priority = LoaderPriority(10, host)
     assert not any(priority.observe() for _ in range(9))
     assert host.friends == []
-    host.seconds = 0.6
-    assert [priority.observe({7}) for _ in range(3)] == [False, False, True]
-    assert host.friends == [{7}] * 3
+    host.seconds = 0.3
+    assert priority.observe({7})
+    assert host.friends == [{7}]
 
 
 def test_what_costs_threads_to_take_back_is_given_again_later():
-    priority = LoaderPriority(10, Host(*[BUSY] * 3, *[QUIET] * 24))
-    assert [priority.observe() for _ in range(3)][-1]
+    priority = LoaderPriority(10, Host(*ENDS, *[QUIET] * 48))
+    assert [priority.observe() for _ in ENDS][-1]
     priority.cost_threads()
-    assert [priority.observe() for _ in range(24)] == [False] * 23 + [True]
+    assert [priority.observe() for _ in range(48)] == [False] * 47 + [True]
     assert priority.value == 10
 
 
