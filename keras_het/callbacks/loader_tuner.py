@@ -59,8 +59,8 @@ class LoaderTuner(keras.callbacks.Callback):
             plan and the number of CPUs.
         max_memory: most bytes of batches that are prepared or wait; by default a quarter of the
             memory that is available when training begins, in the host and in its container.
-        nice: nice value of the pipeline's own threads, so that they give way to the training step;
-            0 leaves them alone.
+        nice: nice value of the pipeline's own threads, so that they give way to training steps
+            while no other program keeps the host busy; 0 leaves them alone.
         share_host: whether jobs of the same user on this host divide its CPUs, and what they may
             read at once, among them.
         io_budget: reading threads of all jobs of this host together, for loaders that mostly wait
