@@ -62,6 +62,7 @@ def others(count):
 
 
 def measure_beside(name, policy, steps, most_seconds, settings):
+    """The same, while other programs run."""
     context = multiprocessing.get_context("fork")
     workers = CASES[name].workers
     barrier = context.Barrier(workers) if workers > 1 else None

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import psutil
 
-from keras_het.loader.host_cpus import own_cpus
+from keras_het.loader.host_cpus import busy_and_idle_seconds, own_cpus
 
 
 class ForeignLoad:
@@ -50,7 +50,7 @@ class ForeignLoad:
     ) -> tuple[float, tuple[float, float], dict[int | None, float]]:
         used = {process: _cpu_seconds(process) for process in (None, *friends)}
         found = {process: seconds for process, seconds in used.items() if seconds is not None}
-        return time.monotonic(), _busy_and_idle_seconds(self.cpus), found
+        return time.monotonic(), busy_and_idle_seconds(self.cpus), found
 
 
 def _cpu_seconds(process: int | None) -> float | None:
@@ -60,18 +60,3 @@ def _cpu_seconds(process: int | None) -> float | None:
     except (psutil.Error, OSError, RuntimeError, ValueError):
         return None
     return float(times.user + times.system)
-
-
-def _busy_and_idle_seconds(cpus: Collection[int]) -> tuple[float, float]:
-    try:
-        times = psutil.cpu_times(percpu=True)
-    except (psutil.Error, OSError, RuntimeError, ValueError, IndexError):
-        return 0.0, 0.0  # a container that hides it
-    chosen = [times[cpu] for cpu in cpus if cpu < len(times)] or times
-    busy = idle = 0.0
-    for entry in chosen:
-        # what guests use is in `user`, and what the hypervisor gave away is nobody's here
-        names = ("user", "nice", "system", "irq", "softirq")
-        busy += sum(getattr(entry, name, 0.0) for name in names)
-        idle += entry.idle + getattr(entry, "iowait", 0.0)
-    return busy, idle

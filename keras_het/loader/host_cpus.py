@@ -47,17 +47,25 @@ class IdleCpus:
 
     def _sample(self) -> tuple[float, float, dict[Path, float]]:
         used = {folder: _cpu_seconds(folder, self._cgroups) for folder in self._quotas}
-        return time.monotonic(), _idle_seconds(self._cpus), used
+        return time.monotonic(), busy_and_idle_seconds(self._cpus)[1], used
 
 
-def _idle_seconds(cpus: frozenset[int]) -> float:
+def busy_and_idle_seconds(cpus: frozenset[int]) -> tuple[float, float]:
+    """Time that CPUs computed, for whomever, and that they were idle; zeros if it is hidden.
+
+    Args:
+        cpus: their ids.
+    """
     try:
         times = psutil.cpu_times(percpu=True)
     except (psutil.Error, OSError, RuntimeError, ValueError, IndexError):
-        return 0.0  # a container that hides it: none is known to be idle
+        return 0.0, 0.0  # a container that hides it: none is known to be idle
     chosen = [times[cpu] for cpu in cpus if cpu < len(times)] or times
+    # what guests use is in `user`, and what the hypervisor gave away is nobody's here
+    names = ("user", "nice", "system", "irq", "softirq")
+    busy = sum(getattr(entry, name, 0.0) for entry in chosen for name in names)
     # a CPU whose threads wait for the disk is free
-    return sum(entry.idle + getattr(entry, "iowait", 0.0) for entry in chosen)
+    return busy, sum(entry.idle + getattr(entry, "iowait", 0.0) for entry in chosen)
 
 
 def _cpu_seconds(folder: Path, cgroups: Path) -> float:

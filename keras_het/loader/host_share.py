@@ -53,8 +53,8 @@ class HostShare:
         return frozenset() if self._budget is None else self._budget.processes
 
     def announce(self) -> None:
-        """Lets the others know of this job, and it of them, before anything is measured."""
-        if self._budget is not None:
+        """Lets the others know of this job, and it of them, before anything was measured."""
+        if self._budget is not None and self._job is None:
             with contextlib.suppress(OSError):  # `update` says so
                 self._budget.update(_NOTHING_YET)
 

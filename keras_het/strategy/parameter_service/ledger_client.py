@@ -107,8 +107,9 @@ class LedgerClient:
         if int(status) == Status.CLOSED:
             raise ServiceLostError(
                 f"The parameter service at {self._service.address} belongs to a training that has "
-                "ended, of another model, update rule or format of messages. Received: status "
-                "CLOSED. The next training's service takes its place when its leader begins."
+                "ended, of another model, update rule, format of messages or secret. Received: "
+                "status CLOSED. The next training's service takes its place when its leader "
+                "begins."
             )
         stage, epoch, *numbers, latest = (int(fact) for fact in facts)
         self._used.answered(latest)

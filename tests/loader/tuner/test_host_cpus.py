@@ -31,10 +31,10 @@ def membership(tmp_path, text):
 def nobody_works(monkeypatch):
     """A host all of whose CPUs are idle, whatever this one does."""
 
-    def idle_seconds(cpus):
-        return time.monotonic() * len(cpus)
+    def seconds(cpus):
+        return 0.0, time.monotonic() * len(cpus)
 
-    monkeypatch.setattr("keras_het.loader.host_cpus._idle_seconds", idle_seconds)
+    monkeypatch.setattr("keras_het.loader.host_cpus.busy_and_idle_seconds", seconds)
 
 
 def test_without_cgroups_the_affinity_counts(tmp_path):

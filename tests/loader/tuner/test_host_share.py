@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+import tensorflow as tf
 
+from keras_het.loader import pipeline
 from keras_het.loader.host_budget import LONGEST_SILENCE_SECONDS
 from keras_het.loader.host_share import HostShare
 from keras_het.loader.tuning_session import TuningSession
@@ -57,6 +60,47 @@ def test_models_are_written_once_a_second(clock):
         clock.now += 0.25
     assert budget.written == [1000.0, 1001.0, 1002.0]
     assert answers == [3.0, None, None, None] * 2 + [3.0, None]
+
+
+def test_a_job_is_known_before_anything_was_measured(clock):
+    budget = Budget(clock)
+    share = HostShare(budget, clock)
+    share.announce()
+    assert budget.written == [1000.0]
+    assert share.update(JOB) == 3.0, "its model does not wait for a second"
+    share.announce()
+    assert budget.written == [1000.0] * 2, "its model stays in the file"
+
+
+def test_what_cannot_be_announced_is_said_once_by_the_first_update(clock, caplog):
+    share = HostShare(Budget(clock, OSError("disk is full")), clock)
+    share.announce()
+    assert caplog.messages == []
+    share.update(JOB)
+    assert len(caplog.messages) == 1 and "disk is full" in caplog.text
+
+
+def test_a_session_announces_its_job_with_the_first_batch(clock):
+    budget = Budget(clock)
+    session = TuningSession(lambda plan, cpus, most: FixedController(plan))
+    session.share = HostShare(budget, clock)
+    session.open(iter(pipeline(lambda knobs: tf.data.Dataset.range(9).batch(3))))
+    assert budget.written == [1000.0]
+    session.close()
+
+
+def test_threads_give_way_to_the_jobs_that_share_the_host(clock):
+    budget = Budget(clock)
+    budget.processes = frozenset({7})
+    friends = []
+    session = TuningSession(lambda plan, cpus, most: FixedController(plan))
+    session.share = HostShare(budget, clock)
+    session._priority = SimpleNamespace(value=0, observe=friends.append)
+    session.open(iter(pipeline(lambda knobs: tf.data.Dataset.range(9).batch(3))))
+    for _ in range(3):
+        session.after_step(2.0, 0.0, 1)
+    assert set(friends) == {frozenset({7})}
+    session.close()
 
 
 def windows_told(clock, *windows):
