@@ -6,8 +6,8 @@ Trains handwritten digits on emulated devices of speed 8:8:1: synchronously with
 the slow one left out, and hybrid, where the slow worker takes batches of the same epoch in its own
 time and exchanges with the leader's parameter service. Prints time, samples of each and accuracy.
 
-An eighth of the speed shows how it works, not that it pays: leaving such a worker out is faster, and
-`roles="auto"` does (docs/hybrid.md).
+An eighth of the speed shows how it works, not that it pays: leaving such a worker out is faster,
+and `roles="auto"` does (docs/hybrid.md).
 """
 
 import argparse
