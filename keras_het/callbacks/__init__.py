@@ -1,11 +1,17 @@
 """What adapts training between steps."""
 
-from keras_het.callbacks.backup_and_restore import BackupAndRestore
-from keras_het.callbacks.batch_balancer import BatchBalancer
-from keras_het.callbacks.data_validation import DataValidation
-from keras_het.callbacks.hybrid_aggregation import HybridAggregation
-from keras_het.callbacks.loader_tuner import LoaderTuner
-from keras_het.callbacks.local_training import LocalTraining
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_het.callbacks.backup_and_restore import BackupAndRestore
+    from keras_het.callbacks.batch_balancer import BatchBalancer
+    from keras_het.callbacks.data_validation import DataValidation
+    from keras_het.callbacks.hybrid_aggregation import HybridAggregation
+    from keras_het.callbacks.loader_tuner import LoaderTuner
+    from keras_het.callbacks.local_training import LocalTraining
 
 __all__ = [
     "BackupAndRestore",
@@ -15,3 +21,24 @@ __all__ = [
     "LoaderTuner",
     "LocalTraining",
 ]
+
+_MODULES = {
+    "BackupAndRestore": "backup_and_restore",
+    "BatchBalancer": "batch_balancer",
+    "DataValidation": "data_validation",
+    "HybridAggregation": "hybrid_aggregation",
+    "LoaderTuner": "loader_tuner",
+    "LocalTraining": "local_training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Who tunes a loader alone needs no parameter service in memory.
+    if name in _MODULES:
+        module = importlib.import_module(f"keras_het.callbacks.{_MODULES[name]}")
+        return getattr(module, name)
+    raise AttributeError(f"module 'keras_het.callbacks' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
