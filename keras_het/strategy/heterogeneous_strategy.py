@@ -124,7 +124,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._compute_times = ComputeTimes(self.num_replicas_in_sync)
         # Models whose train function was made while steps were measured; whether gradients too.
         self._measured_models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._keeps_measuring = False
+        self._keeps_measuring = self._keeps_measuring_gradients = False
         # What a backup keeps of a parameter service in this process, and what one brought back.
         self.service_state: Callable[[], dict[str, np.ndarray] | None] | None = None
         self.restored_service_state: dict[str, np.ndarray] | None = None
@@ -297,8 +297,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         times = self._compute_times
         gradients = gradients and self.num_replicas_in_sync > 1
         times.is_measuring = True
-        self._keeps_measuring |= not stops
         times.is_measuring_gradients |= gradients
+        if not stops:
+            self._keeps_measuring = True
+            self._keeps_measuring_gradients |= gradients
         if model is None or self._measured_models.get(model, -1) >= gradients:
             return
         self._measured_models[model] = times.is_measuring_gradients
@@ -306,17 +308,20 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             model.make_train_function(force=True)
 
     def stop_measuring(self, model: Any) -> None:
-        """Ends a measurement that stops, unless another caller's goes on.
+        """Ends a measurement that stops; what another caller measures goes on.
 
         Every worker must call it between the same two steps: a step that measures sums more values.
 
         Args:
             model: the model that was measured; its step is traced again.
         """
-        if self._keeps_measuring:
+        times, keeps = self._compute_times, self._keeps_measuring_gradients
+        if self._keeps_measuring and times.is_measuring_gradients == keeps:
             return
-        self._compute_times.is_measuring = self._compute_times.is_measuring_gradients = False
+        times.is_measuring, times.is_measuring_gradients = self._keeps_measuring, keeps
         self._measured_models.pop(model, None)
+        if self._keeps_measuring:
+            self._measured_models[model] = keeps
         if model.train_function is not None:
             model.make_train_function(force=True)
 

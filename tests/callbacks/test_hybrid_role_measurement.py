@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, HybridAggregation, hybrid_aggregation
+from keras_het.strategy.compute_times import CAPACITY
 from keras_het.strategy.hybrid import role_choice
 from keras_het.strategy.hybrid.exchange_times import ExchangeTimes
 
@@ -61,6 +62,10 @@ def measured_steps(strategy):
     return len(strategy.compute_times.read_new())
 
 
+def has_gradient_squares(strategy):
+    return [bool(step.gradient_squares.any()) for step in strategy.compute_times.latest(CAPACITY)]
+
+
 def test_a_fit_that_is_too_short_says_so_and_the_next_one_chooses(strategy, caplog):
     caplog.set_level(logging.WARNING, "keras_het")
     model = make_model(strategy)
@@ -102,3 +107,16 @@ def test_a_balancer_goes_on_measuring_after_the_plan(strategy):
     fit(make_model(strategy), 2, balancer)
     assert strategy.compute_times.is_measuring
     assert len(balancer.measurements) == 2 * NUM_BATCHES
+
+
+def test_gradients_are_not_measured_after_the_plan_for_a_balancer_without_use_for_them(strategy):
+    model = make_model(strategy)
+    fit(model, 2, BatchBalancer("even"))
+    assert has_gradient_squares(strategy) == [True] * 8 + [False] * 4
+    model.fit(data(), verbose=0, callbacks=[BatchBalancer("even")])
+    assert has_gradient_squares(strategy)[-NUM_BATCHES:] == [False] * NUM_BATCHES
+
+
+def test_a_balancer_that_uses_gradients_goes_on_measuring_them(strategy):
+    fit(make_model(strategy), 2, BatchBalancer(global_batch="adaptive", max_global_batch=8))
+    assert has_gradient_squares(strategy) == [True] * 2 * NUM_BATCHES
