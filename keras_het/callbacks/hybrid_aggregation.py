@@ -266,8 +266,11 @@ class HybridAggregation(keras.callbacks.Callback):
         if self._participant is None:
             return
         with self._watching():
-            self._participant.hide_center()
-            self._participant.end()
+            if self._starts:  # no epoch has begun: nobody has met, and there is no center
+                self._participant.leave()
+            else:
+                self._participant.hide_center()
+                self._participant.end()
         if self._guard is not None:
             self._guard.leave()
         self._forget()
@@ -311,7 +314,8 @@ class HybridAggregation(keras.callbacks.Callback):
         self._end_watch()
         strategy = heterogeneous_strategy(self.model, self)
         strategy.take_claimed_batches(None, None)
-        strategy.service_state = None
+        # a training without an epoch leaves a backup unused, which is none of the next one
+        strategy.service_state = strategy.restored_service_state = None
         if self._user_optimizer is not None:
             self.model.optimizer, self._user_optimizer = self._user_optimizer, None
             self.model.make_train_function(force=True)

@@ -437,3 +437,26 @@ def test_a_rate_that_is_set_after_the_last_step_loses_no_training(strategy):
     hybrid = HybridAggregation(AsyncSGD(0.1), period=100)
     model.fit(data(), verbose=0, callbacks=[hybrid, sets])
     np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
+@pytest.mark.parametrize("task", ["worker", "async"])
+def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, cpu_devices, task, rule):
+    """As after a restart where all epochs were trained."""
+    strategy = strategy_of(monkeypatch, task, worker=1, **{"async": 1})
+    model = make_model(strategy)
+    before, optimizer = flat(model), model.optimizer
+    strategy.restored_service_state = {"of": np.zeros(1)}
+    hybrid = HybridAggregation(rule)
+    model.fit(data(), epochs=2, initial_epoch=2, verbose=0, callbacks=[hybrid])
+    np.testing.assert_array_equal(flat(model), before)
+    assert model.optimizer is optimizer and hybrid.participant is None
+    assert strategy.restored_service_state is None
+
+
+def test_a_fit_after_one_without_an_epoch_trains(strategy):
+    model, hybrid = make_model(strategy), HybridAggregation()
+    before = flat(model)
+    model.fit(data(), epochs=2, initial_epoch=2, verbose=0, callbacks=[hybrid])
+    model.fit(data(), verbose=0, callbacks=[hybrid])
+    assert not np.array_equal(flat(model), before)
