@@ -115,6 +115,7 @@ class BatchBalancer(keras.callbacks.Callback):
         self._first_steps: list[StepTimes] = []
         self._warms_up = False
         self._latest_reading: float | None = None
+        self._watched: Any = None
         self._given_policy = policy
         self._max_share, self._min_share = max_share, min_share
         self._options = options
@@ -139,7 +140,7 @@ class BatchBalancer(keras.callbacks.Callback):
         strategy.compute_times.read_new()
         wanted = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
         strategy.compute_times.want(wanted)
-        note_out_of_memory(self.model, self._out_of_memory)
+        self._watch_memory()
         # Keras has looked at the first batch, which tells the size of the global batch: bounds and
         # weights count from the first step.
         data = data_of_fit(self.model, strategy)
@@ -165,8 +166,17 @@ class BatchBalancer(keras.callbacks.Callback):
         self._latest_reading = None
         self._follow_batch(self._growth.epoch_begins() if self._growth is not None else None)
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Watches for a lack of memory also where another callback made the train function anew."""
+        if self.model.train_function is not self._watched:
+            self._watch_memory()
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Changes the global batch, if it is adaptive."""
+        # validation and other callbacks came before, which are no steps
+        self._latest_reading = None
+        if self._growth is not None:
+            self._growth.steps_end()
         self._read()
         self._follow_batch(self._growth.epoch_ends() if self._growth is not None else None)
 
@@ -201,8 +211,8 @@ class BatchBalancer(keras.callbacks.Callback):
         now, before = time.perf_counter(), self._latest_reading
         self._latest_reading = now
         note = getattr(self._policy, "observe_step_seconds", None)
-        if before is not None and note is not None:
-            note((now - before) / count)
+        if note is not None:
+            note(0.0 if before is None else (now - before) / count)
 
     def _predicted_step_seconds(self, samples: int) -> float | None:
         predict = getattr(self._policy, "predicted_step_seconds", None)
@@ -321,6 +331,10 @@ class BatchBalancer(keras.callbacks.Callback):
         is_fixed = self._given_policy in _FIXED_POLICIES
         few_samples = total < len(strategy.shares)
         return 0 if is_fixed or few_samples or strategy.emulated_devices is not None else 1
+
+    def _watch_memory(self) -> None:
+        note_out_of_memory(self.model, self._out_of_memory)
+        self._watched = self.model.train_function
 
     def _out_of_memory(self, message: str) -> str:
         """Remembers the bound; returns what to tell the user."""

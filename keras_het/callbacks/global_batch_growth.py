@@ -65,7 +65,9 @@ class GlobalBatchGrowth:
         _check(strategy, model, self._data)
         self._strategy, self._model = strategy, model
         self._step_seconds = step_seconds
-        self.base = self.current = int(self._data.global_batch_size)
+        # a backup or an earlier fit may have made it larger: bound and rate count from the first
+        self.current = int(self._data.global_batch_size)
+        self.base = int(getattr(self._data, "first_global_batch_size", None) or self.current)
         self.largest = 8 * self.base if largest is None else int(largest)
         if self.largest < self.base:
             raise ValueError(
@@ -149,13 +151,17 @@ class GlobalBatchGrowth:
         self.current = batch
         return batch
 
+    def steps_end(self) -> None:
+        """What comes before the next reading is no step, as validation is none."""
+        self._last_end = None
+
     def epoch_ends(self) -> int | None:
         """Applies what the chief wanted last; between two epochs, on every worker.
 
         Returns:
             The new global batch, or None if it stays.
         """
-        self._last_end = None
+        self.steps_end()
         batch, factor = self._wanted
         if batch <= self.current:
             return None

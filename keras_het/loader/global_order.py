@@ -95,6 +95,7 @@ class GlobalOrderDataset(DistributedSteps):
             rows.check_batched(dataset.element_spec)
         self.form, passes = recall(dataset, global_batch_size, self)
         self._source = (dataset, global_batch_size)
+        self._first_batch_size: int | None = None
         self.layout = layout
         self._weights = weights
         self.lookahead = lookahead
@@ -140,6 +141,11 @@ class GlobalOrderDataset(DistributedSteps):
         """Samples of a full global batch, None if not known."""
         return self.form.batch_size
 
+    @property
+    def first_global_batch_size(self) -> int | None:
+        """Samples of a full global batch as it was given, None if not known."""
+        return self._first_batch_size or self.form.batch_size
+
     def set_global_batch_size(self, samples: int) -> None:
         """Changes the size of global batches from the next pass on; orders of samples stay.
 
@@ -154,6 +160,7 @@ class GlobalOrderDataset(DistributedSteps):
         """
         if samples < 1:
             raise ValueError(f"A global batch needs at least 1 sample. Received: {samples}.")
+        self._first_batch_size = self.first_global_batch_size
         self.form = with_batch_size(self.form, samples)
         self._idle.clear()
         self._steps = np.int64(global_batches(self.form).cardinality())

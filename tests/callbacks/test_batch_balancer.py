@@ -1,5 +1,6 @@
 """BatchBalancer in one process: what it measures, decides, keeps, and refuses."""
 
+import itertools
 import json
 import math
 import sys
@@ -396,3 +397,73 @@ def test_a_first_step_that_loads_kernels_says_nothing(monkeypatch, first, is_war
     assert all(map(math.isnan, seen[0])) == is_warm_up
     assert seen[1] == (2, 3)
     assert [row["seconds"] for row in balancer.measurements] == [list(first), [2, 3]]
+
+
+class Noting(Zigzag):
+    """Keeps how long steps took as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.step_seconds = []
+
+    def observe_step_seconds(self, seconds):
+        self.step_seconds.append(seconds)
+
+
+class Slow(keras.callbacks.Callback):
+    """Lets a clock go on by a millisecond a step, and by much for all that is no step."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.now += 1e-3
+
+    def on_test_end(self, logs=None):
+        self.now += 1000
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.now += 1000
+
+
+@pytest.mark.parametrize("read_after", [{2, 4}, {3, 5}, {5}, {2, 4, 6}])
+def test_validation_and_other_callbacks_are_no_steps(monkeypatch, read_after):
+    """Of an epoch of six steps, the last ones are read at its end."""
+    slow, policy, steps = Slow(), Noting(), itertools.count()
+    monkeypatch.setattr(batch_balancer, "time", SimpleNamespace(perf_counter=lambda: slow.now))
+    monkeypatch.setattr(
+        reading_interval.ReadingInterval, "is_due", lambda _: next(steps) % 6 + 1 in read_after
+    )
+    strategy = three_replicas()
+    with strategy.scope():
+        model = dense_model()
+    given = {"epochs": 3, "validation_data": batches(16), "verbose": 0}
+    model.fit(strategy.distribute(batches(46)), callbacks=[slow, BatchBalancer(policy)], **given)
+    known = [seconds for seconds in policy.step_seconds if seconds]
+    assert known == pytest.approx([1e-3] * 3 * (len(read_after) - 1))
+    assert len(policy.step_seconds) == 3 * (len(read_after) + (6 not in read_after))
+
+
+@pytest.mark.parametrize(
+    ("is_first", "place"),
+    [(True, "on_train_begin"), (True, "on_train_batch_end"), (False, "on_train_batch_end")],
+)
+def test_a_lack_of_memory_is_noted_where_the_train_function_is_made_anew(tmp_path, is_first, place):
+    """By a callback before it or behind it, as `HybridAggregation` is."""
+
+    def lacks(_):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM on /device:CPU:1 by allocator cpu")
+
+    def make_anew(batch=None, logs=None):
+        model.train_function = lacks
+
+    strategy = three_replicas()
+    with strategy.scope():
+        model = dense_model()
+    balancer = BatchBalancer("even", memory_directory=tmp_path)
+    others = keras.callbacks.LambdaCallback(**{place: make_anew})
+    callbacks = [balancer, others] if is_first else [others, balancer]
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="share"):
+        model.fit(strategy.distribute(batches(24)), verbose=0, callbacks=callbacks)
+    assert list(tmp_path.iterdir())

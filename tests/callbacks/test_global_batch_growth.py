@@ -14,7 +14,7 @@ import tensorflow as tf
 sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 
 from keras_het import HeterogeneousStrategy
-from keras_het.callbacks import BatchBalancer, reading_interval
+from keras_het.callbacks import BatchBalancer, global_batch_growth, reading_interval
 from keras_het.callbacks.global_batch_growth import GlobalBatchGrowth
 from keras_het.planning.global_batch import learning_rate_factor
 from keras_het.planning.noise_scale import NoiseScaleEstimate, noise_scale_estimate
@@ -151,6 +151,16 @@ def test_a_batch_that_a_backup_brings_back_is_the_present_one(strategy):
     assert {sum(row["shares"]) for row in balancer.measurements} == {32}
     assert balancer.global_batch_sizes == [16, 32]
     assert learning_rate(model) == pytest.approx(1e-5)
+
+
+def test_bound_and_rate_count_from_the_first_batch(strategy, monkeypatch):
+    """Also where a backup, or an earlier fit with the same data, has made it larger."""
+    model, given = linear_model(strategy), strategy.distribute(data(1.0))
+    monkeypatch.setattr(global_batch_growth, "data_of_fit", lambda *_: given)
+    for size in (64, 128):
+        given.set_global_batch_size(size)
+        growth = GlobalBatchGrowth(strategy, model, None, lambda size: None)
+        assert (growth.base, growth.current, growth.largest) == (16, size, 128)
 
 
 def test_wishes_of_an_earlier_fit_are_forgotten(strategy):

@@ -61,6 +61,35 @@ def test_a_change_of_speed_ends_the_trial_and_makes_old_steps_no_comparison():
     assert trial.shares_to_return_to() is None
 
 
+def test_a_change_of_the_batch_ends_the_trial_and_makes_old_steps_no_comparison():
+    trial = trial_with([1.0] * 8, [2.0] * 8)
+    trial.batch_changed()
+    assert trial.shares_to_return_to() is None
+    trial.begin(2 * OLD, 2 * NEW, 0.2)
+    for _ in range(8):
+        trial.observe(2 * NEW, 4.0)
+    assert trial.shares_to_return_to() is None
+
+
+def test_the_first_plan_of_a_larger_batch_is_not_compared_with_steps_of_the_smaller_one():
+    """Replicas that are even at 16 samples, as fixed costs make them, are not at 64."""
+    fixed, slope = np.array([4.0e-3, 2.4e-3]), np.array([0.1e-3, 0.3e-3])
+    policy = make_policy("boa", 2, 16)
+    shares, plans = policy.propose(-1).shares, []
+    for step in range(300):
+        if step == 50:
+            policy.set_global_batch_size(64)
+            shares = (32, 32)
+        seconds = fixed + slope * shares
+        policy.observe_step_seconds(1e-3 + seconds.max())
+        policy.observe(step, shares, seconds)
+        plan = policy.propose(step)
+        plans += [str(plan)] if plan is not None else []
+        shares = plan.shares if plan is not None else shares
+    assert not [plan for plan in plans if "taken back" in plan]
+    assert shares == (44, 20)
+
+
 def test_where_whole_steps_do_not_follow_compute_times_shares_go_back():
     """Compute times promise 40 % for (12, 4); the steps as a whole only get longer by it."""
     policy = make_policy("boa", 2, 16)

@@ -95,9 +95,24 @@ class BoaPolicy(SharePolicy):
         Optional: plans are then judged by that, instead of by compute times.
 
         Args:
-            seconds: mean time of a step, collective and all else included.
+            seconds: mean time of a step, collective and all else included; 0 where it is not known.
         """
         self._step_seconds = seconds
+
+    def set_global_batch_size(self, samples: int) -> None:
+        """Changes the number of samples that shares sum to; steps so far are no comparison.
+
+        Args:
+            samples: the new global batch size.
+
+        Raises:
+            TypeError: if it is not whole.
+            ValueError: if no shares satisfy the bounds.
+        """
+        before = self._total
+        super().set_global_batch_size(samples)
+        if self._total != before:
+            self._trial.batch_changed()
 
     def predicted_step_seconds(self, global_batch_size: int) -> float | None:
         """Compute time of a step of another global batch, shared out in the best way.

@@ -59,6 +59,12 @@ class PlanTrial:
         self.distrust = 1.0
         self._refused.clear()
 
+    def batch_changed(self) -> None:
+        """Steps have another number of samples: older ones are no comparison."""
+        self._latest.clear()
+        self._before = self._shares = None
+        self._refused.clear()
+
     def begin(self, previous: IntArray, shares: IntArray, gain: float) -> None:
         """A plan is about to come into effect.
 
