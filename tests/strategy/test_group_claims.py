@@ -203,3 +203,10 @@ def test_who_is_still_training_gets_the_final_weights(
     group.end()
     assert host.stages == [Stage.ENDING, Stage.CLOSED]
     assert host.concluded == pytest.approx(concluded, abs=0.05)
+
+
+@pytest.mark.parametrize("first", [0, 7, 2**20, 2**24 + 1, 3_000_000_001])
+def test_a_grant_of_a_long_epoch_reaches_the_members_as_it_is(first):
+    """In a collective of float32, which does not have all whole numbers above 2**24."""
+    grant = Grant(first, 12, True)
+    assert Grant.of_numbers(np.array(grant.to_numbers(), np.float32).tolist()) == grant

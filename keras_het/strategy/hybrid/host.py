@@ -9,6 +9,8 @@ from typing import Any
 
 from keras_het.strategy.parameter_service.sample_ledger import Stage
 
+_DIGIT = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Grant:
@@ -23,6 +25,20 @@ class Grant:
     first: int
     count: int
     is_last: bool
+
+    def to_numbers(self) -> tuple[int, ...]:
+        """The grant as numbers that float32 has, for a collective of those; each below 2**24."""
+        return *divmod(self.first, _DIGIT), self.count, int(self.is_last)
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> Grant:
+        """The grant of `to_numbers`.
+
+        Args:
+            numbers: four whole ones.
+        """
+        digit, rest, count, is_last = (int(number) for number in numbers)
+        return cls(digit * _DIGIT + rest, count, bool(is_last))
 
 
 class Host(abc.ABC):

@@ -131,14 +131,14 @@ class SyncGroup(Participant):
         weights = self.progress() if push else self.vectors.weights.read()
         state = self.vectors.state.read() if self.vectors.state is not None else []
         claims = self._claims if self._claims is not None and not self._claims.is_complete else None
-        header = [0, 0, 0, 0]
+        header = [0, 0, 0, 0, 0]
         answer = [tf.zeros_like(part) for part in (*weights, *state)]
         if self._host is not None:
             answer = self._host.exchange(weights, state, self._samples, push, wait)
             if claims is not None:
                 period = self._next_period()
                 grant = self._claim(self._host, period)
-                header = [grant.first, grant.count, int(grant.is_last), period]
+                header = [period, *grant.to_numbers()]
             self._host.add_used(self._samples - self._counted)
         *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
         self._counted = self._samples
@@ -146,9 +146,10 @@ class SyncGroup(Participant):
             self._steps = self._samples = self._counted = 0
         self._take(values[: len(weights)], values[len(weights) :])
         if claims is not None:
-            first, count, is_last, self._period = (int(number) for number in header.numpy())
-            claims.add(Grant(first, count, bool(is_last)))
-            self._num_known += count
+            period, *numbers = header.numpy().tolist()
+            self._period, grant = int(period), Grant.of_numbers(numbers)
+            claims.add(grant)
+            self._num_known += grant.count
 
     def _claim(self, host: Host, period: int) -> Grant:
         """Batches for `period` steps, and for those by which the exchange after them may be late.
