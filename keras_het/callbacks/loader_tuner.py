@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_het.callbacks.batch_ends import BatchEnds
+from keras_het.callbacks.fit_watch import FitWatch
 from keras_het.callbacks.local_replicas import local_replicas
 from keras_het.callbacks.present_fit import (
     PresentFit,
@@ -104,6 +105,8 @@ class LoaderTuner(keras.callbacks.Callback):
         self._session: TuningSession | None = None
         self._fit: PresentFit | None = None
         self._ends: BatchEnds | None = None
+        self._watch: FitWatch | None = None
+        self._trained: Any = None
         self._best: LoaderSettings | None = None
         self._last_reason: str | None = None
         self._last_report: PipelineReport | None = None
@@ -131,8 +134,11 @@ class LoaderTuner(keras.callbacks.Callback):
             )
         self._close()
         self._session = self._make_session()
+        self._watch = FitWatch(self._release)
         self.moves = self._session.moves
-        self._fit, self._ends = PresentFit(self.model), BatchEnds(self.model)
+        self._trained = self.model  # `evaluate` of another one may set that
+        self._fit = PresentFit(self.model)
+        self._ends = BatchEnds(self.model, self._after_all_have_begun)
         self.replicas = local_replicas(self.model)
         self._functions["train"].replace(self.model, self._train_function)
 
@@ -152,8 +158,8 @@ class LoaderTuner(keras.callbacks.Callback):
         self._batch = batch
         if self._fit is not None:
             self._fit.begin_epoch()  # another callback may have trained the model meanwhile
-        if self._session is not None and not self._functions["train"].is_in(self.model):
-            self._functions["train"].replace(self.model, self._train_function)
+        if self._session is not None and not self._functions["train"].is_in(self._trained):
+            self._functions["train"].replace(self._trained, self._train_function)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the input wait to the logs of the epoch."""
@@ -170,12 +176,19 @@ class LoaderTuner(keras.callbacks.Callback):
             sys.stdout.write(f"\n{self.best_settings()}\n")
 
     def _end(self) -> None:
-        self._best = self._settings() or self._best
         self._functions["train"].restore()
         self._last_start = None
         self._close()
 
     def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        self._release()
+
+    def _release(self) -> None:
+        """Leaves the host to others, also from another thread; the model stays as it is."""
+        self._best = self._settings() or self._best
         if self._ends is not None:
             self._ends.let_go()
             self._ends = None
@@ -191,6 +204,8 @@ class LoaderTuner(keras.callbacks.Callback):
         session, fit = self._session, self._fit
 
         def step(iterator: Any) -> Any:
+            if self._session is None:
+                self._functions["train"].restore()  # ours ended in an error elsewhere
             if session is None or fit is None or session is not self._session:
                 return original(iterator)
             if isinstance(iterator, (list, types.GeneratorType)):
@@ -210,6 +225,12 @@ class LoaderTuner(keras.callbacks.Callback):
 
         return step
 
+    def _after_all_have_begun(self, batch: int, logs: Any = None) -> None:
+        """The same, once the callbacks behind were called, who may have done so too."""
+        # a History of the user's own may be one of a later fit
+        if self._fit is not None and (self._fit.is_running or is_within_callbacks_of(self)):
+            self.on_train_batch_begin(batch)
+
     def _meet_other_fit(self) -> None:
         if is_within_callbacks_of(self):
             self._end_of_steps()  # ours goes on when that callback is done
@@ -228,7 +249,7 @@ class LoaderTuner(keras.callbacks.Callback):
                 return original(metered)
             finally:
                 self._note_start(start, metered.input_wait_seconds, metered.steps)
-        batches = live.take(self.model.steps_per_execution)
+        batches = live.take(self._trained.steps_per_execution)
         self._note_start(start, live.input_wait_seconds, len(batches))
         session.note_batch(batches[0])
         return original(batches)
@@ -262,6 +283,8 @@ class LoaderTuner(keras.callbacks.Callback):
             if self._verbose:
                 for move in self._session.moves[moves:]:
                     sys.stdout.write(f"\nstep {move.step}: {move.plan}\n")
+        elif is_last:
+            self._session.end_epoch()
 
     # --- evaluate and predict
 

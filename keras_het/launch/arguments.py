@@ -1,6 +1,7 @@
 """The command line's grammar."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         )
     if options.module == []:
         parser.error("-m needs a MODULE")
-    if options.module is None and not Path(_script(parser, options)).is_file():
+    # Path.is_file raises for a name that is too long
+    if options.module is None and not os.path.isfile(_script(parser, options)):  # noqa: PTH113
         parser.error(f"there is no file {options.script!r}; give a script, or -m MODULE")
     return options
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ def add_loader_commands(commands: Any) -> None:
 
 def _run_advice(options: argparse.Namespace) -> int:
     # TensorFlow takes seconds to import: wrong usage is told before
-    if not Path(options.script).is_file():
+    # Path.is_file raises for a name that is too long
+    if not os.path.isfile(options.script):  # noqa: PTH113
         raise ValueError(f"there is no file {options.script!r}; give the script that calls fit")
     from keras_het.loader.advice.script import advise_script
 

@@ -230,6 +230,11 @@ class TuningSession:
         if full:
             self._decide()
         if is_last:
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """What follows is no step; called by itself if no step was known to be the last one."""
+        if self._preparation is None and self._building is None:
             # also where Keras goes on with the same iterator: of short epochs a step counts then
             self._pause(max(min(_STEPS_TO_START, self._steps - self._steps_before - 1), 1))
 

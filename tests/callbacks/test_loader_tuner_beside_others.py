@@ -10,6 +10,7 @@ import pytest
 from loader_training import (
     ROWS,
     STEPS,
+    EveryStep,
     build,
     dense,
     done,
@@ -23,7 +24,8 @@ from loader_training import (
 from keras_het.callbacks import BatchBalancer, LoaderTuner
 from keras_het.callbacks.memory_bounds import note_out_of_memory
 from keras_het.callbacks.step_functions import StepFunction, functions_in, original_of
-from keras_het.loader import pipeline
+from keras_het.loader import Knobs, pipeline
+from keras_het.planning.loader import WindowSize
 
 EXTRA = -1.0
 
@@ -37,6 +39,14 @@ class Anew(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 5:
+            self.model.make_train_function(force=True)
+
+
+class AnewBeforeSteps(keras.callbacks.Callback):
+    """The same just before a step, when a callback ahead of it has seen the step begin."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch in (0, 5):
             self.model.make_train_function(force=True)
 
 
@@ -114,6 +124,42 @@ def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built)
     assert tuner.meter.steps == 3 * STEPS
     assert tuner.observes_only is None
     assert len(done(tuner)) >= 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_train_function_that_is_made_anew_before_a_step_loses_no_sample(first, is_built):
+    tuner = moving()
+    callbacks = [tuner, AnewBeforeSteps()] if first else [AnewBeforeSteps(), tuner]
+    data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))
+    model = train(data, callbacks)
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(model.seen))
+    assert tuner.meter.steps == len(model.seen) == 3 * STEPS
+    assert "on_train_batch_begin" not in vars(model.history)
+
+
+class EvaluatesAnother(keras.callbacks.Callback):
+    """Evaluates another model with the same LoaderTuner, within an epoch and at its end."""
+
+    def __init__(self, tuner):
+        super().__init__()
+        self.tuner = tuner
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 4:
+            dense().evaluate(slow(0.0), verbose=0, callbacks=[self.tuner])
+
+    def on_epoch_end(self, epoch, logs=None):
+        dense().evaluate(slow(0.0), verbose=0, callbacks=[self.tuner])
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_another_model_may_be_evaluated_with_the_same_tuner(is_built):
+    tuner = moving()
+    data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))
+    model = train(data, [tuner, EvaluatesAnother(tuner)])
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in in_epochs(model.seen))
+    assert tuner.meter.steps == len(model.seen) == 3 * STEPS
 
 
 class FitsWithTheTuner(keras.callbacks.Callback):
@@ -264,3 +310,32 @@ def test_one_that_was_thrown_away_is_missed():
     assert not function.is_in(model)
     function.replace(model, times_ten)
     assert model.train_function(3) == 30
+
+
+class Patiently(EveryStep):
+    """Measures in one window that no epoch fills."""
+
+    def __init__(self, plan, cpus):
+        super().__init__(plan, cpus)
+        self.next_window = WindowSize(0, 10**6, 3600.0)
+
+
+class LooksAtValidation(keras.callbacks.Callback):
+    """Whether the host is measured when a validation begins."""
+
+    def __init__(self, tuner):
+        super().__init__()
+        self.tuner, self.is_measured = tuner, []
+
+    def on_test_begin(self, logs=None):
+        self.is_measured.append(not self.tuner._session._sums.is_skipping)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_validation_is_in_no_window_also_behind_an_epoch_of_unknown_length(is_known):
+    tuner = LoaderTuner(Patiently, share_host=False)
+    looks = LooksAtValidation(tuner)
+    data = build(Knobs(2, 2, 2))
+    data = data if is_known else data.filter(lambda *batch: True)
+    train(data, [tuner, looks], validation_data=slow(0.0))
+    assert looks.is_measured == [False] * 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
 
 import keras
 import pytest
@@ -25,8 +27,10 @@ from loader_training import (
 import keras_het
 from keras_het.callbacks import LoaderTuner
 from keras_het.callbacks.data_validation import _FirstBatches
+from keras_het.callbacks.fit_watch import FitWatch
 from keras_het.callbacks.step_functions import Replacement
 from keras_het.loader import AdjustablePipeline, Knobs, pipeline
+from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.loader_threads import LoaderThreads
 from keras_het.planning.loader import FixedController, LoaderPlan, WindowSize
 
@@ -60,6 +64,8 @@ def host_entries(folder):
 @pytest.mark.parametrize("callbacks", [[], [keras.callbacks.History()]])
 def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    seldom = functools.partial(FitWatch, poll_seconds=3600.0)
+    monkeypatch.setattr("keras_het.callbacks.loader_tuner.FitWatch", seldom)
     model, tuner = dense(), LoaderTuner(Eager)
     with pytest.raises(KeyboardInterrupt):
         model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails(), *callbacks])
@@ -70,6 +76,23 @@ def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp
     assert tuner._session is None
     assert not isinstance(model.train_function, Replacement)
     assert host_entries(tmp_path) == {}
+
+
+def test_a_training_that_was_broken_off_leaves_the_host_to_others(tmp_path, monkeypatch):
+    """No step, fit or end of the process tells the LoaderTuner."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = threading.Event()
+    leave = HostBudget.leave
+    monkeypatch.setattr(HostBudget, "leave", lambda budget: (leave(budget), left.set()))
+    model, tuner = dense(), LoaderTuner(Eager)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails()])
+    assert left.wait(60)
+    assert host_entries(tmp_path) == {}
+    assert tuner.best_settings() is not None
+    model.fit(slow(0.001), verbose=0)
+    assert tuner.meter.steps == 1
+    assert not isinstance(model.train_function, Replacement)
 
 
 class Stops(keras.callbacks.Callback):

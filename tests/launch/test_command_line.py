@@ -271,6 +271,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--workers", "0", __file__], "at least 1, received '0'"),
         (["run", "--workers", "two", __file__], "at least 1, received 'two'"),
         (["run", "--workers", "2", "missing.py"], "there is no file 'missing.py'"),
+        (["run", "--workers", "2", "a" * 5000], "there is no file 'aaa"),
         (["run", "--speeds", "4,2", "--workers", "3", __file__], "2 speeds, but --workers is 3"),
         (["run", "--speeds", "4,,1", __file__], "such as 4,2,1; received '4,,1'"),
         (["run", "--speeds", "4,0", __file__], "positive numbers"),

@@ -202,9 +202,10 @@ def test_an_error_of_the_script_is_shown_where_it_was(tmp_path: Path, capsys, bo
     assert "train.py ended in this error before it called model.fit." in shown
 
 
-def test_a_script_that_is_not_there_is_named(capsys) -> None:
-    assert main(["loader-advice", "nowhere.py"]) == 2
-    assert "there is no file 'nowhere.py'" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["nowhere.py", "long" * 2000])
+def test_a_script_that_is_not_there_is_named(capsys, name) -> None:
+    assert main(["loader-advice", name]) == 2
+    assert f"there is no file '{name}'" in capsys.readouterr().err
 
 
 def test_a_time_that_is_none_is_refused(capsys) -> None:
