@@ -145,16 +145,13 @@ class SummationGroup:
 
     def _sum(self, vector: Any, place: _Place) -> Any:
         step = self._next_step(place.counter)
-        sent: list[list[Any]] = [[] for _ in self._clients]
-        totals = []
-        partitions = tf.split(vector, list(place.placement.sizes))
-        owners = place.placement.owners
-        for owner, slot, values in zip(owners, place.slots, partitions, strict=True):
-            in_flight = place.placement.in_flight[owner]
-            before = sent[owner][-in_flight:][:1] if len(sent[owner]) >= in_flight else []
-            total = self._exchange(owner, slot, step, values, before)
-            sent[owner].append(total)
-            totals.append(total)
+        placement = place.placement
+        partitions = tf.split(vector, list(placement.sizes))
+        messages = zip(placement.owners, place.slots, partitions, placement.waits, strict=True)
+        totals: list[Any] = []
+        for owner, slot, values, waits in messages:
+            before = [totals[number] for number in waits]
+            totals.append(self._exchange(owner, slot, step, values, before))
         return tf.concat(totals, axis=0)
 
     def _exchange(self, owner: int, slot: int, step: Any, values: Any, before: list[Any]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 
-SMALLEST_PARTITION_BYTES = 65_536
+SMALLEST_PARTITION_BYTES = 32_768
 """A message costs as much time as many bytes, so that smaller ones do not pay."""
 
 _PARTITIONS_PER_MACHINE = 32
@@ -38,7 +38,7 @@ class Summation:
     link_rates: Sequence[float] | None = None
     spare_link_rates: Sequence[float] | None = None
     partition_bytes: int | None = None
-    partitions_in_flight: int = 4
+    partitions_in_flight: int = 6
     timeout_seconds: float = 10.0
 
     def __post_init__(self) -> None:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 
 from keras_het.planning import SummationPlan, apportion, plan_summation
 
+_FIRST_PARTS = 4
+"""How many times smaller the first messages to a machine are, see `cut`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where every partition of a vector is summed.
+    """Where every partition of a vector is summed, and when it is sent.
 
     Args:
         sizes: elements of each partition, in the order of the vector.
         owners: machine of each, workers first, then spare machines.
-        in_flight: partitions that a worker has on their way to each machine at most.
+        waits: of each partition, numbers of those whose sums must be back before it is sent.
         plan: what it was made from; its bytes are elements here.
     """
 
     sizes: tuple[int, ...]
     owners: tuple[int, ...]
-    in_flight: tuple[int, ...]
+    waits: tuple[tuple[int, ...], ...]
     plan: SummationPlan
 
 
@@ -36,9 +40,8 @@ def place_partitions(
 ) -> Placement:
     """Cuts a vector so that every machine sums exactly what `plan_summation` gives it.
 
-    A machine's elements are cut into equal partitions. They follow each other in the vector such
-    that all machines are equally far through theirs at any place of it: every link is busy from the
-    first partition (the front layers) to the last.
+    Partitions follow each other in the vector such that all machines are equally far through theirs
+    at any place of it: every link is busy from the first partition (the front layers) to the last.
 
     Args:
         num_elements: elements of the vector, at least 1.
@@ -55,19 +58,40 @@ def place_partitions(
             worker_bytes=(0,) * len(worker_rates),
             spare_bytes=apportion(num_elements, spare_rates),
         )
+    flights = share_in_flight(plan.machine_bytes, in_flight)
     ordered: list[tuple[Fraction, int, int]] = []
     for machine, elements in enumerate(plan.machine_bytes):
-        count = -(-elements // largest_partition)
-        for index in range(count):
-            size = elements * (index + 1) // count - elements * index // count
-            ordered.append((Fraction(2 * index + 1, 2 * count), machine, size))
+        start = 0
+        for size in cut(elements, largest_partition, flights[machine]):
+            ordered.append((Fraction(2 * start + size, 2 * elements), machine, size))
+            start += size
     ordered.sort()
-    return Placement(
-        sizes=tuple(size for _, _, size in ordered),
-        owners=tuple(machine for _, machine, _ in ordered),
-        in_flight=share_in_flight(plan.machine_bytes, in_flight),
-        plan=plan,
-    )
+    sizes = tuple(size for _, _, size in ordered)
+    owners = tuple(machine for _, machine, _ in ordered)
+    return Placement(sizes, owners, _waits(sizes, owners, len(flights), flights), plan)
+
+
+def cut(elements: int, largest: int, num_first: int) -> list[int]:
+    """Cuts a machine's part of the vector into messages, smaller ones first.
+
+    A machine sends nothing before it has a message from every worker, and messages that are under
+    way to it at once share the links, so that all of these arrive together. Were they as large as
+    the others, its link would send nothing for that long.
+
+    Args:
+        elements: of the part.
+        largest: elements of a message at most.
+        num_first: messages that are under way at once, of which the first are smaller.
+
+    Returns:
+        Elements of each message, as equal as can be but for the first.
+    """
+    first = [largest // _FIRST_PARTS] * num_first
+    if not all(first) or elements < sum(first) + largest:
+        first = []
+    rest = elements - sum(first)
+    count = -(-rest // largest)
+    return first + [rest * (i + 1) // count - rest * i // count for i in range(count)]
 
 
 def share_in_flight(machine_bytes: Sequence[int], most: int) -> tuple[int, ...]:
@@ -85,3 +109,57 @@ def share_in_flight(machine_bytes: Sequence[int], most: int) -> tuple[int, ...]:
     """
     largest = max(machine_bytes)
     return tuple(max(1, round(most * own / largest)) for own in machine_bytes)
+
+
+def _waits(
+    sizes: Sequence[int], owners: Sequence[int], num_machines: int, flights: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    r"""Of each partition, those that must be back before it is sent.
+
+    Of its own machine's partitions the one that is F before it, so that F are under way. Of those
+    of another machine m, which sums :math:`x_m` elements, the last that ends at least a window
+    before the place where it starts, both as parts of what their machines sum:
+
+    .. math:: w_m = F_m \max_{p \in m} s_p / x_m
+
+    Links are shared by connections, whatever each still has to carry. Without the second rule
+    machines that sum little are done early, and the links of the others have too much left.
+    """
+    through = [_Progress() for _ in range(num_machines)]
+    for number, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
+        through[owner].add(number, size)
+    sent = [0] * num_machines
+    waits = []
+    for owner in owners:
+        own = through[owner]
+        place = sent[owner]
+        sent[owner] += 1
+        found = [own.numbers[place - flights[owner]]] if place >= flights[owner] else []
+        start = Fraction(own.starts[place], own.elements)
+        for machine, other in enumerate(through):
+            if machine != owner and other.numbers:
+                found += other.last_before(start, flights[machine])
+        waits.append(tuple(sorted(found)))
+    return tuple(waits)
+
+
+class _Progress:
+    """How far a machine is after each of its partitions."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.starts: list[int] = []
+        self.elements = 0
+        self._largest = 0
+
+    def add(self, number: int, size: int) -> None:
+        self.numbers.append(number)
+        self.starts.append(self.elements)
+        self.elements += size
+        self._largest = max(self._largest, size)
+
+    def last_before(self, part: Fraction, flight: int) -> list[int]:
+        """The last partition that ends a window before a part of all, if there is one."""
+        end = part * self.elements - flight * self._largest
+        ended = bisect.bisect_right([*self.starts[1:], self.elements], end)
+        return self.numbers[:ended][-1:]

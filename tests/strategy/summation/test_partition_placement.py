@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_het.strategy.summation import place_partitions
-from keras_het.strategy.summation.placement import share_in_flight
+from keras_het.strategy.summation.placement import cut, share_in_flight
 
 rates = st.floats(0.1, 10.0)
 
@@ -70,10 +70,65 @@ def test_who_sums_more_has_no_fewer_messages_under_way(machine_bytes, most):
 
 def test_messages_under_way_for_equal_links():
     def shares(num_spare):
-        return place_partitions(10**6, [1.0] * 4, [1.0] * num_spare, 10_000, in_flight=6).in_flight
+        plan = place_partitions(10**6, [1.0] * 4, [1.0] * num_spare, 10_000).plan
+        return share_in_flight(plan.machine_bytes, 6)
 
     assert shares(0) == (6,) * 4
     assert shares(1) == (3,) * 4 + (6,)  # a worker sums half as much as the spare machine
     assert shares(2) == (2,) * 4 + (6,) * 2
     assert shares(3) == (1,) * 4 + (6,) * 3
     assert shares(4)[4:] == (6,) * 4
+
+
+@given(st.integers(1, 10**6), st.integers(100, 10**5), st.integers(1, 16))
+def test_the_first_messages_are_smaller(elements, largest, num_first):
+    sizes = cut(elements, max(largest, elements // 1000), num_first)
+    assert sum(sizes) == elements
+    first, rest = sizes[:num_first], sizes[num_first:]
+    if len(set(first)) == 1 and rest and first[0] < rest[0] - 1:
+        assert all(size <= max(largest, elements // 1000) // 4 for size in first)
+    # of the others none differs by more than one
+    assert max(rest or first) - min(rest or first) <= 1
+
+
+def test_a_machine_with_few_messages_has_equal_ones():
+    assert cut(700, 400, 4) == [350, 350]
+    assert set(cut(1000, 3, 1)) == {2, 3}  # a quarter would be nothing
+    assert cut(1200, 400, 2) == [100, 100, 333, 333, 334]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(1_000, 100_000),
+    st.lists(rates, min_size=2, max_size=6),
+    st.lists(rates, max_size=4),
+    st.integers(1, 8),
+)
+def test_no_machine_is_sent_to_while_another_is_a_window_behind(
+    num_elements, workers, spare, in_flight
+):
+    place = place_partitions(
+        num_elements, workers, spare, num_elements // 60 + 1, in_flight=in_flight
+    )
+    flights = share_in_flight(place.plan.machine_bytes, in_flight)
+    machines = range(len(flights))
+    largest = [
+        max((s for s, o in zip(place.sizes, place.owners, strict=True) if o == m), default=0)
+        for m in machines
+    ]
+    ends: list[int] = []
+    done = [0] * len(flights)
+    for number, (size, owner) in enumerate(zip(place.sizes, place.owners, strict=True)):
+        waits = place.waits[number]
+        assert all(earlier < number for earlier in waits)  # nobody waits for ever
+        own = [n for n in range(number) if place.owners[n] == owner]
+        if len(own) >= flights[owner]:  # so many chains, in each of which one is under way
+            assert own[-flights[owner]] in waits
+        start = Fraction(done[owner], place.plan.machine_bytes[owner])
+        for machine in machines:
+            total = place.plan.machine_bytes[machine]
+            if total and machine != owner:
+                through = max((ends[n] for n in waits if place.owners[n] == machine), default=0)
+                assert through > start * total - (flights[machine] + 1) * largest[machine]
+        done[owner] += size
+        ends.append(done[owner])

@@ -101,33 +101,35 @@ def test_sums_are_made_in_functions_of_float32_values_of_known_shape(groups):
     assert not group.can_sum(tf.ones([3]))
 
 
-def test_a_machine_is_sent_no_more_at_once_than_placed(groups, monkeypatch):
+def test_a_message_waits_for_what_it_is_placed_behind(groups, monkeypatch):
     placement = place_partitions(23, [1.0] * 2, [1.0], 4, in_flight=2)
-    sent = [[] for _ in placement.in_flight]
+    totals = []
 
     def exchange(owner, slot, step, values, before):
-        in_flight = placement.in_flight[owner]
-        waits_for = sent[owner][-in_flight] if len(sent[owner]) >= in_flight else None
-        assert [id(total) for total in before] == ([] if waits_for is None else [id(waits_for)])
-        sent[owner].append(tf.identity(values))
-        return sent[owner][-1]
+        number = len(totals)
+        assert owner == placement.owners[number]
+        expected = [id(totals[earlier]) for earlier in placement.waits[number]]
+        assert [id(total) for total in before] == expected
+        totals.append(tf.identity(values))
+        return totals[-1]
 
     monkeypatch.setattr(groups[0], "_exchange", exchange)
     tf.function(lambda values: groups[0].sum([values])[0]).get_concrete_function(tf.ones([23]))
-    assert [len(totals) for totals in sent] == [2, 2, 3]
-    assert placement.in_flight == (1, 1, 2)
+    assert len(totals) == len(placement.owners)
+    assert any(placement.waits)
 
 
-def test_what_goes_to_one_machine_waits_for_no_other(groups):
+def test_a_message_waits_for_nothing_else(groups):
+    """As TensorFlow would have it, in the order of the graph, if nothing was said."""
     function = tf.function(lambda values: groups[0].sum([values])[0])
     operations = function.get_concrete_function(tf.ones([23])).graph.get_operations()
     calls = [op for op in operations if op.type == "StatefulPartitionedCall"]
-    owners = place_partitions(23, [1.0] * 2, [1.0], 4, in_flight=2).owners
-    machine_of = dict(zip(calls, owners, strict=True))
-    waits = {call: ancestors(call) & machine_of.keys() for call in calls}
-    assert any(waits.values())
-    for call, before in waits.items():
-        assert {machine_of[earlier] for earlier in before} <= {machine_of[call]}
+    waits = place_partitions(23, [1.0] * 2, [1.0], 4, in_flight=2).waits
+    assert len(calls) == len(waits)
+    behind = []
+    for call, earlier in zip(calls, waits, strict=True):
+        behind.append(set(earlier).union(*(behind[number] for number in earlier)))
+        assert ancestors(call) & set(calls) == {calls[number] for number in behind[-1]}
 
 
 def ancestors(operation):

@@ -51,7 +51,7 @@ def test_rates_are_one_for_each_machine():
 
 
 def test_messages_are_neither_small_nor_larger_than_tensorflow_takes():
-    assert Summation().elements_per_message(1000, 4) == 65_536 // 4
+    assert Summation().elements_per_message(1000, 4) == 32_768 // 4
     assert Summation().elements_per_message(10**10, 4) == 4_096_000 // 4
     assert Summation().elements_per_message(128 * 10**5, 4) == 10**5
     assert Summation(partition_bytes=16).elements_per_message(10**9, 4) == 4
