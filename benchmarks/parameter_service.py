@@ -17,6 +17,7 @@ messages and what the allocator keeps. `server_memory_mb` is the whole of that p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import statistics
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="little data: form, not numbers")
     parser.add_argument("--size", type=int, help="only this one of 4, 40 and 400 MB")
+    parser.add_argument("--debug", action="store_true", help="show what the processes print")
     options = parser.parse_args()
     sizes, clients = ((4,), (2,)) if options.quick else ((4, 40, 400), (1, 2, 4))
     rows: list[dict[str, Any]] = []
@@ -60,9 +62,10 @@ def main() -> None:
 def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]:
     """One row: all kinds are alive and take turns."""
     rounds, exchanges = (2, 3) if quick else (7, max(2, 400 // size_mb // num_clients))
-    groups = [Group(kind, size_mb, num_clients) for kind in KINDS]
+    groups = [Group() for _ in KINDS]
     try:
-        for group in groups:
+        for kind, group in zip(KINDS, groups, strict=True):
+            group.start(kind, size_mb, num_clients)
             group.run(exchanges)  # warms up
         times = [[group.run(exchanges) for group in groups] for _ in range(rounds)]
         memory, client_memory = groups[0].largest_memory_mb()
@@ -100,18 +103,31 @@ def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]
 class Group:
     """One kind of server and its clients."""
 
-    def __init__(self, kind: str, size_mb: int, num_clients: int) -> None:
-        self._ports = ReservedPorts(1 + num_clients)
-        self._ports.release()
-        addresses = list(self._ports.addresses)
-        self._server = _start(f"{kind}-server", size_mb, *addresses)
+    def __init__(self) -> None:
+        self.memory_before_mb = 0.0
+        self._clients: list[subprocess.Popen[str]] = []
+        self._closing = contextlib.ExitStack()
+
+    def start(self, kind: str, size_mb: int, num_clients: int) -> None:
+        """Returns when all processes are ready."""
+        ports = ReservedPorts(1 + num_clients)
+        self._closing.callback(ports.close)
+        ports.release()
+        addresses = list(ports.addresses)
+        self._server = self._process(f"{kind}-server", size_mb, *addresses)
         # The service says what its process had before it made the variables.
         self.memory_before_mb = float(_read(self._server).partition(" ")[2] or 0)
-        self._clients = [
-            _start(f"{kind}-client", size_mb, index, *addresses) for index in range(num_clients)
-        ]
+        for index in range(num_clients):
+            client = self._process(f"{kind}-client", size_mb, index, *addresses)
+            self._clients.append(client)
         for client in self._clients:
             _read(client)
+
+    def _process(self, role: str, *arguments: Any) -> subprocess.Popen[str]:
+        process = _start(role, *arguments)
+        self._closing.callback(process.wait)
+        self._closing.callback(process.kill)
+        return process
 
     def run(self, exchanges: int) -> float:
         """Seconds for one exchange of every client, all at the same time."""
@@ -127,10 +143,7 @@ class Group:
 
     def close(self) -> None:
         """Ends all processes."""
-        for process in (*self._clients, self._server):
-            process.kill()
-            process.wait()
-        self._ports.close()
+        self._closing.close()
 
 
 def _memory_mb(pid: int | str, name: str) -> float:
@@ -172,6 +185,9 @@ def _elements(size_mb: str) -> int:
 
 
 def service_server(size_mb: str, address: str, *_: str) -> None:
+    from keras_het.launch.allocator import share_freed_memory
+
+    share_freed_memory()  # as `keras-het serve` does
     import tensorflow as tf
 
     from keras_het.strategy.parameter_service import ParameterService, Partitions
@@ -264,10 +280,10 @@ def echo_server(size_mb: str, address: str, *_: str) -> None:
     from keras_het.strategy.parameter_service.function_server import FunctionServer
 
     server = FunctionServer(address)
-    for index, size in enumerate(Partitions(((_elements(size_mb),),)).sizes):
-        signature = [tf.TensorSpec([], tf.string), tf.TensorSpec([size], tf.float32)]
-        echo = tf.function(lambda _, values: tf.identity(values), input_signature=signature)
-        server.register(f"echo_{index}", echo)
+    size = Partitions(((_elements(size_mb),),)).sizes[0]  # of all
+    signature = [tf.TensorSpec([], tf.string), tf.TensorSpec([size], tf.float32)]
+    echo = tf.function(lambda secret, values: tf.identity(values), input_signature=signature)
+    server.register("echo", echo)
     server.start()
     print("ready", flush=True)
     threading.Event().wait()
@@ -281,20 +297,21 @@ def echo_client(size_mb: str, index: str, address: str, *_: str) -> None:
     from keras_het.strategy.parameter_service.function_client import FunctionClient
 
     client = FunctionClient(address, SECRET, timeout_seconds=60)
-    change = [tf.ones([size]) for size in Partitions(((_elements(size_mb),),)).sizes]
+    sizes = Partitions(((_elements(size_mb),),)).sizes
+    change = [tf.ones([size]) for size in sizes]
 
     @tf.function
     def exchange(change: Any) -> Any:
         calls: list[Any] = []
-        for index, values in enumerate(change):
+        for values in change:
             earlier = calls[-PARTITIONS_UNDER_WAY:]
             waits = [earlier[0].is_ok()] if len(earlier) == PARTITIONS_UNDER_WAY else []
             with tf.control_dependencies(waits):
-                calls.append(client.call(f"echo_{index}", [values], tf.TensorSpec([None])))
+                calls.append(client.call("echo", [values], tf.TensorSpec([None])))
         return [call.get_value() for call in calls]
 
     def run() -> None:
-        if sum(int(values.shape[0]) for values in exchange(change)) != _elements(size_mb):
+        if sum(int(values.shape[0]) for values in exchange(change)) != sum(sizes):
             raise RuntimeError("not all came back")
 
     run()

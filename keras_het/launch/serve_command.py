@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
+from keras_het.launch.allocator import share_freed_memory
 
 
 def add_serve(commands: Any) -> None:
@@ -36,6 +37,7 @@ def serve_parameters(options: argparse.Namespace) -> int:
     Args:
         options: of the command line.
     """
+    share_freed_memory()  # before TensorFlow's threads
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the center is in host memory
     os.environ[KERAS_BACKEND] = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND  # as of workers

@@ -18,6 +18,7 @@ def set_up(monkeypatch, address):
     monkeypatch.setenv("KERAS_HET_SERVICE_SECRET", "0123456789abcdef")
     monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
     monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serve_command, "share_freed_memory", lambda: False)  # not for this process
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from keras_het.strategy.parameter_service import (
 )
 from keras_het.strategy.rules import AsyncSGD, RoundRobinEASGD
 
-PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: 9 + 5
+PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
 GOOD = credential(b"0123456789abcdef", "model")
 NUM_CLIENTS = 3
 LARGEST = np.float32(3.4e38)  # two of them are too large together
@@ -47,6 +47,7 @@ class Fuzzer:
         change = self.random.normal(size=size).astype("float32")
         arguments = {
             "credential": GOOD,
+            "part": np.int32(part),
             "client": np.int32(self.random.integers(NUM_CLIENTS)),
             "samples": np.float32(self.random.integers(1, 9)),
             "version": np.int64(0),
@@ -72,9 +73,11 @@ class Fuzzer:
             arguments["sequence"] = np.int64(-self.random.integers(1, 2**62))
         elif kind == 7:
             arguments.pop(str(self.random.choice(list(arguments))))
+        elif kind == 9 and self.random.integers(4) == 0:
+            return f"push_{size + 1}", self.message(arguments)
         elif kind == 9:
-            return f"push_{part + 2}", self.message(arguments)
-        return f"push_{part}", self.message(arguments, spoils=kind in (5, 6))
+            arguments["part"] = np.int32(self.random.choice([-1, 2, 2**31 - 1, -(2**31)]))
+        return f"push_{size}", self.message(arguments, spoils=kind in (5, 6))
 
     def message(self, arguments, spoils=False):
         """What is sent; the change, if it was not left out, in the format of messages."""
@@ -133,9 +136,8 @@ def test_bad_requests_change_nothing(cpu_devices, wire, num_bad):
     thread.start()
     while thread.is_alive() or pushes < 20:
         gradient = random.normal(size=14).astype("float32")
-        answer = client.push(
-            list(tf.split(gradient, PARTITIONS.sizes)), versions, 8, [tf.zeros([9]), tf.zeros([5])]
-        )
+        zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+        answer = client.push(tf.split(gradient, PARTITIONS.sizes), versions, 8, zeros)
         np.testing.assert_array_equal(answer.statuses, [Status.OK] * 2)
         versions = answer.versions
         pushes += 1

@@ -24,7 +24,7 @@ from keras_het.strategy.parameter_service.sample_ledger import (
 )
 from keras_het.strategy.rules import AsyncSGD, Signal
 
-PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: 9 + 5
+PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
 SECRET = b"0123456789abcdef"
 GOOD = credential(SECRET, "model")
 NUM_CLIENTS, NUM_BAD = 3, 600
@@ -34,8 +34,8 @@ BOOL = (STATUS, tf.TensorSpec([], tf.bool))
 FLOATS = {
     "ledger_lead": (STATUS, NUMBERS),
     "ledger_pace": (STATUS, NUMBERS, NUMBERS),
-    "export_0": (STATUS, tf.TensorSpec(None, tf.int64), tf.TensorSpec([], tf.string)),
-    "push_0": (STATUS, tf.TensorSpec(None, tf.int64), tf.TensorSpec(None, tf.float32)),
+    "export_7": (STATUS, tf.TensorSpec(None, tf.int64), tf.TensorSpec([], tf.string)),
+    "push_7": (STATUS, tf.TensorSpec(None, tf.int64), tf.TensorSpec(None, tf.float32)),
 }
 
 
@@ -58,9 +58,9 @@ class Requests:
         """Functions, good arguments, and what is wrong in the place of one of them."""
         bad_client = self.one_of([-1, NUM_CLIENTS, 2**31 - 1])
         bad_size = self.random.normal(size=4).astype("float32")
-        center = self.random.normal(size=9).astype("float32")
+        center = self.random.normal(size=7).astype("float32")
         broken = center.copy()
-        broken[self.random.integers(9)] = self.one_of([np.nan, np.inf, -np.inf])
+        broken[self.random.integers(7)] = self.one_of([np.nan, np.inf, -np.inf])
         piece = tf.io.serialize_tensor(center).numpy()  # of the momentum
         broken_piece = self.one_of([b"", b"x" * 40, piece[:-1], piece + b"x"])
         broken_piece = self.one_of([broken_piece, tf.io.serialize_tensor(broken).numpy()])
@@ -71,17 +71,24 @@ class Requests:
         bad_stage = facts.copy()
         bad_stage[0] = int(Stage.CLOSED) + 1
         number = np.int64
-        return [
-            ("restore_0", [center], [(0, broken), (0, bad_size)]),
-            ("set_state_0", [np.array([1, 9]), np.int32(1), number(0), piece],
-             [(0, np.array([1])), (0, np.array([1, 8])), (0, np.array([1, 9, 9])),
+        of_partition = [
+            ("restore_7", [center], [(0, broken), (0, bad_size)]),
+            ("set_state_7", [np.array([1, 7]), np.int32(1), number(0), piece],
+             [(0, np.array([1])), (0, np.array([1, 8])), (0, np.array([1, 7, 7])),
               (1, np.int32(2)), (1, np.int32(-1)), (1, np.int32(0)), (2, number(-1)),
               (2, number(1)), (2, number(2**62)), (3, broken_piece)]),
-            ("set_state_0", [np.array([1, 9]), np.int32(0), number(0), version], [(3, below)]),
-            ("export_0", [np.int32(1), number(0)],
+            ("set_state_7", [np.array([1, 7]), np.int32(0), number(0), version], [(3, below)]),
+            ("export_7", [np.int32(1), number(0)],
              [(0, np.int32(2)), (0, np.int32(-1)), (1, number(-1))]),
-            ("signal_0", [np.int32(1), np.int32(0)],
+            ("signal_7", [np.int32(1), np.int32(0)],
              [(0, np.int32(bad_client)), (1, np.int32(max(Signal) + 1)), (1, np.int32(-1))]),
+            ("latest_7", [np.int32(1)], [(0, np.int32(bad_client))]),
+            ("push_7", [np.int32(1), np.float32(8), number(0), number(1), center],
+             [(0, np.int32(bad_client)), (1, np.float32(-8)), (1, np.float32(np.nan)),
+              (2, number(-1)), (3, number(-1)), (4, broken), (4, bad_size)]),
+            ("close_7", [], []),
+        ]  # fmt: skip
+        of_ledger = [
             ("ledger_claim", [np.int32(1), number(0), number(1)],
              [(0, np.int32(bad_client)), (1, number(-1)), (1, number(LARGEST_EPOCH)),
               (2, number(0)), (2, number(-(2**62)))]),
@@ -93,15 +100,18 @@ class Requests:
               (1, np.array([-50.0, 8.0, 0.1, 0.05])), (1, np.array([50.0, 0.0, 0.1, 0.05])),
               (1, np.array([50.0, 8.0, np.inf, 0.05])), (1, np.array([50.0, 8.0, 0.1, -1.0])),
               (1, np.array([50.0, 8.0, 0.1]))]),
-            ("latest_0", [np.int32(1)], [(0, np.int32(bad_client))]),
-            ("push_0", [np.int32(1), np.float32(8), number(0), number(1), center],
-             [(0, np.int32(bad_client)), (1, np.float32(-8)), (1, np.float32(np.nan)),
-              (2, number(-1)), (3, number(-1)), (4, broken), (4, bad_size)]),
             ("ledger_lead", [np.int32(0), np.array([1, 3]), facts],
              [(0, np.int32(1)), (0, np.int32(bad_client)), (1, np.array([1, -1])),
               (1, np.array([-1, 3])), (2, bad_epoch), (2, bad_stage), (2, facts[:5])]),
-            ("close_0", [], []),
         ]  # fmt: skip
+        return [*map(self.of_a_partition, of_partition), *of_ledger]
+
+    def of_a_partition(self, kind):
+        """The number of the partition comes before the other arguments."""
+        function, arguments, wrong = kind
+        bad_number = np.int32(self.one_of([-1, 2, 2**31 - 1, -(2**31)]))
+        wrong = [(place + 1, value) for place, value in wrong]
+        return function, [np.int32(1), *arguments], [(0, bad_number), *wrong]
 
     def one_of(self, choices):
         return choices[self.random.integers(len(choices))]
@@ -139,11 +149,11 @@ def test_bad_requests_change_nothing(service):
         if proof not in clients:
             clients[proof] = FunctionClient(server.address, proof, 20)
         specs = {"ledger_claim": (STATUS, None, None)}.get(function, (STATUS, None))
-        specs = STATUS if function in ("restore_0", "set_state_0") else specs
+        specs = STATUS if function in ("restore_7", "set_state_7") else specs
         specs = tf.nest.map_structure(lambda spec: spec or tf.TensorSpec(None, tf.int64), specs)
-        if function == "signal_0":
+        if function == "signal_7":
             specs = (STATUS, STATUS)
-        elif function == "close_0":
+        elif function == "close_7":
             specs = BOOL
         elif function in FLOATS:
             specs = FLOATS[function]
@@ -156,8 +166,8 @@ def test_bad_requests_change_nothing(service):
     for now, then in zip(snapshot(parameters, ledger), before, strict=True):
         np.testing.assert_array_equal(now, then)
     # none that failed in its middle has kept the lock
-    arguments = [tf.constant(np.int32(1)), tf.constant(int(Signal.NOTHING))]
-    assert int(clients[GOOD].ask("signal_0", arguments, (STATUS, STATUS))[0]) == Status.OK
+    arguments = [tf.constant(number) for number in (1, 1, int(Signal.NOTHING))]
+    assert int(clients[GOOD].ask("signal_7", arguments, (STATUS, STATUS))[0]) == Status.OK
     server.close()
 
 
@@ -167,13 +177,13 @@ def test_the_same_requests_without_a_fault_are_accepted(service):
     client = FunctionClient(server.address, GOOD, 20)
     pairs = (STATUS, tf.TensorSpec(None, tf.int64))
     specs = {
-        "restore_0": STATUS,
-        "set_state_0": STATUS,
-        "signal_0": (STATUS, STATUS),
+        "restore_7": STATUS,
+        "set_state_7": STATUS,
+        "signal_7": (STATUS, STATUS),
         "ledger_claim": (STATUS, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)),
         "ledger_report": pairs,
-        "latest_0": pairs,
-        "close_0": BOOL,
+        "latest_7": pairs,
+        "close_7": BOOL,
         **FLOATS,
     }
     for function, arguments, _ in Requests(seed=4).kinds():

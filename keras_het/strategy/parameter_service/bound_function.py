@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.parameter_service.part import Part
+
+_REFUSED = ""
+"""A credential that no service admits."""
 
 
 class BoundFunction:
@@ -20,23 +27,19 @@ class BoundFunction:
     """
 
     def __init__(self, function: Any, captures: Sequence[Any]) -> None:
-        self._function, self._captures = function, list(captures)
-
-    def concrete(self) -> Any:
-        """The concrete function, bound until another one that shares the trace is."""
-        private_api.bind_captures(self._function, self._captures)
-        return self._function
+        self.function, self.captures = function, list(captures)
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs it."""
-        return self.concrete()(*arguments)
+        private_api.bind_captures(self.function, self.captures)
+        return self.function(*arguments)
 
 
 class PartFunction:
     """A function that each partition has, traced once for all partitions of the same kind.
 
     A function costs TensorFlow 1 to 4 MB of memory and 30 to 250 ms before its first call, as much
-    as a partition itself, and a service has six of them for each. Where a function uses anything
+    as a partition itself, and a service has ten of them for each. Where a function uses anything
     that is not the partition's own (a rule may keep what it likes), each partition gets its own.
 
     Args:
@@ -63,3 +66,39 @@ class PartFunction:
             return BoundFunction(function, [own[id(capture)] for capture in captures])
         function = self._make(part).get_concrete_function()
         return BoundFunction(function, function.captured_inputs)
+
+    def served(self, parts: Mapping[int, Part], num_partitions: int) -> Any:
+        """One `tf.function` for several partitions, which is told the number of one.
+
+        It takes it after the credential. The credential of a request for a partition that is not
+        among them is replaced by one that is refused.
+
+        Args:
+            parts: of one kind, by the number of the partition.
+            num_partitions: of all services together.
+        """
+        bound = [self.of(part) for part in parts.values()]
+        places = np.full(num_partitions, -1, np.int32)
+        places[list(parts)] = range(len(bound))
+        (credential, *rest), _ = bound[0].function.structured_input_signature
+        is_shared = all(each.function is bound[0].function for each in bound)
+        captures = [tf.stack(of_each) for of_each in zip(*(b.captures for b in bound), strict=True)]
+
+        def run(place: Any, *arguments: Any) -> Any:
+            if is_shared:
+                own = [tf.gather(of_each, place) for of_each in captures]
+                return BoundFunction(bound[0].function, own)(*arguments)
+            branches = [functools.partial(each, *arguments) for each in bound]
+            return tf.switch_case(place, branches)
+
+        @tf.function(
+            input_signature=[credential, tf.TensorSpec([], tf.int32), *rest], autograph=False
+        )
+        def serve(credential: Any, number: Any, *arguments: Any) -> Any:
+            in_range = (number >= 0) & (number < num_partitions)
+            place = tf.gather(places, tf.where(in_range, number, 0))
+            is_held = in_range & (place >= 0)
+            admitted = tf.where(is_held, credential, _REFUSED)
+            return run(tf.maximum(place, 0), admitted, *arguments)
+
+        return serve

@@ -400,10 +400,12 @@ class ParameterClient:
             indices: of the partitions; the first ones by default.
         """
         calls = [] if calls is None else calls
+        sizes = self.partitions.sizes
         under_way: list[list[Any]] = [[] for _ in self._services]
         for place, message in enumerate(messages):
             index = place if indices is None else indices[place]
-            name, at = f"{self._prefix}{method}_{index}", self._places[index]
+            name, at = f"{self._prefix}{method}_{sizes[index]}", self._places[index]
+            message = [tf.constant(index), *message]
             earlier, seconds = under_way[at], float(self._services[at].timeout_seconds)
             if len(earlier) < PARTITIONS_UNDER_WAY:
                 call = self._services[at].call(name, message, specs)

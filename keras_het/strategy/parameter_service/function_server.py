@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.strategy.parameter_service.bound_function import BoundFunction
 
 _LONGEST_START_SECONDS = 60.0
 _LONGEST_END_SECONDS = 5.0
@@ -55,7 +54,7 @@ class FunctionServer:
 
         Args:
             name: that clients call it by.
-            function: `tf.function` with an input signature, or a `BoundFunction`.
+            function: `tf.function` with an input signature.
         """
         self._methods[name] = function
 
@@ -114,8 +113,7 @@ class FunctionServer:
         @tf.function
         def serve() -> Any:
             for name, function in self._methods.items():
-                is_bound = isinstance(function, BoundFunction)
-                self._server.register(name, function.concrete() if is_bound else function)
+                self._server.register(name, function)
             self._server.start()
             self._is_started.assign(True)
             return self._end.dequeue()

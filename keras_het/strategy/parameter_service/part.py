@@ -30,6 +30,8 @@ class Part:
         self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
         self.center = tf.Variable(tf.zeros([size]), trainable=False)
         self.has_center = tf.Variable(has_center, trainable=False)
+        # At least the center's norm; infinite while that is not known.
+        self.largest_norm = tf.Variable(float("inf"), trainable=False)
         self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         # What a client in this process saw last, which sends no message that says it.
         self.seen_here = tf.Variable(tf.zeros([], tf.int64), trainable=False)
@@ -40,6 +42,20 @@ class Part:
         # All locks without a name are one.
         self.lock = tf.CriticalSection(shared_name=f"keras_het_{lock}")
 
+    def set_center(self, values: Any) -> Any:
+        """Sets the weights, from outside of the rule; in the graph or eagerly.
+
+        Args:
+            values: float32 vector.
+
+        Returns:
+            A tensor or operation that exists when it is done.
+        """
+        with tf.control_dependencies([self.largest_norm.assign(float("inf"), read_value=True)]):
+            brought = self.center.assign(values, read_value=True)
+        with tf.control_dependencies([brought]):
+            return self.has_center.assign(True, read_value=True)
+
     @property
     def kind(self) -> tuple[Any, ...]:
         """What the functions of partitions must have in common to be traced once for all."""
@@ -49,7 +65,7 @@ class Part:
     def resources(self) -> list[Any]:
         """Handles of the variables and of the lock, in an order that depends on the kind only."""
         own = (self.center, self.version, self.sequences, self.seen_here, self.is_closed)
-        others = (self.under_way, self.has_center)
+        others = (self.under_way, self.has_center, self.largest_norm)
         slots = (self.slots[name] for name in sorted(self.slots))
         handles = [variable.handle for variable in (*own, *others, *slots)]
         return [*handles, private_api.mutex_of(self.lock)]

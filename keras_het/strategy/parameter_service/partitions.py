@@ -11,6 +11,8 @@ import tensorflow as tf
 
 LARGEST_MESSAGE_BYTES = 4_096_000
 """Bytes of a partition's values. TensorFlow's RPC takes 4,194,304 bytes a message, all included."""
+PARTITION_BYTES = LARGEST_MESSAGE_BYTES // 2
+"""By default: as quick as the largest ones, and less memory for those that are under way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +20,19 @@ class Partitions:
     """Where each variable lies in the vector, and where the vector is cut.
 
     Variables are packed one after the other in their order, not one message each: a message costs
-    as much time as many bytes.
+    as much time as many bytes. All partitions are of one size, so that they share the functions of
+    a service: fewer elements than there are partitions are added, which are zero and stay so.
 
     Args:
         shapes: shape of each variable.
-        partition_size: float32 elements of a partition; the last one may be smaller.
+        partition_size: float32 elements of a partition at most.
 
     Raises:
         ValueError: if there is nothing to cut, or a partition would not fit into a message.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    partition_size: int = LARGEST_MESSAGE_BYTES // 4
+    partition_size: int = PARTITION_BYTES // 4
 
     def __post_init__(self) -> None:
         if not 0 < self.partition_size * 4 <= LARGEST_MESSAGE_BYTES:
@@ -47,9 +50,9 @@ class Partitions:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each partition."""
-        whole, rest = divmod(self.size, self.partition_size)
-        return (self.partition_size,) * whole + ((rest,) if rest else ())
+        """Elements of each partition, all equal."""
+        count = -(-self.size // self.partition_size)
+        return (-(-self.size // count),) * count
 
     def pack(self, tensors: Sequence[Any]) -> list[Any]:
         """One float32 vector for each partition; in the graph or eagerly.
@@ -57,8 +60,9 @@ class Partitions:
         Args:
             tensors: one for each variable.
         """
-        vector = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], axis=0)
-        return [vector] if len(self.sizes) == 1 else list(tf.split(vector, self.sizes))
+        parts = [tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors]
+        vector = tf.concat([*parts, tf.zeros([self._added])], axis=0)
+        return [vector] if len(self.sizes) == 1 else list(tf.split(vector, len(self.sizes)))
 
     def unpack(self, partitions: Sequence[Any]) -> list[Any]:
         """One float32 tensor for each variable.
@@ -68,8 +72,13 @@ class Partitions:
         """
         vector = partitions[0] if len(partitions) == 1 else tf.concat(list(partitions), axis=0)
         sizes = [int(np.prod(shape)) for shape in self.shapes]
-        parts = [vector] if len(sizes) == 1 else tf.split(vector, sizes)
+        *parts, _ = tf.split(vector, [*sizes, self._added])
         return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    @property
+    def _added(self) -> int:
+        """Elements that belong to no variable."""
+        return sum(self.sizes) - self.size
 
 
 def place_partitions(sizes: Sequence[int], num_services: int) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ from keras_het.strategy.parameter_service.state_functions import (
     export_function,
     set_state_function,
 )
-from keras_het.strategy.parameter_service.undo import apply_rule, is_finite
+from keras_het.strategy.parameter_service.undo import Change
+from keras_het.strategy.parameter_service.updates import Updates, nothing
 from keras_het.strategy.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.strategy.rules import PushMeta, Signal, UpdateRule
 from keras_het.usable_cpus import usable_cpus
@@ -93,7 +94,7 @@ class ParameterService:
         awaits_center: bool = False,
     ) -> None:
         self.address = address
-        self._staleness_bound = staleness_bound
+        self._updates = Updates(rule, staleness_bound)
         self._wire = wire or FloatWire()
         check_fits(self._wire, partitions)
         _check_number_of_workers(rule, num_clients)
@@ -116,16 +117,16 @@ class ParameterService:
                 for i in self.indices
             ]
         self._server = FunctionServer(address) if server is None else server
-        # One function for each partition: with several critical sections in one, TensorFlow waits
-        # forever.
+        # One partition a call: with several critical sections in one, TensorFlow waits forever.
         for name, make in self._served().items():
             function = PartFunction(make)
-            for index, part in zip(self.indices, self._parts, strict=True):
-                self._server.register(f"{prefix}{name}_{index}", function.of(part))
+            for size, parts in self._parts_of_each_size().items():
+                served = function.served(parts, len(partitions.sizes))
+                self._server.register(f"{prefix}{name}_{size}", served)
         self._server.register(f"{prefix}hello", self._hello_function())
 
     def _served(self) -> dict[str, Any]:
-        """What clients call of each partition: name, and what makes the function of a partition."""
+        """What clients call for a partition: name, and what makes the function of one."""
         return {
             "push": self._push_function,
             "pull": self._pull_function,
@@ -138,6 +139,12 @@ class ParameterService:
             "close": self._close_function,
             **({"turn": self._turn_function} if self._rule.may_wait else {}),
         }
+
+    def _parts_of_each_size(self) -> dict[int, dict[int, Part]]:
+        found: dict[int, dict[int, Part]] = {}
+        for index, part in zip(self.indices, self._parts, strict=True):
+            found.setdefault(part.size, {})[index] = part
+        return found
 
     def start(self) -> None:
         """Starts to answer."""
@@ -162,8 +169,7 @@ class ParameterService:
             partitions: a vector for each partition that it holds.
         """
         for part, values in zip(self._parts, partitions, strict=True):
-            part.center.assign(values)
-            part.has_center.assign(True)
+            part.set_center(values)
             part.seen_here.assign(part.version)
 
     def center_partitions(self) -> list[Any]:
@@ -263,9 +269,10 @@ class ParameterService:
         @tf.function(input_signature=signature, autograph=False)
         def exchange(client: Any, samples: Any, change: Any) -> Any:
             seen = part.seen_here.read_value()
+            sent = Change(change)
             status, version, answer = tf.cond(
-                is_finite(change),
-                lambda: self._update(part, client, samples, seen, change),
+                sent.is_finite(),
+                lambda: self._updates.take(part, client, samples, seen, sent),
                 lambda: (
                     tf.constant(int(Status.NOT_FINITE)),
                     part.version.read_value(),
@@ -286,19 +293,18 @@ class ParameterService:
         return hello
 
     def _pull_function(self, part: Part, exact: bool = False) -> Any:
-        encode = tf.identity if exact else self._answer
-
-        def read() -> Any:
-            center = encode(part.center.read_value())
-            return tf.constant(int(Status.OK)), part.version.read_value(), center
+        encode = tf.identity if exact else self._wire.encode_answer
 
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
         def pull(credential: Any) -> Any:
-            return tf.cond(
-                self._gate.admits(credential),
-                lambda: self._if_there(part, read),
-                lambda: self._nothing(Status.REFUSED),
+            def read() -> Any:
+                center = encode(part.center.read_value())
+                return tf.identity(status), part.version.read_value(), center
+
+            status = _first_failed(
+                (self._gate.admits(credential), Status.REFUSED), _there_is_a_center(part)
             )
+            return tf.cond(_is_ok(status), read, lambda: nothing(status))
 
         return pull
 
@@ -319,33 +325,33 @@ class ParameterService:
             # a message may have another shape than the function was traced for
             pairs = zip(sent, self._wire.signature(part.size), strict=True)
             vectors = [tf.ensure_shape(values, spec.shape) for values, spec in pairs]
-            change = self._wire.decode(vectors, part.size)
+            change = Change(self._wire.decode(vectors, part.size))
 
             def update() -> Any:
-                status, new_version, answer = self._update(
+                taken, new_version, answer = self._updates.take(
                     part, client, samples, version, change, sequence
                 )
-                return status, new_version, self._answer(answer)
+                return taken, new_version, self._wire.encode_answer(answer)
 
             def refuse() -> Any:
-                with tf.control_dependencies([self._pass_turn(part, client, samples, sequence)]):
-                    return self._nothing(Status.NOT_FINITE)
+                is_in_turn = tf.equal(status, int(Status.NOT_FINITE))
+                passed = self._updates.pass_turn(part, is_in_turn, client, samples, sequence)
+                with tf.control_dependencies([passed]):
+                    return nothing(status)
 
-            def answer() -> Any:
-                return self._if_there(part, lambda: tf.cond(finite, update, refuse))
-
-            finite = is_finite(change) & (samples <= LARGEST_SAMPLES)  # false for NaN, too
+            finite = change.is_finite() & (samples <= LARGEST_SAMPLES)  # false for NaN, too
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
-            known &= (sequence >= 0) & ~(samples < 0)  # what is not a number is told apart below
-            return tf.cond(
-                self._gate.admits(credential),
-                lambda: tf.cond(
-                    known,
-                    answer,
-                    lambda: self._nothing(Status.UNKNOWN_CLIENT),
-                ),
-                lambda: self._nothing(Status.REFUSED),
+            # What is not a number is told apart below. Not ~(samples < 0): of that TensorFlow makes
+            # samples >= 0 when it optimizes the graph.
+            known &= (sequence >= 0) & ((samples >= 0) | tf.math.is_nan(samples))
+            # one branch for all: TensorFlow takes a while for each
+            status = _first_failed(
+                (self._gate.admits(credential), Status.REFUSED),
+                (known, Status.UNKNOWN_CLIENT),
+                _there_is_a_center(part),
+                (finite, Status.NOT_FINITE),
             )
+            return tf.cond(_is_ok(status), update, refuse)
 
         return push
 
@@ -418,10 +424,8 @@ class ParameterService:
         )
         def restore(credential: Any, center: Any) -> Any:
             def take() -> Any:
-                brought = part.center.assign(center, read_value=True)
-                with tf.control_dependencies([brought]):
-                    part.has_center.assign(True)
-                return tf.constant(int(Status.OK))
+                with tf.control_dependencies([part.set_center(center)]):
+                    return tf.constant(int(Status.OK))
 
             finite = tf.reduce_all(tf.math.is_finite(center))
             return tf.cond(
@@ -431,83 +435,6 @@ class ParameterService:
             )
 
         return restore
-
-    def _answer(self, values: Any) -> Any:
-        return self._wire.encode_answer(values)
-
-    def _nothing(self, status: Status) -> tuple[Any, Any, Any]:
-        return tf.constant(int(status)), tf.constant(-1, tf.int64), tf.zeros([0])
-
-    def _if_there(self, part: Part, answer: Any) -> Any:
-        """A process that was started anew has no center until the leader has brought it."""
-        has_center = part.has_center.read_value()
-        return tf.cond(has_center, answer, lambda: self._nothing(Status.NO_CENTER))
-
-    def _update(
-        self,
-        part: Part,
-        client: Any,
-        samples: Any,
-        version: Any,
-        change: Any,
-        sequence: Any = None,
-    ) -> tuple[Any, Any, Any]:
-        """Applies the rule, if the push may be taken; status, new version, rule's answer."""
-
-        def update() -> tuple[Any, Any, Any]:
-            staleness = tf.cast(tf.maximum(part.version - version, 0), tf.float32)
-            meta = PushMeta(client, samples, staleness, part.version.read_value())
-            if not self._rule.may_wait:
-                return apply_rule(self._rule, part, change, meta)
-            return tf.cond(
-                self._is_turn(part, meta),
-                lambda: apply_rule(self._rule, part, change, meta),
-                lambda: (tf.constant(int(Status.WAIT)), tf.constant(-1, tf.int64), tf.zeros([0])),
-            )
-
-        def checked() -> tuple[Any, Any, Any]:
-            if sequence is None:
-                return update()
-            return self._unless_known(part, client, version, sequence, update)
-
-        result: tuple[Any, Any, Any]
-        if self._rule.is_atomic:
-            result = part.lock.execute(checked)
-            return result
-        # Counted before it is asked whether training is over: whoever closes it waits for this one.
-        with tf.control_dependencies([part.under_way.assign_add(1, read_value=True)]):
-            result = checked()
-        with tf.control_dependencies(list(result)):
-            part.under_way.assign_sub(1)
-        return result
-
-    def _unless_known(
-        self, part: Part, client: Any, version: Any, sequence: Any, update: Any
-    ) -> tuple[Any, Any, Any]:
-        """Takes a push unless it was taken before (its answer was lost), or comes too late."""
-        numbered = sequence > 0
-        repeated = numbered & (sequence <= part.sequences[client])
-        stale = self._is_stale(part, version)
-        closed = part.is_closed.read_value()
-
-        def take() -> tuple[Any, Any, Any]:
-            status, new_version, answer = update()
-            taken = numbered & tf.equal(status, int(Status.OK))
-            latest = tf.where(taken, sequence, part.sequences[client])
-            with tf.control_dependencies([part.sequences.scatter_nd_update([[client]], [latest])]):
-                return tf.identity(status), new_version, answer
-
-        def leave() -> tuple[Any, Any, Any]:
-            status = tf.where(closed, int(Status.CLOSED), int(Status.STALE))
-            status = tf.where(repeated, int(Status.REPEATED), status)
-            return status, part.version.read_value(), part.center.read_value()
-
-        result: tuple[Any, Any, Any] = tf.cond(repeated | stale | closed, leave, take)
-        return result
-
-    def _is_turn(self, part: Part, meta: PushMeta) -> Any:
-        with tf.control_dependencies([self._rule.note_presence(part.slots, meta.client)]):
-            return self._rule.is_turn(part.slots, meta)
 
     def _turn_function(self, part: Part) -> Any:
         @tf.function(
@@ -523,9 +450,11 @@ class ParameterService:
             def may_send() -> Any:
                 zero = tf.constant(0.0)
                 meta = PushMeta(client, zero, zero, part.version.read_value())
-                is_turn = self._is_turn(part, meta)
+                is_turn = self._updates.is_turn(part, meta)
                 # of these a push is told at once
-                may_not_wait = part.is_closed | ~part.has_center | self._is_stale(part, version)
+                may_not_wait = (
+                    part.is_closed | ~part.has_center | self._updates.is_stale(part, version)
+                )
                 return tf.where(is_turn | may_not_wait, int(Status.OK), int(Status.WAIT))
 
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
@@ -537,40 +466,22 @@ class ParameterService:
 
         return turn
 
-    def _is_stale(self, part: Part, version: Any) -> Any:
-        bound = self._staleness_bound
-        if bound is None:
-            return tf.constant(False)
-        # a version that is still to come is that of another service, whose center was another
-        return (part.version - version > bound) | (version > part.version)
 
-    def _pass_turn(self, part: Part, client: Any, samples: Any, sequence: Any) -> Any:
-        """Ends the turn of a worker whose push is refused, once: the others would wait for it."""
-        if not self._rule.may_wait:
-            return tf.constant(True)
-        meta = PushMeta(client, samples, tf.constant(0.0), part.version.read_value())
-
-        def take_note() -> Any:
-            latest = tf.maximum(sequence, part.sequences[client])
-            noted = part.sequences.scatter_nd_update([[client]], [latest])
-            with tf.control_dependencies([noted]):
-                return _done(self._rule.pass_turn(part.slots, meta))
-
-        def end_turn() -> Any:
-            is_new = (sequence < 1) | (sequence > part.sequences[client])
-            is_turn = self._rule.is_turn(part.slots, meta)
-            return tf.cond(is_new & is_turn, take_note, _nothing)
-
-        return part.lock.execute(end_turn)
+def _first_failed(*checks: tuple[Any, Status]) -> Any:
+    """The status of the first check that does not hold, `Status.OK` if all do."""
+    status = tf.constant(int(Status.OK))
+    for holds, failed in reversed(checks):
+        status = tf.where(holds, status, int(failed))
+    return status
 
 
-def _done(result: Any) -> Any:
-    with tf.control_dependencies([result]):
-        return tf.constant(True)
+def _there_is_a_center(part: Part) -> tuple[Any, Status]:
+    """A process that was started anew has none until the leader has brought it."""
+    return part.has_center.read_value(), Status.NO_CENTER
 
 
-def _nothing() -> Any:
-    return tf.constant(True)
+def _is_ok(status: Any) -> Any:
+    return tf.equal(status, int(Status.OK))
 
 
 def _check_number_of_workers(rule: UpdateRule, num_clients: int) -> None:

@@ -15,7 +15,26 @@ LARGEST_NORM = 1e15
 """Below it the sum of a partition is finite, however many elements it has."""
 
 
-def apply_rule(rule: UpdateRule, part: Part, change: Any, meta: PushMeta) -> tuple[Any, Any, Any]:
+class Change:
+    """What a worker sent for a partition, and its norm; in the graph.
+
+    Args:
+        values: float32 vector.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+        self.norm = _norm(values)
+
+    def is_finite(self) -> Any:
+        """Whether all values are, bool scalar; only of very large ones a second pass tells."""
+        finite = tf.math.is_finite(self.norm)
+        return tf.cond(finite, lambda: tf.constant(True), lambda: is_finite(self.values))
+
+
+def apply_rule(
+    rule: UpdateRule, part: Part, change: Change, meta: PushMeta
+) -> tuple[Any, Any, Any]:
     """Applies a rule, unless finite messages would add up to what is not finite; in the graph.
 
     Args:
@@ -28,14 +47,27 @@ def apply_rule(rule: UpdateRule, part: Part, change: Any, meta: PushMeta) -> tup
         Status, new version, the rule's answer; the center where the update is not taken.
     """
     if rule.norm_after(0.0, 0.0) is None:
-        return _apply_or_undo(rule, part, change, meta)
-    norms = [tf.sqrt(2 * tf.nn.l2_loss(values)) for values in (part.center, change)]
-    # Who may undo keeps the old center, so that the update makes a new one instead of changing it.
-    result: tuple[Any, Any, Any] = tf.cond(
-        rule.norm_after(*norms) < LARGEST_NORM,  # false for NaN, too
-        lambda: _taken(part, rule.update(part.center, part.slots, change, meta)),
-        lambda: _apply_or_undo(rule, part, change, meta),
+        return _apply_or_undo(rule, part, change.values, meta)
+    # By what is known of the center's norm, and by itself only where that says nothing.
+    at_most = rule.norm_after(part.largest_norm.read_value(), change.norm)
+    at_most = tf.cond(
+        at_most < LARGEST_NORM,  # false for NaN, too
+        lambda: at_most,
+        lambda: rule.norm_after(_norm(part.center.read_value()), change.norm),
     )
+
+    def take() -> tuple[Any, Any, Any]:
+        with tf.control_dependencies([part.largest_norm.assign(at_most, read_value=True)]):
+            answer = rule.update(part.center, part.slots, change.values, meta)
+        return _taken(part, answer)
+
+    def take_or_undo() -> tuple[Any, Any, Any]:
+        unknown = part.largest_norm.assign(float("inf"), read_value=True)
+        with tf.control_dependencies([unknown]):
+            return _apply_or_undo(rule, part, change.values, meta)
+
+    # Who may undo keeps the old center, so that the update makes a new one instead of changing it.
+    result: tuple[Any, Any, Any] = tf.cond(at_most < LARGEST_NORM, take, take_or_undo)
     return result
 
 
@@ -115,6 +147,10 @@ class Undo:
             is_row = name in self._rows_of_workers
             found[name] = tf.gather(slot, self._row) if is_row else slot.read_value()
         return found
+
+
+def _norm(values: Any) -> Any:
+    return tf.sqrt(2 * tf.nn.l2_loss(values))
 
 
 def is_finite(values: Any) -> Any:

@@ -16,7 +16,7 @@ from keras_het.strategy.parameter_service import (
 )
 from keras_het.strategy.rules import PushMeta
 
-SIZES = (7, 7, 4)  # the parts of the center
+SIZES = (6, 6, 6)  # the parts of the center
 SIZE = sum(SIZES)
 
 

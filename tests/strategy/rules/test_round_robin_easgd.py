@@ -63,8 +63,8 @@ def test_a_question_for_the_turn_changes_nothing_of_it(service):
     client = FunctionClient(service.address, PROOF, 20)
 
     def ask(number, version=0, client=client):
-        arguments = [tf.constant(number), tf.constant(version, tf.int64)]
-        return int(client.ask("turn_0", arguments, tf.TensorSpec([], tf.int32)))
+        arguments = [tf.constant(0), tf.constant(number), tf.constant(version, tf.int64)]
+        return int(client.ask("turn_6", arguments, tf.TensorSpec([], tf.int32)))
 
     for _ in range(2):
         assert [ask(number) for number in range(3)] == [Status.OK, Status.WAIT, Status.WAIT]
