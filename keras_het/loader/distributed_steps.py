@@ -71,6 +71,11 @@ class DistributedSteps(adapter.DistributedDataset):
         return self._spec
 
     @property
+    def takes_keras_arrays(self) -> bool:
+        """Whether `fit` was given arrays, of which Keras draws the order of samples."""
+        return False
+
+    @property
     def cardinality(self) -> np.int64:
         """Steps in an epoch, or tf.data's UNKNOWN_CARDINALITY or INFINITE_CARDINALITY."""
         return self._steps

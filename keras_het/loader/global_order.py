@@ -137,6 +137,11 @@ class GlobalOrderDataset(DistributedSteps):
         return self.form.reason
 
     @property
+    def takes_keras_arrays(self) -> bool:
+        """Whether `fit` was given arrays, of which Keras draws the order of samples."""
+        return self.form.gathers_indices
+
+    @property
     def global_batch_size(self) -> int | None:
         """Samples of a full global batch, None if not known."""
         return self.form.batch_size

@@ -260,6 +260,18 @@ def test_shorter_epochs_are_refused(strategy):
         model.fit(data(), steps_per_epoch=2, verbose=0, callbacks=[HybridAggregation()])
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_arrays_are_refused_with_a_way_out(strategy, shuffle):
+    x, y = arrays()
+    model, callbacks = make_model(strategy), [HybridAggregation()]
+    with pytest.raises(ValueError, match="Received: arrays") as refused:
+        model.fit(x, y, batch_size=BATCH, shuffle=shuffle, verbose=0, callbacks=callbacks)
+    way_out = str(refused.value).partition("such as ")[2].rstrip(".")
+    batches = eval(way_out, {"tf": tf, "x": x, "y": y, "batch_size": BATCH})
+    model.fit(batches, verbose=0, callbacks=callbacks)
+    assert np.array(model.optimizer.iterations) == NUM_BATCHES
+
+
 def test_averages_of_weights_are_refused(strategy):
     model = make_model(strategy, functools.partial(keras.optimizers.SGD, use_ema=True))
     with pytest.raises(ValueError, match="use_ema"):

@@ -126,7 +126,7 @@ class Participant(abc.ABC):
         self.first_pass = len(data.position[0])
         self._own: list[Any] | None = None
         self._mean_gradient: MeanGradient | None = None
-        _check_data(data, self.num_batches)
+        check_can_be_shared(data)
 
     @property
     def service_fingerprint(self) -> str:
@@ -221,7 +221,23 @@ def first_async_client(strategy: Any) -> int:
     return int(strategy.cluster_config.has_sync_group)
 
 
-def _check_data(data: Any, num_batches: int) -> None:
+def check_can_be_shared(data: Any) -> None:
+    """Refuses data of which tasks could not share each epoch.
+
+    Args:
+        data: the distributed data set that is trained on.
+
+    Raises:
+        ValueError: if Keras draws its order, or its number of batches is not known.
+    """
+    num_batches = int(data.cardinality)
+    if data.takes_keras_arrays:
+        raise ValueError(
+            "Async workers take batches of one order of samples, of which a worker that comes late "
+            "must find the present epoch. Received: arrays, of which Keras draws a new order for "
+            "each epoch. Give fit a tf.data.Dataset, such as tf.data.Dataset"
+            ".from_tensor_slices((x, y)).shuffle(len(x), seed=1).batch(batch_size)."
+        )
     if num_batches <= 0:
         raise ValueError(
             "Async workers share each epoch with the sync group, so its number of batches must be "

@@ -19,7 +19,7 @@ from keras_het.strategy.compute_times import StepTimes
 from keras_het.strategy.departure import leave_together
 from keras_het.strategy.hybrid.exchange_times import measure_exchange
 from keras_het.strategy.hybrid.link_rates import measure_link_rates
-from keras_het.strategy.hybrid.participant import HybridOptions
+from keras_het.strategy.hybrid.participant import HybridOptions, check_can_be_shared
 
 _logger = logging.getLogger("keras_het")
 _ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
@@ -54,7 +54,9 @@ class RoleChoice:
     ) -> None:
         self._model, self._strategy, self._options = model, strategy, options
         data = strategy.data_to_be_trained
-        self._num_batches = -1 if data is None else int(data.cardinality)
+        if data is not None:
+            check_can_be_shared(data)  # now, not where the script begins again
+        self._num_batches = None if data is None else int(data.cardinality)
         self._measured_steps = measured_steps
         self._noise_scale = noise_scale
         self._steps = 0
@@ -125,7 +127,7 @@ class RoleChoice:
             async_batch_size=options.async_batch_size,
             busy_seconds=busy_seconds,
             sends_gradients=options.rule.uses_gradients,
-            num_batches=self._num_batches if self._num_batches > 0 else None,
+            num_batches=self._num_batches,
         )
 
 
