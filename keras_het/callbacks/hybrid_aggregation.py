@@ -93,8 +93,8 @@ class HybridAggregation(keras.callbacks.Callback):
             services.
 
     Raises:
-        ValueError: for arguments out of range, data that cannot be shared (arrays: give `fit` a
-            `tf.data.Dataset` of them), or a missing secret.
+        ValueError: for arguments out of range, data that cannot be shared (that of which
+            the number of batches is not known), or a missing secret.
 
     Reference:
         Kim et al., Cluster Computing 23, 2020 (all-reduce within, parameter server between); Jiang

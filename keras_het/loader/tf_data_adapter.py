@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -343,6 +343,44 @@ def keras_array_indices(node: Dataset) -> bool:
     )
 
 
+class KerasArrays(NamedTuple):
+    """What Keras was given as arrays.
+
+    Attributes:
+        arrays: dense tensors of equal length, in the structure of an element.
+        batch_size: samples of a full batch.
+        is_shuffled: whether every epoch has another order.
+    """
+
+    arrays: Any
+    batch_size: int
+    is_shuffled: bool
+
+
+def keras_arrays(node: Dataset) -> KerasArrays | None:
+    """What is behind a `map` of `keras_array_indices`, None for any other node.
+
+    None also where the arrays are not dense, or Keras cuts them in another way than it is known to.
+    """
+    if not keras_array_indices(node):
+        return None
+    indices, repeated = inputs_of(inputs_of(node)[0])
+    (source,) = inputs_of(repeated)
+    place = "trainers.data_adapters.array_data_adapter"
+    maps = [each for each in upstream_of(indices) if hasattr(each, "_map_func")]
+    cuts = [each for each in maps if _is_keras_function(each, place, "slice_batch_indices")]
+    orders = [each for each in maps if _is_keras_function(each, place, "permutation")]
+    is_dense = all(type(spec) is tf.TensorSpec for spec in tf.nest.flatten(source.element_spec))
+    if not is_dense or len(cuts) != 1 or len(orders) != 1:
+        return None
+    batch_size = _closed_over(map_function(cuts[0]), "batch_size")
+    if not isinstance(batch_size, (int, np.integer)):
+        return None
+    arrays = tf.nest.pack_sequence_as(source.element_spec, list(source._tensors))
+    is_shuffled = "RandomShuffle" in operations_in_functions(orders[0])
+    return KerasArrays(arrays, int(batch_size), is_shuffled)
+
+
 def keras_class_weight(node: Dataset) -> bool:
     """Whether `node` is the row-wise `map` by which Keras turns classes into sample weights."""
     return is_map(node) and _is_keras_function(
@@ -420,13 +458,18 @@ def is_keras_generator(node: Dataset) -> bool:
         return False
     function: Any = map_function(node)
     for name in ("get_iterator_id_fn", "generator_state"):
-        # what a user gives to flat_map may be any callable, with cells that are empty
-        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-        cells = getattr(function, "__closure__", None) or ()
-        cell = dict(zip(names, cells, strict=True)).get(name)
-        function = None if cell is None else cell.cell_contents
+        function = _closed_over(function, name)
     place = getattr(getattr(function, "_generator", None), "__qualname__", "")
     return str(place).startswith("GeneratorDataAdapter.")
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    """What a function has in a variable of the scope around it, None if it has none."""
+    # what a user gives to flat_map may be any callable
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    cell = dict(zip(names, cells, strict=True)).get(name)
+    return None if cell is None else cell.cell_contents
 
 
 def _is_keras_function(node: Dataset, module: str, name: str) -> bool:

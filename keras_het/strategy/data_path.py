@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
+from keras_het.loader.keras_arrays import with_repeatable_order
 from keras_het.strategy import agreement
 from keras_het.strategy.uneven_per_replica import wrap_shares
 
@@ -37,6 +38,8 @@ class DataPath:
         self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: Any
     ) -> GlobalOrderDataset:
         """Gives every replica its share of one global order; see `Strategy.distribute`."""
+        if self._get_strategy().num_async_workers:
+            dataset = with_repeatable_order(dataset)
         return self._build(
             GlobalOrderDataset,
             dataset,

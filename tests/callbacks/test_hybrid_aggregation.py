@@ -261,15 +261,25 @@ def test_shorter_epochs_are_refused(strategy):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_arrays_are_refused_with_a_way_out(strategy, shuffle):
+def test_arrays_train_as_a_data_set_of_them(strategy, shuffle):
     x, y = arrays()
-    model, callbacks = make_model(strategy), [HybridAggregation()]
-    with pytest.raises(ValueError, match="Received: arrays") as refused:
-        model.fit(x, y, batch_size=BATCH, shuffle=shuffle, verbose=0, callbacks=callbacks)
-    way_out = str(refused.value).partition("such as ")[2].rstrip(".")
-    batches = eval(way_out, {"tf": tf, "x": x, "y": y, "batch_size": BATCH})
-    model.fit(batches, verbose=0, callbacks=callbacks)
-    assert np.array(model.optimizer.iterations) == NUM_BATCHES
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    models = [make_model(strategy) for _ in range(2)]
+    options = {"epochs": 2, "verbose": 0}
+    models[0].fit(
+        x, y, batch_size=BATCH, shuffle=shuffle, callbacks=[HybridAggregation()], **options
+    )
+    rows = rows.shuffle(SAMPLES, seed=0) if shuffle else rows
+    models[1].fit(rows.batch(BATCH), callbacks=[HybridAggregation()], **options)
+    assert np.array(models[0].optimizer.iterations) == 2 * NUM_BATCHES
+    np.testing.assert_array_equal(*map(flat, models))
+
+
+def test_arrays_that_are_not_dense_are_refused(strategy):
+    model = make_model(strategy)
+    x, y = arrays()
+    with pytest.raises(ValueError, match="Received: arrays that are not all dense"):
+        model.fit(tf.sparse.from_dense(x), y, verbose=0, callbacks=[HybridAggregation()])
 
 
 def test_averages_of_weights_are_refused(strategy):

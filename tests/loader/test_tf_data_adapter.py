@@ -155,6 +155,9 @@ def test_a_generator_of_fit_is_told_from_others():
 def test_keras_functions_are_recognised_and_others_are_not():
     arrays = data_adapters.get_data_adapter(np.zeros([4, 2]), np.zeros([4])).get_tf_dataset()
     assert any(adapter.keras_array_indices(node) for node in adapter.upstream_of(arrays))
+    (found,) = filter(None, map(adapter.keras_arrays, adapter.upstream_of(arrays)))
+    assert found.batch_size == 32 and not found.is_shuffled
+    assert [tuple(array.shape) for array in found.arrays] == [(4, 2), (4,)]
     batches = tf.data.Dataset.from_tensors((np.zeros([4, 2]), np.zeros([4])))
     weighted = data_adapters.get_data_adapter(batches, class_weight={0: 1.0}).get_tf_dataset()
     assert any(adapter.keras_class_weight(node) for node in adapter.upstream_of(weighted))

@@ -228,15 +228,14 @@ def check_can_be_shared(data: Any) -> None:
         data: the distributed data set that is trained on.
 
     Raises:
-        ValueError: if Keras draws its order, or its number of batches is not known.
+        ValueError: if Keras draws its order, or the number of batches is not known.
     """
     num_batches = int(data.cardinality)
     if data.takes_keras_arrays:
         raise ValueError(
             "Async workers take batches of one order of samples, of which a worker that comes late "
-            "must find the present epoch. Received: arrays, of which Keras draws a new order for "
-            "each epoch. Give fit a tf.data.Dataset, such as tf.data.Dataset"
-            ".from_tensor_slices((x, y)).shuffle(len(x), seed=1).batch(batch_size)."
+            "must find the present epoch. Received: arrays that are not all dense, whose order "
+            "Keras draws. Give fit a tf.data.Dataset with a known number of batches."
         )
     if num_batches <= 0:
         raise ValueError(

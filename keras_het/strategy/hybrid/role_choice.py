@@ -54,9 +54,11 @@ class RoleChoice:
     ) -> None:
         self._model, self._strategy, self._options = model, strategy, options
         data = strategy.data_to_be_trained
-        if data is not None:
+        self._num_batches = None
+        # of arrays that is known where there are async workers
+        if data is not None and not data.takes_keras_arrays:
             check_can_be_shared(data)  # now, not where the script begins again
-        self._num_batches = None if data is None else int(data.cardinality)
+            self._num_batches = int(data.cardinality)
         self._measured_steps = measured_steps
         self._noise_scale = noise_scale
         self._steps = 0
