@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 
 from keras_het import private_api
 from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy
+from keras_het.callbacks.shorter_epochs import ShorterEpochs
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -48,7 +47,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # Steps of the interrupted pass that are behind, until its epoch begins; None after that.
         self._pass_step: int | None = None
         self._num_steps: int | None = None
-        self._quiet_epoch: contextlib.ExitStack | None = None
+        self._shorter_epochs = ShorterEpochs()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores weights, optimizer, epoch and place in the data."""
@@ -85,9 +84,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._loop.resume_epoch(self._first_step, self._pass_step)
         if self._first_step:
             # The rest of an epoch is shorter than Keras expects; that is no lack of data.
-            self._quiet_epoch = contextlib.ExitStack()
-            self._quiet_epoch.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message="Your input ran out of data")
+            self._shorter_epochs.expect()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Saves every `save_freq` batches."""
@@ -96,7 +93,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Saves after the epoch, if `save_freq` is "epoch"."""
-        if self._end_quiet_epoch() and self._leaves_an_iterator():
+        if self._shorter_epochs.end() and self._leaves_an_iterator():
             # after this shorter epoch it did not
             iter(self._data)
         if self._pass_step is not None:
@@ -112,16 +109,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _forget(self) -> None:
         """Forgets a `fit` that failed within an epoch."""
-        self._end_quiet_epoch()
+        self._shorter_epochs.end()
         self._pass_step = None
         self._epoch = self._first_step = self._step = 0
-
-    def _end_quiet_epoch(self) -> bool:
-        """Leaves warnings as they were; whether this epoch was the rest of one."""
-        quiet, self._quiet_epoch = self._quiet_epoch, None
-        if quiet is not None:
-            quiet.close()
-        return quiet is not None
 
     def _steps_of_epoch(self) -> int | None:
         """Steps of an epoch, None if not known: fewer than at first where the batch has grown."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from keras_het.callbacks.model_strategy import data_of_fit
+from keras_het.callbacks.shorter_epochs import ShorterEpochs
 from keras_het.planning.global_batch import choose_global_batch, learning_rate_factor
 from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
 from keras_het.strategy.compute_times import StepTimes
@@ -81,7 +80,7 @@ class GlobalBatchGrowth:
         self._wanted = (0, 1.0)
         strategy.compute_times.want_batch(0, 1.0)  # wishes of an earlier fit are not this one's
         self._is_adaptive = not isinstance(_innermost(model.optimizer), keras.optimizers.SGD)
-        self._quiet: contextlib.ExitStack | None = None
+        self._shorter_epochs = ShorterEpochs()
 
     @property
     def noise_scale(self) -> float | None:
@@ -177,21 +176,12 @@ class GlobalBatchGrowth:
         optimizer = _innermost(self._model.optimizer)
         rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         optimizer.learning_rate = rate * factor
-        self._expect_shorter_epochs()
+        self._shorter_epochs.expect()  # Keras takes the steps of the first epoch for those of all
         return batch
-
-    def _expect_shorter_epochs(self) -> None:
-        """Keras takes the number of steps of the first epoch for that of all."""
-        if self._quiet is None:
-            self._quiet = contextlib.ExitStack()
-            self._quiet.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message="Your input ran out of data")
 
     def training_ends(self) -> None:
         """Leaves Keras's warnings as they were."""
-        if self._quiet is not None:
-            self._quiet.close()
-            self._quiet = None
+        self._shorter_epochs.end()
 
 
 def _check(strategy: Any, model: Any, data: Any) -> None:

@@ -15,6 +15,7 @@ import keras
 from keras_het.callbacks.fit_watch import FitWatch
 from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy
 from keras_het.callbacks.present_fit import is_within_callbacks_of
+from keras_het.callbacks.shorter_epochs import ShorterEpochs
 from keras_het.callbacks.step_guard import StepGuard
 from keras_het.planning import RolePlan
 from keras_het.strategy.cluster_config import CHOSEN_ROLES
@@ -151,6 +152,7 @@ class HybridAggregation(keras.callbacks.Callback):
         self._user_optimizer: Any = None
         self._guard: StepGuard | None = None
         self._watch: FitWatch | None = None
+        self._shorter_epochs = ShorterEpochs()
         self._last_batch = -1
         self._samples: int | None = None
         self._delivered = 0
@@ -205,6 +207,7 @@ class HybridAggregation(keras.callbacks.Callback):
         self._last_batch = -1
         if self._participant is None:
             return
+        self._shorter_epochs.expect()  # the others take a part of each
         if self._guard is not None:
             self._guard.begin_epoch()
         with self._watching():
@@ -255,6 +258,7 @@ class HybridAggregation(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Shows the center to the callbacks that follow."""
+        self._shorter_epochs.end()
         if self._participant is not None:
             with self._watching():
                 self._participant.show_center()
@@ -313,6 +317,7 @@ class HybridAggregation(keras.callbacks.Callback):
     def _forget(self) -> None:
         """Leaves model and strategy as they were found."""
         self._end_watch()
+        self._shorter_epochs.end()
         strategy = heterogeneous_strategy(self.model, self)
         strategy.take_claimed_batches(None, None)
         # a training without an epoch leaves a backup unused, which is none of the next one
