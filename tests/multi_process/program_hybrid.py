@@ -131,6 +131,7 @@ def main() -> None:
         options["wire"] = wire_named(options["wire"])
     earlier_rules = options.pop("earlier_rules", ())
     momentum = options.pop("momentum", 0.0)
+    takes_arrays = options.pop("arrays", False)
     factors = keep_factors() if options.pop("keeps_factors", False) else []
     plans = keep_plans()
     if isinstance(rule, dict) and rule.get("optimizer"):
@@ -191,7 +192,7 @@ def main() -> None:
     for _ in range(fits - 1):
         model.fit(data, epochs=epochs, verbose=0, callbacks=[hybrid, notes])
     history = model.fit(
-        data,
+        **({"x": x, "y": y, "batch_size": BATCH} if takes_arrays else {"x": data}),
         epochs=epochs,
         verbose=0,
         validation_data=validation if validates else None,

@@ -33,17 +33,17 @@ def with_variants(names: Any, kept: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "jobs",
+    ("jobs", "arrays"),
     [
-        pytest.param({"worker": 1, "async": 1}, marks=pytest.mark.variant),
-        {"worker": 2, "async": 2},
+        pytest.param({"worker": 1, "async": 1}, False, marks=pytest.mark.variant),
+        ({"worker": 2, "async": 2}, True),
     ],
 )
 def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
-    start_workers: Any, tmp_path: Path, jobs: dict[str, int]
+    start_workers: Any, tmp_path: Path, jobs: dict[str, int], arrays: bool
 ) -> None:
     # slow enough that every async worker gets its part, however late it starts
-    results = run(start_workers, tmp_path, jobs, fast=0.01, period=3)
+    results = run(start_workers, tmp_path, jobs, fast=0.01, period=3, arrays=arrays)
     assert len(results) == sum(jobs.values())
     assert sample_counts(results).tolist() == [EPOCHS] * SAMPLES
     leader = results["worker_0"]
