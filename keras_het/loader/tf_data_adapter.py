@@ -465,7 +465,7 @@ def is_keras_generator(node: Dataset) -> bool:
 
 def _closed_over(function: Any, name: str) -> Any:
     """What a function has in a variable of the scope around it, None if it has none."""
-    # what a user gives to flat_map may be any callable
+    # what a user gives to flat_map may be any callable, with cells that are empty
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     cells = getattr(function, "__closure__", None) or ()
     cell = dict(zip(names, cells, strict=True)).get(name)

@@ -120,3 +120,19 @@ def test_gradients_are_not_measured_after_the_plan_for_a_balancer_without_use_fo
 def test_a_balancer_that_uses_gradients_goes_on_measuring_them(strategy):
     fit(make_model(strategy), 2, BatchBalancer(global_batch="adaptive", max_global_batch=8))
     assert has_gradient_squares(strategy) == [True] * 2 * NUM_BATCHES
+
+
+def test_data_that_could_not_be_shared_is_refused_before_anything_is_measured(strategy):
+    unknown = data().filter(lambda x, y: True)
+    model = make_model(strategy)
+    with pytest.raises(ValueError, match="number of batches must be known"):
+        model.fit(unknown, verbose=0, callbacks=[HybridAggregation(roles="auto")])
+    assert np.array(model.optimizer.iterations) == 0
+
+
+def test_roles_are_chosen_in_a_fit_of_arrays(strategy, caplog):
+    caplog.set_level(logging.WARNING, "keras_het")
+    x, y = (np.concatenate(rows) for rows in zip(*data().as_numpy_iterator(), strict=True))
+    hybrid = HybridAggregation(roles="auto", measured_steps=MEASURED_STEPS)
+    make_model(strategy).fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[hybrid])
+    assert caplog.text.count("Measured for roles: balanced") == 1

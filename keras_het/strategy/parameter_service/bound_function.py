@@ -82,7 +82,8 @@ class PartFunction:
         places[list(parts)] = range(len(bound))
         (credential, *rest), _ = bound[0].function.structured_input_signature
         is_shared = all(each.function is bound[0].function for each in bound)
-        captures = [tf.stack(of_each) for of_each in zip(*(b.captures for b in bound), strict=True)]
+        of_all = zip(*(each.captures for each in bound), strict=True) if is_shared else ()
+        captures = [tf.stack(of_each) for of_each in of_all]
 
         def run(place: Any, *arguments: Any) -> Any:
             if is_shared:
