@@ -31,7 +31,7 @@ def test_who_computes_longer_waits_less(cpu_devices, monkeypatch, order):
     assert len(steps) == 6
     waits = [step.collective_seconds for step in steps]  # those of the first replica are kept
     assert all(step.seconds.max() > 0.9 * SLOWER for step in steps)
-    assert all(wait > SLOWER / 2 for wait in waits) or order[0] > 0
-    # in some step, however busy the machine is
+    # In some step: on a busy machine the faster replica may come late, or both wait for a core.
+    assert max(waits) > SLOWER / 2 or order[0] > 0
     assert min(waits) < SLOWER / 2 or order[0] == 0
     assert min(_waited(step, range(2)) for step in steps) < SLOWER / 2
