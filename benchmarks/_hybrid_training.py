@@ -30,7 +30,7 @@ RATE, PLAIN_RATE = 0.01, 0.1
 SAMPLES, WARM_UP_BATCHES, STEPS_BETWEEN_LOOKS = 14400, 96, 4
 TIMEOUT_SECONDS = 240
 SERVICE_SECONDS = 5  # for each message to the parameter service
-PERIOD = "2"  # of exchanges, where the mode does not say it, as "hybrid:delta:auto" does
+PERIOD = "1"  # of exchanges, where the mode does not say it, as "hybrid:delta:auto" does
 
 
 def command(mode: str, seed: int, samples: int, result: Path, *more: str) -> list[str]:

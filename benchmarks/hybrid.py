@@ -6,16 +6,16 @@ Emulated devices train in real processes (`_hybrid_training` says what, and what
 two fast and four slow workers (4:4:2:2:2:2) on equal links ("equal_links") and with the slow ones
 behind 50 Mbit/s ("slow_link"); three fast ones and one at an eighth ("one_eighth"); an even cluster
 ("even"). Modes: "even" and "balanced" (all in the sync group), "leave_out" (the sync group without
-the slow ones), "hybrid" (the slow ones asynchronous, rule "delta", period 2), "async" (all of
-them, beside a task that holds the center), "auto" (`roles="auto"`, which chooses "balanced",
-"leave_out" or "hybrid" in a first `fit` that is not timed; `chosen` says what for each seed);
-"hybrid:RULE" and "hybrid:RULE:PERIOD" are others. A row is the median of all seeds.
+the slow ones), "hybrid" (the slow ones asynchronous, rule "delta", an exchange after every step),
+"async" (all of them, beside a task that holds the center), "auto" (`roles="auto"`, which chooses
+"balanced", "leave_out" or "hybrid" in a first `fit` that is not timed; `chosen` says what for each
+seed); "hybrid:RULE" and "hybrid:RULE:PERIOD" are others. A row is the median of all seeds.
 `ratio_to_best_other` is the best other mode's time over this one's ("auto" is no other mode);
 `advised` the mode that `keras_het.planning.advise_roles` names for the case's true speeds and links
-and the gradient noise scale of the steps in which `roles="auto"` measures (median of many
-trainings); `advised_late` that with the noise scale after 100 steps. `step_ms` is the median step
-of the sync group, or of the first async worker. Limited links need root; without, "slow_link" is
-skipped.
+and the gradient noise scale that `roles="auto"` expects from the steps in which it measures (median
+of many trainings); `advised_late` that with the noise scale after 100 steps. `step_ms` is the
+median step of the sync group, or of the first async worker. Limited links need root; without,
+"slow_link" is skipped.
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ def advised(case: Case, noise_scale: float) -> str:
 
 
 def measured_noise_scale(case: Case, task: NoisyTask) -> float:
-    """What `roles="auto"` measures in its steps; median of many trainings."""
+    """What `roles="auto"` expects from its steps; median of many trainings."""
+    from keras_het.planning.noise_scale import EXPECTED_GROWTH
     from keras_het.strategy.hybrid.role_choice import MEASURED_STEPS, WARM_UP_STEPS
 
     num_workers = len(case.speeds)
     shares = [(BATCH + place) // num_workers for place in range(num_workers)]
     measured = (shares, WARM_UP_STEPS, MEASURED_STEPS, (RATE, MOMENTUM))
     found = (task.noise_scale_of_workers(*measured, seed) for seed in range(NOISE_SCALES))
-    return statistics.median(found)
+    return EXPECTED_GROWTH * statistics.median(found)
 
 
 def advices(case: Case, samples: int) -> dict[str, str]:

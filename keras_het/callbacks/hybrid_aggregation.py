@@ -36,6 +36,7 @@ from keras_het.strategy.rules import RULES, ElasticAveraging, UpdateRule, get
 from keras_het.strategy.uneven_per_replica import find_sizes
 
 _logger = logging.getLogger("keras_het")
+_PERIOD = 8
 
 
 class HybridAggregation(keras.callbacks.Callback):
@@ -66,6 +67,7 @@ class HybridAggregation(keras.callbacks.Callback):
             async worker accumulates one. "auto": each worker's own, such that all exchange at about
             the same rate (`planning.plan_pushes`), and none costs more than a tenth of the time,
             all as measured in training; for rules in which workers do not wait for each other.
+            Default: "auto" for rules whose workers send their changes, as "delta" does, else 8.
         async_batch_size: samples of an async worker's own steps. Default: global batch over number
             of workers of the sync group. A worker that takes more steps of an epoch than it has
             batches ends its last epoch early; the others use the rest.
@@ -106,7 +108,7 @@ class HybridAggregation(keras.callbacks.Callback):
         self,
         rule: str | dict[str, Any] | UpdateRule = "delta",
         *,
-        period: int | str = 8,
+        period: int | str | None = None,
         async_batch_size: int | None = None,
         staleness_bound: int | None = None,
         on_service_loss: str = "raise",
@@ -131,8 +133,10 @@ class HybridAggregation(keras.callbacks.Callback):
         self._measured = measured_steps, noise_scale
         self._choice: RoleChoice | None = None
         self._rule = rule
+        found = _asynchronous(rule, num_workers=2)
+        period = _default_period(found) if period is None else period
         self._options = HybridOptions(
-            rule=_asynchronous(rule, num_workers=2),
+            rule=found,
             period=FIRST_PERIOD if period == "auto" else int(period),
             adapts_period=period == "auto",
             async_batch_size=async_batch_size,
@@ -473,9 +477,19 @@ def _check_wire(options: HybridOptions) -> None:
         )
 
 
+def _default_period(rule: UpdateRule) -> int | str:
+    """A plan of times, unless the rule's own settings are for a number of steps, or plan it."""
+    counts_steps = rule.uses_gradients or isinstance(rule, ElasticAveraging)
+    return _PERIOD if counts_steps or _plans_steps(rule) else "auto"
+
+
+def _plans_steps(rule: UpdateRule) -> bool:
+    return rule.may_wait or rule.local_steps(0, 0) is not None
+
+
 def _check_adapts(options: HybridOptions) -> None:
     rule = options.rule
-    if options.adapts_period and (rule.may_wait or rule.local_steps(0, 0) is not None):
+    if options.adapts_period and _plans_steps(rule):
         raise ValueError(
             'period="auto" needs a rule in which workers do not wait for each other. Received: '
             f"{rule.name!r}. Give a number, such as planning.plan_pushes chooses."
@@ -494,7 +508,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {expected}. Received: {value!r}.")
 
 
-def _check_arguments(period: int | str, async_batch_size: int | None, bound: int | None) -> None:
+def _check_arguments(period: Any, async_batch_size: int | None, bound: int | None) -> None:
     numbers: dict[str, Any] = {"period": period, "async_batch_size": async_batch_size}
     if period == "auto":
         del numbers["period"]

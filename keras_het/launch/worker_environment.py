@@ -43,8 +43,9 @@ def worker_environment(
     tf_config = {"cluster": cluster, "task": task}
     defaults = {
         "TF_NUM_INTRAOP_THREADS": str(threads),
-        # A worker that waits in a collective needs a second thread to answer its peers.
-        "TF_NUM_INTEROP_THREADS": str(max(_LEAST_INTEROP_THREADS, threads)),
+        # A worker that waits in a collective needs a second thread to answer its peers. An emulated
+        # device waits in one, too; a real one would leave it to them.
+        "TF_NUM_INTEROP_THREADS": str(max(_LEAST_INTEROP_THREADS, threads) + bool(emulation)),
         "OMP_NUM_THREADS": str(threads),
         # Without a terminal Python would hold its output back until the worker ends.
         "PYTHONUNBUFFERED": "1",

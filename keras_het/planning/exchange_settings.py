@@ -53,7 +53,8 @@ class ExchangeSettings:
         busy_seconds: time that a task itself needs for one exchange, such as reading and writing
             its weights, and computes nothing; 0 if it is not known.
         sends_gradients: whether a worker sends the mean gradient of a period and goes on only with
-            the answer; else it runs its own optimizer, and the answer is taken one period later.
+            the answer; else it runs its own optimizer, and takes the answer after the step in which
+            it comes.
         num_batches: global batches of an epoch, which bound a planned period; None for no bound.
 
     Raises:
@@ -118,6 +119,20 @@ class ExchangeSettings:
         compute, travel = period * pusher.batch_seconds, pusher.travel_seconds
         hidden = compute + travel if self.sends_gradients else max(compute, travel)
         return hidden + pusher.busy_seconds
+
+    def mean_age_in_periods(self, pusher: Pusher, period: int) -> float:
+        """Time from what a push starts from to its arrival, mean over its steps.
+
+        Those until the answer to the push before is there start from an older one.
+
+        Args:
+            pusher: an async worker.
+            period: its steps between two exchanges.
+        """
+        if self.sends_gradients:
+            return 1.0
+        steps = max(1, math.ceil(pusher.travel_seconds / pusher.batch_seconds))
+        return 1.0 + min(steps, period) / period
 
     def _least_seconds(self, pusher: Pusher) -> float:
         waits = pusher.travel_seconds if self.sends_gradients else 0.0

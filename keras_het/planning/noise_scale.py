@@ -16,6 +16,13 @@ from numpy.typing import ArrayLike
 
 from keras_het.planning.bounded_shares import FloatArray
 
+EXPECTED_GROWTH = 2.0
+"""What a noise scale of the first steps is multiplied by, to stand for that of a training.
+
+It grows as the loss falls, by an order of magnitude and more in the trainings that were published
+(McCandlish et al., "An Empirical Model of Large-Batch Training", 2018); twice is little of that.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class NoiseScaleEstimate:

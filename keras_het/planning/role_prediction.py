@@ -258,17 +258,17 @@ def _streams(
         travel = _travel_seconds(cluster, sync, i, len(asynchronous))
         pushers.append(Pusher(batch / parts, seconds, travel, busy, parts))
     periods = cluster.exchange.periods(pushers)
-    # the center is in the group's own memory; an async worker's answer is a period old, if it
-    # does not wait for it
-    ages = [1] + [1 if cluster.exchange.sends_gradients else 2] * len(asynchronous)
+    # the center is in the group's own memory
+    own, *others = zip(pushers, periods, strict=True)
+    age = cluster.exchange.mean_age_in_periods
     return [
-        _stream(cluster.exchange, pusher, period, age)
-        for pusher, period, age in zip(pushers, periods, ages, strict=True)
+        _stream(cluster.exchange, *own, 1.0),
+        *(_stream(cluster.exchange, *other, age(*other)) for other in others),
     ]
 
 
 def _stream(
-    exchange: ExchangeSettings, pusher: Pusher, period: int, age_periods: int
+    exchange: ExchangeSettings, pusher: Pusher, period: int, age_periods: float
 ) -> _PushedStream:
     seconds, pushed = exchange.period_seconds(pusher, period), period * pusher.batch_samples
     return _PushedStream(

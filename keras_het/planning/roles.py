@@ -23,7 +23,7 @@ CLEARLY_SLOWER = 0.1
 """An async worker computes by this part slower than every member of the sync group, or would make
 its steps by this part longer by its link."""
 
-HYBRID_MARGIN = 0.05
+HYBRID_MARGIN = 0.02
 """Gain over the best synchronous mode from which workers are made asynchronous.
 
 On the benchmarks' four clusters samples/s of synchronous modes were predicted to 5 %, those of

@@ -13,7 +13,13 @@ from addresses import free_address
 import keras_het
 from keras_het.callbacks import BatchBalancer, HybridAggregation
 from keras_het.strategy.parameter_service.function_server import FunctionServer
-from keras_het.strategy.rules import AsyncEASGD, AsyncSGD, DelayCompensated, Delta
+from keras_het.strategy.rules import (
+    ASHL,
+    AsyncEASGD,
+    AsyncSGD,
+    DelayCompensated,
+    Delta,
+)
 
 SAMPLES, BATCH = 24, 4
 NUM_BATCHES = SAMPLES // BATCH
@@ -286,6 +292,23 @@ def test_averages_of_weights_are_refused(strategy):
     model = make_model(strategy, functools.partial(keras.optimizers.SGD, use_ema=True))
     with pytest.raises(ValueError, match="use_ema"):
         model.fit(data(), verbose=0, callbacks=[HybridAggregation()])
+
+
+@pytest.mark.parametrize(
+    ("rule", "adapts"),
+    [
+        ("delta", True),
+        (AsyncSGD(0.1), False),
+        (AsyncEASGD(0.3), False),
+        ("round_robin_easgd", False),
+        (ASHL(loss_threshold=0.5, num_workers=2, preset_steps=40), False),
+    ],
+)
+def test_the_period_is_planned_by_default_where_no_setting_counts_steps(rule, adapts):
+    options = HybridAggregation(rule)._options
+    assert options.adapts_period is adapts
+    assert adapts or options.period == 8
+    assert not HybridAggregation(rule, period=3)._options.adapts_period
 
 
 @pytest.mark.parametrize("period", [1, 2, 4])

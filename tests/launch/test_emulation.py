@@ -82,6 +82,8 @@ def test_a_secret_that_the_user_gave_is_kept() -> None:
 def test_environment_defaults() -> None:
     own = worker_environment(0, ["127.0.0.1:1"], 1, {}, Emulation((2.0,)))
     assert own["TF_NUM_INTRAOP_THREADS"] == "1"
-    assert own["TF_NUM_INTEROP_THREADS"] == "2"
+    assert own["TF_NUM_INTEROP_THREADS"] == "3"  # the emulated device waits in one
+    real = worker_environment(0, ["127.0.0.1:1"], 1, {})
+    assert real["TF_NUM_INTEROP_THREADS"] == "2"
     assert own["PYTHONUNBUFFERED"] == "1"
     assert read_emulated_devices(own) is not None

@@ -78,6 +78,17 @@ def test_a_worker_that_sends_gradients_waits_for_its_answer():
     assert hybrid.effective_samples_per_second == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("travel", "period", "age"),
+    [(0.0, 1, 2.0), (0.0, 2, 1.5), (0.0, 8, 1.125), (2.5, 8, 1.375), (2.0, 8, 1.25), (9.0, 8, 2.0)],
+)
+def test_an_answer_is_taken_after_the_step_in_which_it_comes(travel, period, age):
+    """Steps until then start from a center that is a period older; the others do not."""
+    worker = Pusher(10.0, 1.0, travel, 0.0, 1)
+    assert ExchangeSettings().mean_age_in_periods(worker, period) == pytest.approx(age)
+    assert ExchangeSettings(sends_gradients=True).mean_age_in_periods(worker, period) == 1
+
+
 def test_longer_periods_cost_less_and_are_staler():
     def rates(period):
         settings = ExchangeSettings(period=period, busy_seconds=0.1)

@@ -71,7 +71,7 @@ class Worker(AsyncWorker):
 
     def __init__(self, service, state_service, client=1, **options):
         self.rule = service._rule
-        self.options = HybridOptions(self.rule, period=1, **options)
+        self.options = HybridOptions(self.rule, **({"period": 1} | options))
         self.vectors = SimpleNamespace(weights=Values(), state=Values())
         self._center = client_of(service, client, self.rule)
         self._state = client_of(state_service, client, state_service._rule)
@@ -79,6 +79,7 @@ class Worker(AsyncWorker):
         self._pending = self._pending_state = self._planned_period = self._loss = None
         self._steps = self._samples = self._unreported = self._stage = self._worker = 0
         self._is_lost, self.num_clients = False, 2
+        self._claims = self._early_claim = None
         self._return = ReturnWatch(self._center.greet, self.options.timeout_seconds)
         self._pace = PushPace()
         self._start_from_center()
@@ -321,6 +322,149 @@ def test_samples_that_were_reported_before_are_not_taken_back(cpu_devices):
     assert worker._unreported == 0 and worker._ledger.used == 0
 
 
+def until(is_so):
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_an_answer_is_taken_after_the_step_in_which_it_comes(cpu_devices):
+    service, state = start(Delta())
+    worker, other = (Worker(service, state, client, period=3) for client in (1, 2))
+    other.vectors.weights.add(10.0)
+    other._samples = 4
+    other.meet_center()
+    for _ in range(3):
+        worker.train(1.0)
+    for under_way in (worker._pending, worker._pending_state):
+        until(lambda under_way=under_way: under_way.push.has_answer)
+    worker.train(1.0)
+    np.testing.assert_array_equal(worker.vectors.weights.values[0], 10 + 4)
+    assert worker._pending is None and worker._pending_state is None
+    for _ in range(2):
+        worker.train(1.0)
+    worker.meet_center()
+    np.testing.assert_array_equal(center_of(service), 10 + 6)  # each step counts once
+
+
+def test_an_answer_that_is_not_there_is_not_waited_for(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, period=3)
+    for _ in range(3):
+        worker.train(1.0)
+    pending = worker._pending
+    pending.push.wait()
+    never = SimpleNamespace(is_alive=lambda: True)
+    pending.push._watcher[:] = [never]
+    for _ in range(2):
+        worker.train(1.0)
+        assert worker._pending is pending
+    worker.train(1.0)  # the next exchange waits for it
+    assert worker._pending is not pending
+    worker.meet_center()
+    np.testing.assert_array_equal(center_of(service), 6)
+
+
+def test_a_lost_answer_that_is_found_before_the_next_exchange(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, period=2, goes_on_without_service=True, timeout_seconds=0.0)
+    worker.train(1.0)
+    worker.train(1.0)
+    for under_way in (worker._pending, worker._pending_state):
+        until(lambda under_way=under_way: under_way.push.has_answer)
+    worker._pending.push.calls[:] = [LostCall()]
+    worker.train(1.0)
+    assert worker._is_lost
+    worker.wait_until_answered()
+    worker.train(1.0)
+    worker.meet_center()
+    # it sent 2; of the 2 that it moved alone, each of two workers keeps a half
+    np.testing.assert_array_equal(center_of(service), 3)
+
+
+class NotedOrder(Ledger):
+    """Notes reports beside what else is noted."""
+
+    def __init__(self, order):
+        self.order = order
+
+    def report(self, presence, used):
+        self.order.append("report")
+        return super().report(presence, used)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [(Delta(), ["report", "send"]), (AsyncSGD(1.0), ["send", "report"])]
+)
+def test_a_report_does_not_wait_behind_weights(cpu_devices, rule, expected):
+    """A gradient's samples are reported when it is known that it was taken."""
+    service, state = start(rule)
+    worker, order = Worker(service, state), []
+    worker._ledger, send = NotedOrder(order), worker._center.send
+    worker._mean_gradient = SumOfOnes() if rule.uses_gradients else None
+
+    def noted_send(*arguments):
+        order.append("send")
+        return send(*arguments)
+
+    worker._center.send = noted_send
+    worker.steps_done(1, 4)
+    worker.steps_done(1, 4)
+    assert order == 2 * expected
+
+
+class Early:
+    """Notes the epochs of which a batch was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, epoch):
+        self.asked.append(epoch)
+
+    def take(self, epoch, after):
+        return Status.OK, after + 1, 1
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(cpu_devices, parts):
+    service, state = start(Delta())
+    worker = Worker(service, state, period=100)
+    worker._early_claim, worker._epoch, worker._latest_batch = Early(), 7, -1
+    worker.num_batches, worker._num_parts = 2, lambda: parts
+    worker._steps_at_hand = 1 - parts  # it is the last batch, not the end of the pass, that ends it
+    worker._claims = SimpleNamespace(left_over=list(range(parts - 1)), is_exhausted=False)
+    assert worker._next_batch() == 0
+    left = worker._claims.left_over
+    while parts > 1 and len(left) > 1:
+        assert not worker._early_claim.asked
+        left.pop()  # the data gives the next part
+        worker.train(0.0)
+    if parts == 2:
+        worker.train(0.0)
+    assert worker._early_claim.asked[:1] == [7]
+    worker._early_claim.asked.clear()
+    assert worker._next_batch() == 1  # the last one of the epoch
+    worker.train(0.0)
+    assert not worker._early_claim.asked
+
+
+def test_no_batch_is_asked_for_that_the_pass_does_not_come_to(cpu_devices):
+    """Keras ends it after 4 steps, of which two batches in parts have as many."""
+    service, state = start(Delta())
+    worker = Worker(service, state, period=100)
+    worker._early_claim, worker._epoch, worker._latest_batch = Early(), 7, -1
+    worker.num_batches, worker._num_parts, worker._steps_at_hand = 4, lambda: 2, 0
+    worker._claims = SimpleNamespace(left_over=[], is_exhausted=False)
+    assert worker._next_batch() == 0
+    worker.train(0.0)
+    assert len(worker._early_claim.asked) == 1
+    assert worker._next_batch() == 1
+    worker.train(0.0)
+    assert len(worker._early_claim.asked) == 1
+
+
 class Question:
     """A connection to the service that tells while a question is not answered."""
 
@@ -372,7 +516,9 @@ def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone
     def report(presence, used):
         raise ServiceLostError("silent")
 
-    worker._ledger = SimpleNamespace(claim=lambda epoch: (Status.WAIT, 0, 0), report=report)
+    worker._ledger = SimpleNamespace(report=report)
+    waits = lambda epoch, after: (Status.WAIT, 0, 0)  # noqa: E731
+    worker._early_claim = SimpleNamespace(take=waits, service_lost=lambda: None)
     assert worker._claim() == 4
     assert worker._is_lost
     worker._return.stop()

@@ -64,6 +64,19 @@ def test_speed_is_that_of_computation_alone():
     assert pace.pace == pytest.approx(Pace(80.0, 8, 1.0))
 
 
+def test_what_is_done_with_an_early_answer_is_part_of_the_exchange():
+    clock = Clock()
+    pace = PushPace(clock)
+    steps(pace, clock, 2, 5.0)  # traced
+    for _ in range(4):
+        steps(pace, clock, 1, 0.1)
+        with pace.taking_early():
+            clock.wait(0.03)
+        steps(pace, clock, 2, 0.1)
+        exchange(pace, clock, own=0.02, travel=0.1, measures=True)
+    assert pace.pace == pytest.approx(Pace(80.0, 8, 0.05 / LARGEST_OVERHEAD))
+
+
 def test_an_exchange_that_was_waited_for_is_known():
     clock = Clock()
     pace = PushPace(clock)

@@ -103,8 +103,8 @@ def speeds_of(monkeypatch, known=None, **options):
 
 @pytest.mark.parametrize("known", [None, 700.0])
 def test_the_plan_is_made_for_the_noise_scale(monkeypatch, known):
-    # S = (6 * 3 + 2 * 5 - 8 * 2) / 1, |G|^2 = 2 * 2 - (6 * 3 + 2 * 5) / 8
-    expected = 12 / 0.5 if known is None else known
+    # S = (6 * 3 + 2 * 5 - 8 * 2) / 1, |G|^2 = 2 * 2 - (6 * 3 + 2 * 5) / 8; it is taken to double
+    expected = 2 * 12 / 0.5 if known is None else known
     assert speeds_of(monkeypatch, known).noise_scale == pytest.approx(expected)
 
 

@@ -38,6 +38,21 @@ def service(cpu_devices):
     return start()
 
 
+def test_a_claim_can_be_under_way(service):
+    """Whoever asks does not wait; the answer is what `claim` gives."""
+    address, _, ledger = service
+    remote = connect(address)
+    under_way = [remote.start_claim(0, 2), remote.start_claim(0)]
+    found = [remote.claimed(answer) for answer in under_way]
+    assert sorted(batch for _, first, n in found for batch in range(first, first + n)) == [0, 1, 2]
+    assert {status for status, *_ in found} == {Status.OK}
+    assert ledger.claimed[1] == 3
+    assert connect(address).claimed(remote.start_claim(1))[0] == Status.OK
+    with pytest.raises(PermissionError, match="refused"):
+        stranger = connect(address, proof=b"stranger")
+        stranger.claimed(stranger.start_claim(0))
+
+
 def connect(address, client=1, proof=GOOD, timeout=10):
     return LedgerClient(address, proof, client, timeout)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_het.planning.exchange_settings import longest_period
 from keras_het.strategy.hybrid.claims import AsyncClaims
+from keras_het.strategy.hybrid.early_claim import EarlyClaim
 from keras_het.strategy.hybrid.heartbeat import Heartbeat
 from keras_het.strategy.hybrid.local_plan import LocalPlan
 from keras_het.strategy.hybrid.participant import HybridOptions, Participant, first_async_client
@@ -56,6 +57,7 @@ class AsyncWorker(Participant):
         self._center: Any = None
         self._state: Any = None
         self._ledger: Any = None
+        self._early_claim: Any = None
         self._heartbeat: Heartbeat | None = None
         self._pending: Pending | None = None
         self._pending_state: Pending | None = None
@@ -63,6 +65,7 @@ class AsyncWorker(Participant):
         self._epoch = -1
         self._steps = self._samples = self._unreported = 0
         self._latest_batch = -1
+        self._steps_at_hand = 0  # of this pass, for which it has batches
         self._is_lost = False
         self._return = ReturnWatch(lambda: self._center.greet(), options.timeout_seconds)
         self._pace = PushPace(waits=options.waits_for_answer)
@@ -82,6 +85,7 @@ class AsyncWorker(Participant):
             epoch = max(self._epoch + 1, self._epoch_of_the_group())
         self._epoch, self._latest_batch = epoch, -1
         left_over = self._claims.left_over if self._claims is not None else None
+        self._steps_at_hand = len(left_over or ())
         self._claims = AsyncClaims(
             self.passes_before(epoch),
             self._num_parts(),
@@ -115,7 +119,9 @@ class AsyncWorker(Participant):
         self._steps += steps
         self._samples += samples
         self._unreported += samples
+        self._ask_ahead()
         if self._steps < self.period:
+            self._take_early()
             return
         self._steps = 0
         if self._is_away:
@@ -134,17 +140,34 @@ class AsyncWorker(Participant):
             if self._is_lost:
                 self._attach_again()
             self._receive()
-            self._send()
             if self.options.waits_for_answer:  # the next steps must start from the new weights
+                self._send()
                 self._receive()
-            self._tell_loss()
-            self._report(Presence.TRAINING)
+                self._tell()
+            else:  # what is short goes first: it would wait behind the weights in a slow link
+                self._tell()
+                self._send()
             if self._plan is not None:
                 self._make_plan(self._plan)
             if self.options.adapts_period and self._pace.is_due:
                 self._choose_period()
         except ServiceLostError as error:
             self._lose(error)
+
+    def _take_early(self) -> None:
+        """Goes on from the answer as soon as it is there: older weights make staler steps."""
+        pending = [push.push for push in (self._pending, self._pending_state) if push is not None]
+        if not pending or not all(push.has_answer for push in pending) or self._is_lost:
+            return
+        try:
+            with self._pace.taking_early():
+                self._receive()
+        except ServiceLostError as error:
+            self._lose(error)
+
+    def _tell(self) -> None:
+        self._tell_loss()
+        self._report(Presence.TRAINING)
 
     def _make_plan(self, plan: LocalPlan) -> None:
         """Says how fast this worker is, asks how fast the others are, and plans by it."""
@@ -245,6 +268,7 @@ class AsyncWorker(Participant):
         connected = connect(lambda: open_connection(self, self._client), seconds, _HAS_IT_ENDED)
         self._center, self._state = connected.weights, connected.state
         self._ledger = connected.ledger
+        self._early_claim = EarlyClaim(connected.ledger)
         facts = self._report(Presence.TRAINING)
         self._check_same_data(facts)
         # Another number of passes lies behind the leader after a fit or a backup.
@@ -313,8 +337,26 @@ class AsyncWorker(Participant):
 
     def _next_batch(self) -> int | None:
         batch = self._claim()
-        self._latest_batch = self._latest_batch if batch is None else batch
+        if batch is None:
+            return None
+        self._latest_batch = batch
+        self._steps_at_hand += self._num_parts()
+        if self._num_parts() == 1:
+            self._ask_ahead()
         return batch
+
+    def _ask_ahead(self) -> None:
+        """Asks for the next batch while the last part of the present one is trained on.
+
+        Not for one that would be left over: Keras ends a pass after as many steps as there are
+        batches.
+        """
+        claims, early = self._claims, self._early_claim
+        if claims is None or early is None or claims.is_exhausted or self._is_lost:
+            return
+        is_needed = max(self._latest_batch + 1, self._steps_at_hand) < self.num_batches
+        if is_needed and len(claims.left_over) <= 1:
+            early.ask(self._epoch)
 
     def _claim(self) -> int | None:
         """The next batch of the epoch, None if there is none.
@@ -323,7 +365,7 @@ class AsyncWorker(Participant):
         """
         while not self._is_lost:
             try:
-                status, first, granted = self._ledger.claim(self._epoch)
+                status, first, granted = self._early_claim.take(self._epoch, self._latest_batch)
                 if status == Status.OK:
                     return first if granted else None
                 stage = self._report(Presence.TRAINING).stage
@@ -341,6 +383,10 @@ class AsyncWorker(Participant):
         pending = self._center.send(self.progress(), self._samples)
         if self._state is not None and self.vectors.state is not None:
             self._pending_state = self._state.send(self.vectors.state.read(), self._samples)
+        if not self.options.waits_for_answer:
+            for under_way in (pending, self._pending_state):
+                if under_way is not None:
+                    under_way.push.watch()
         self._samples = 0
         self._pace.sent()
         if self._plan is not None:
@@ -395,6 +441,8 @@ class AsyncWorker(Participant):
         if not self.options.goes_on_without_service:
             raise error
         self._return.start()
+        if self._early_claim is not None:
+            self._early_claim.service_lost()
         if not self._is_lost:
             self._is_lost = True
             _logger.warning("%s Training goes on alone.", error)

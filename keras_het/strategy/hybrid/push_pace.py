@@ -59,7 +59,7 @@ class PushPace:
         self._steps: deque[tuple[float, float]] = deque(maxlen=32)
         self._travels: deque[float] = deque(maxlen=3)
         self._overheads: deque[float] = deque(maxlen=8)
-        self._waited = 0.0
+        self._waited = self._took_early = 0.0
         self._sent_at: float | None = None
 
     def computed(self, steps: int, samples: int) -> None:
@@ -84,8 +84,17 @@ class PushPace:
         self._since = self._clock()
         hidden = 0.0 if self._waits else self._waited
         if self._num_exchanges:  # the first one is traced
-            self._overheads.append(self._since - started - hidden)
+            self._overheads.append(self._since - started - hidden + self._took_early)
         self._num_exchanges += 1
+        self._took_early = 0.0
+
+    @contextlib.contextmanager
+    def taking_early(self) -> Iterator[None]:
+        """Around what this task does with an answer that is there before the next exchange."""
+        started = self._clock()
+        yield
+        self._since = self._clock()
+        self._took_early += self._since - started
 
     def sent(self) -> None:
         """Notes that a message leaves now."""

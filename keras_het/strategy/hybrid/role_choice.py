@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 
 from keras_het.planning import ClusterSpeeds, ExchangeSettings, RolePlan, advise_roles
-from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
+from keras_het.planning.noise_scale import (
+    EXPECTED_GROWTH,
+    SmoothedNoiseScale,
+    noise_scale_estimate,
+)
 from keras_het.strategy.cluster_config import CHOSEN_ROLES, TF_CONFIG, ClusterConfig
 from keras_het.strategy.compute_times import StepTimes
 from keras_het.strategy.departure import leave_together
@@ -115,10 +119,17 @@ class RoleChoice:
             link_bytes_per_second=self._rates,
             model_bytes=4 * sum(int(np.prod(variable.shape)) for variable in weights),
             global_batch=int(shares.sum()),
-            noise_scale=noise_scale_of(steps) if self._noise_scale is None else self._noise_scale,
+            noise_scale=self._expected_noise_scale(steps),
             exchange=self._exchange(times.busy_seconds),
         )
         return cluster.with_all_reduce_of(times.all_reduce_seconds)
+
+    def _expected_noise_scale(self, steps: Sequence[StepTimes]) -> float | None:
+        """What the user knows, or what these first steps of a training let expect."""
+        if self._noise_scale is not None:
+            return self._noise_scale
+        measured = noise_scale_of(steps)
+        return None if measured is None else EXPECTED_GROWTH * measured
 
     def _exchange(self, busy_seconds: float) -> ExchangeSettings:
         """How the training that is started exchanges."""

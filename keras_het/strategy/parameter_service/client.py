@@ -343,10 +343,14 @@ class ParameterClient:
         ]
         residuals = [residual for _, residual in encoded]
         push = PendingPush([], list(changes), residuals, self._wire, messages)
-        if tf.executing_eagerly() and max(self._loads) > PARTITIONS_UNDER_WAY:
-            push.send(lambda: self._call_each("push", messages, _VALUES, push.calls))
-        else:
+
+        def send() -> None:
             self._call_each("push", messages, _VALUES, push.calls)
+
+        if tf.executing_eagerly() and max(self._loads) > PARTITIONS_UNDER_WAY:
+            push.send(send)
+        else:
+            send()
         return push
 
     def push_again(self, push: PendingPush, indices: Sequence[int]) -> None:
@@ -437,7 +441,8 @@ class PendingPush:
     residuals: list[Any]
     wire: Wire
     messages: list[list[Any]]
-    _thread: list[threading.Thread] = dataclasses.field(default_factory=list)
+    _sender: list[threading.Thread] = dataclasses.field(default_factory=list)
+    _watcher: list[threading.Thread] = dataclasses.field(default_factory=list)
 
     def send(self, work: Callable[[], Any]) -> None:
         """Sends beside what this process does.
@@ -445,12 +450,20 @@ class PendingPush:
         Args:
             work: sends all messages, and adds their calls.
         """
-        self._thread.append(threading.Thread(target=work, name="keras_het-push", daemon=True))
-        self._thread[0].start()
+        self._sender.append(_start_thread(work))
+
+    def watch(self) -> None:
+        """Waits beside what this process does: `has_answer` tells from now on."""
+        self._watcher.append(_start_thread(self.wait))
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether all that is waited for is there, or will not come; only where it is watched."""
+        return bool(self._watcher) and not self._watcher[0].is_alive()
 
     def wait(self) -> None:
         """Waits for the answer."""
-        for thread in self._thread:
+        for thread in self._sender:
             thread.join()
         for call in self.calls:
             call.is_ok()
@@ -461,7 +474,7 @@ class PendingPush:
         Args:
             fallback: values of each partition to go on with where no answer comes.
         """
-        for thread in self._thread:
+        for thread in self._sender:
             thread.join()
         answer = _collect(self.calls, fallback, self.wire)
 
@@ -473,6 +486,12 @@ class PendingPush:
             ]
 
         return dataclasses.replace(answer, find_residuals=residuals)
+
+
+def _start_thread(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="keras_het-push", daemon=True)
+    thread.start()
+    return thread
 
 
 def _collect(calls: Sequence[Any], fallback: Sequence[Any], wire: Wire) -> Answer:

@@ -82,7 +82,18 @@ class FunctionClient:
         Raises:
             NoAnswerError: if there is none in time.
         """
-        answer = self.call(function, arguments, specs, timeout_seconds)
+        return self.value(self.call(function, arguments, specs, timeout_seconds), timeout_seconds)
+
+    def value(self, answer: Any, timeout_seconds: float | None = None) -> Any:
+        """Waits for the answer to a `call`.
+
+        Args:
+            answer: what `call` gave.
+            timeout_seconds: as it was given to `call`.
+
+        Raises:
+            NoAnswerError: if there is none in time.
+        """
         if not bool(answer.is_ok()):
             seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
             code, text = error_of(answer)

@@ -75,10 +75,24 @@ class LedgerClient:
         Raises:
             ServiceLostError: if there is no answer in time.
         """
+        return self.claimed(self.start_claim(epoch, count))
+
+    def start_claim(self, epoch: int, count: int = 1) -> Any:
+        """Asks as `claim` does, and does not wait: `claimed` gives the answer."""
         number = tf.TensorSpec([], tf.int64)
         arguments = [tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)]
-        specs = (tf.TensorSpec([], tf.int32), number, number)
-        status, first, granted = self.ask("claim", arguments, specs)
+        return self._start("claim", arguments, (tf.TensorSpec([], tf.int32), number, number))
+
+    def claimed(self, answer: Any) -> tuple[Status, int, int]:
+        """Waits for what `start_claim` asked for.
+
+        Returns:
+            As `claim` does.
+
+        Raises:
+            ServiceLostError: if there is no answer in time.
+        """
+        status, first, granted = self._admitted(answer)
         return Status(int(status)), int(first), int(granted)
 
     def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
@@ -138,8 +152,15 @@ class LedgerClient:
             ServiceLostError: if there is no answer in time.
             PermissionError: if the ledger refuses this worker.
         """
+        return self._admitted(self._start(method, arguments, specs))
+
+    def _start(self, method: str, arguments: list[Any], specs: Any) -> Any:
+        return self._service.call(f"{PREFIX}{method}", [self._client, *arguments], specs)
+
+    def _admitted(self, answer: Any) -> Any:
+        """Waits for an answer, and checks that the ledger lets this worker in."""
         try:
-            values = self._service.ask(f"{PREFIX}{method}", [self._client, *arguments], specs)
+            values = self._service.value(answer)
         except NoAnswerError as error:
             raise ServiceLostError(
                 f"The parameter service at {error} Its process may be gone; give "
