@@ -90,8 +90,8 @@ class HybridAggregation(keras.callbacks.Callback):
             or ends; what the measured steps trained is forgotten.
         measured_steps: steps to measure, after some to warm up; at most 256.
         noise_scale: gradient noise scale in samples, for `roles="auto"`: the larger it is, the less
-            staleness costs. By default that of the measured steps; later in training it is mostly
-            larger, so that a training of which it is known should say it.
+            staleness costs. By default twice that of the measured steps, as it grows in training
+            (`planning.noise_scale.EXPECTED_GROWTH`); where it is known, say it.
         partition_bytes: largest message of weights; smaller ones spread a small model over several
             services.
 
