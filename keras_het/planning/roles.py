@@ -26,10 +26,10 @@ its steps by this part longer by its link."""
 HYBRID_MARGIN = 0.02
 """Gain over the best synchronous mode from which workers are made asynchronous.
 
-On the benchmarks' four clusters hybrid's gain in the time to a target was predicted between 21 % too
-low, of the hops that steps measured, and 3 % too high, of hops fitted to other steps (medians of the
-runs of a cluster; of the worker at an eighth, where it does not pay, 22 % too low). It is small
-because equals are better trained by the simpler mode.
+On the benchmarks' four clusters hybrid's gain in the time to a target was predicted between 21 %
+too low, of the hops that steps measured, and 3 % too high, of hops fitted to other steps (medians
+of the runs of a cluster; of the worker at an eighth, where it does not pay, 22 % too low). It is
+small because equals are better trained by the simpler mode.
 """
 
 
