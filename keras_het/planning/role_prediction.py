@@ -43,8 +43,8 @@ class ClusterSpeeds:
             assumption and no measurement.
         hop_seconds: time of a message between two workers beside that of its bytes, of which an
             all-reduce of m workers has 2 (m - 1) in turn; 0 if it is not known.
-        exchange: how a training with async workers exchanges; by default as `HybridAggregation`
-            does, at no cost of a task's own.
+        exchange: how a training with async workers exchanges; by default every 8 steps, at no cost
+            of a task's own.
 
     Raises:
         TypeError: if a number is none.

@@ -47,7 +47,7 @@ def test_advice_is_that_of_the_steps_that_roles_are_measured_in(hybrid, monkeypa
     monkeypatch.setattr(hybrid, "NoisyTask", Task)
     monkeypatch.setattr(hybrid, "advised", lambda case, noise: f"{noise:g}")
     advice = hybrid.advices(hybrid.CASES["one_eighth"], 480)
-    assert advice == {"advised": "712", "advised_late": "1500"}
+    assert advice == {"advised": "1424", "advised_late": "1500"}  # what is measured counts double
     # steps 5 to 20, even shares, and the rate and momentum of the trainings
     assert seen == [([12] * 4, 4, 16, (0.01, 0.9), seed) for seed in range(25)]
 

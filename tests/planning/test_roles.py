@@ -142,8 +142,11 @@ def test_unequal_workers_with_fast_links_are_balanced():
 def test_slow_links_make_slow_workers_asynchronous():
     speeds = (400.0, 400.0, 200.0, 200.0, 200.0, 200.0)
     links = (GIGABIT,) * 2 + (SLOW,) * 4
-    # with the default period, 8, what it learns would be too stale
-    assert advise_roles(ClusterSpeeds(speeds, links, MODEL, 64)).mode == "leave_out"
+    # with long periods what it learns would be too stale
+    seldom = ExchangeSettings(period=32)
+    assert (
+        advise_roles(ClusterSpeeds(speeds, links, MODEL, 64, exchange=seldom)).mode == "leave_out"
+    )
     often = ExchangeSettings(period=4)
     plan = advise_roles(ClusterSpeeds(speeds, links, MODEL, 64, noise_scale=2e4, exchange=often))
     assert plan.mode == "hybrid"
@@ -175,13 +178,13 @@ def test_hybrid_must_gain_more_than_it_may_be_overrated():
     def cluster(speed):
         return ClusterSpeeds((100.0, speed), (1e6, 1e4), 10_000, 100, (), 1e9)
 
-    bold, careful = advise_roles(cluster(4.0), hybrid_margin=0.0), advise_roles(cluster(4.0))
+    bold, careful = advise_roles(cluster(1.5), hybrid_margin=0.0), advise_roles(cluster(1.5))
     assert bold.mode == "hybrid"
     effective = bold.effective_samples_per_second
-    assert effective["hybrid"] == pytest.approx(104.0, rel=1e-4)
+    assert effective["hybrid"] == pytest.approx(101.5, rel=1e-4)
     assert effective["leave_out"] == pytest.approx(100.0)
     assert careful.mode != "hybrid" and careful.predictions == bold.predictions
-    assert advise_roles(cluster(6.0)).mode == "hybrid"
+    assert advise_roles(cluster(2.5)).mode == "hybrid"
     assert advise_roles(cluster(13.0), hybrid_margin=0.2).mode != "hybrid"
 
 
@@ -201,7 +204,7 @@ def test_the_choice_is_the_simplest_within_the_margins(seed):
         plan = advise_roles(random_cluster(random, 4))
         rates = plan.effective_samples_per_second
         best = max(rates["balanced"], rates["leave_out"])
-        assert (plan.mode == "hybrid") == (rates.get("hybrid", 0.0) > 1.05 * best)
+        assert (plan.mode == "hybrid") == (rates.get("hybrid", 0.0) > 1.02 * best)
         if plan.mode != "hybrid":
             assert (plan.mode == "balanced") == (rates["balanced"] * 1.05 >= best)
 
