@@ -322,11 +322,10 @@ def test_samples_that_were_reported_before_are_not_taken_back(cpu_devices):
     assert worker._unreported == 0 and worker._ledger.used == 0
 
 
-def until(is_so):
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def wait_for_answers(worker):
+    for under_way in (worker._pending, worker._pending_state):
+        under_way.push._watcher[0].join(30)
+        assert under_way.push.has_answer
 
 
 def test_an_answer_is_taken_after_the_step_in_which_it_comes(cpu_devices):
@@ -337,8 +336,7 @@ def test_an_answer_is_taken_after_the_step_in_which_it_comes(cpu_devices):
     other.meet_center()
     for _ in range(3):
         worker.train(1.0)
-    for under_way in (worker._pending, worker._pending_state):
-        until(lambda under_way=under_way: under_way.push.has_answer)
+    wait_for_answers(worker)
     worker.train(1.0)
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 10 + 4)
     assert worker._pending is None and worker._pending_state is None
@@ -371,8 +369,7 @@ def test_a_lost_answer_that_is_found_before_the_next_exchange(cpu_devices):
     worker = Worker(service, state, period=2, goes_on_without_service=True, timeout_seconds=0.0)
     worker.train(1.0)
     worker.train(1.0)
-    for under_way in (worker._pending, worker._pending_state):
-        until(lambda under_way=under_way: under_way.push.has_answer)
+    wait_for_answers(worker)
     worker._pending.push.calls[:] = [LostCall()]
     worker.train(1.0)
     assert worker._is_lost
