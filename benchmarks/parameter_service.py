@@ -187,12 +187,14 @@ def _elements(size_mb: str) -> int:
 def service_server(size_mb: str, address: str, *_: str) -> None:
     from keras_het.launch.allocator import share_freed_memory
 
-    share_freed_memory()  # as `keras-het serve` does
+    share_freed_memory()  # this and `compute_without_splitting` as `keras-het serve` does
     import tensorflow as tf
 
+    from keras_het.launch.serving_threads import compute_without_splitting
     from keras_het.strategy.parameter_service import ParameterService, Partitions
     from keras_het.strategy.rules import Delta
 
+    compute_without_splitting()
     tf.config.list_logical_devices()  # its own memory is not the service's
     Path("/proc/self/clear_refs").write_text("5")  # the largest so far is that of now
     before = _memory_mb("self", "VmRSS")

@@ -30,7 +30,7 @@ from keras_het.strategy.hybrid import (
 from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
 from keras_het.strategy.hybrid.role_choice import MEASURED_STEPS, RoleChoice, start_again
 from keras_het.strategy.parameter_service import TopKWire, Wire
-from keras_het.strategy.parameter_service.partitions import PARTITION_BYTES
+from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.strategy.rules import RULES, ElasticAveraging, UpdateRule, get
 from keras_het.strategy.uneven_per_replica import find_sizes
@@ -117,7 +117,7 @@ class HybridAggregation(keras.callbacks.Callback):
         end_seconds: float = 60.0,
         wire: Wire | None = None,
         service: str = "auto",
-        partition_bytes: int = PARTITION_BYTES,
+        partition_bytes: int = LARGEST_MESSAGE_BYTES,
         roles: str = "tf_config",
         measured_steps: int = MEASURED_STEPS,
         noise_scale: float | None = None,

@@ -45,11 +45,13 @@ def serve_parameters(options: argparse.Namespace) -> int:
     # imported late: TensorFlow takes seconds, and reads the environment
     import keras
 
+    from keras_het.launch.serving_threads import compute_without_splitting
     from keras_het.strategy.cluster_config import read_cluster_config
     from keras_het.strategy.parameter_service.admission import read_secret
     from keras_het.strategy.parameter_service.function_server import ServerStartError
 
     check_keras_backend(keras.backend.backend())
+    compute_without_splitting()
     config = read_cluster_config()
     if config is None or not config.is_serving_only:
         raise ValueError(_wrong_task(config))

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from keras_het.launch import serve_command
+from keras_het.launch import serve_command, serving_threads
 from keras_het.launch.command_line import main
 from keras_het.strategy.hybrid import serving
 
@@ -19,6 +19,9 @@ def set_up(monkeypatch, address):
     monkeypatch.delenv("KERAS_HET_SERVICE_SECRET_FILE", raising=False)
     monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(serve_command, "share_freed_memory", lambda: False)  # not for this process
+    prepared = []  # likewise
+    monkeypatch.setattr(serving_threads, "compute_without_splitting", lambda: prepared.append(1))
+    return prepared
 
 
 @pytest.mark.parametrize(
@@ -44,10 +47,11 @@ def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
         def is_offered_another(self):
             return offers_left[len(calls) - 1]
 
-    set_up(monkeypatch, "127.0.0.1:3")
+    prepared = set_up(monkeypatch, "127.0.0.1:3")
     monkeypatch.setattr(serving, "ServingProcess", Process)
     assert serve_command.serve_parameters(argparse.Namespace(once=once)) == 0
     assert len(calls) == served + (not once)  # the last one says that it was told to end
+    assert len(prepared) == 1
 
 
 def test_a_port_that_is_taken_is_one_line_of_error(monkeypatch, capsys):

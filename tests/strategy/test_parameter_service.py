@@ -454,7 +454,7 @@ def test_largest_values_of_the_largest_partition_fit_into_a_message(cpu_devices,
     wire = TopKWire(ratio)
     largest = wire.largest_partition
     assert round(ratio * largest) * 8 <= 4_096_000 < round(ratio * (largest + 2)) * 8 + 8
-    partitions = Partitions(((1_100_000,),), largest)
+    partitions = Partitions(((1_100_000,),), largest, fewest=1)
     service = ParameterService(free_address(), partitions, Delta(), GOOD, 1, wire=wire)
     service.start()
     client = ParameterClient(service.address, partitions, GOOD, 0, wire=wire)
@@ -468,7 +468,7 @@ def test_largest_values_of_the_largest_partition_fit_into_a_message(cpu_devices,
 
 
 def test_partitions_that_are_too_large_for_their_format_are_refused(service):
-    partitions = Partitions(((1_024_000,),), 1_024_000)
+    partitions = Partitions(((1_024_000,),), 1_024_000, fewest=1)
     match = r"'top-1.0'.*1024000 elements.*partition_size=512000"
     with pytest.raises(ValueError, match=match):
         ParameterService(free_address(), partitions, Delta(), GOOD, 1, wire=TopKWire(1.0))

@@ -182,13 +182,13 @@ def test_tasks_agree_on_the_size_of_messages():
     wire = TopKWire(0.5)
     assert proof_of(wire, partition_bytes=64) == proof_of(wire, partition_bytes=64)
     assert proof_of(wire, partition_bytes=64) != proof_of(wire)
-    assert proof_of(TopKWire(0.1)) == proof_of(TopKWire(0.1), partition_bytes=2_048_000)
+    assert proof_of(TopKWire(0.1)) == proof_of(TopKWire(0.1), partition_bytes=4_096_000)
 
 
 @pytest.mark.parametrize(
     ("rule", "given", "size"),
     [
-        (Delta(), {}, 512_000),
+        (Delta(), {}, 1_024_000),
         (Delta(), {"partition_bytes": 64}, 16),
         (Delta(), {"wire": TopKWire(0.8), "partition_bytes": 4_096_000}, 640_000),
         (Delta(), {"wire": TopKWire(0.1), "partition_bytes": 4_096_000}, 1_024_000),

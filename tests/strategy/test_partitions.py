@@ -10,7 +10,28 @@ from keras_het.strategy.parameter_service import Partitions
 
 def test_partitions_are_as_few_as_fit():
     assert Partitions(((3, 4), (5,), ()), partition_size=7).sizes == (6, 6, 6)
-    assert Partitions(((1000, 1024), (1,)), 1_024_000).sizes == (512_001, 512_001)
+    assert Partitions(((1000, 1024), (1,)), 1_024_000, fewest=1).sizes == (512_001, 512_001)
+
+
+@pytest.mark.parametrize(
+    ("elements", "count"),
+    [
+        (512_000, 1),  # half the largest message
+        (512_001, 2),
+        (10_000_000, 12),  # between half of it and all
+        (12 * 1_024_000, 12),
+        (12 * 1_024_000 + 1, 13),
+        (100_000_000, 98),
+    ],
+)
+def test_middle_sized_weights_are_spread_over_some_messages(elements, count):
+    sizes = Partitions(((elements,),)).sizes
+    assert len(sizes) == count and elements <= sum(sizes) < elements + count
+    assert max(sizes) * 4 <= 4_096_000
+
+
+def test_partitions_that_are_small_already_are_not_cut_further():
+    assert Partitions(((400_000,),), 100_000).sizes == (100_000,) * 4
 
 
 @settings(deadline=None)

@@ -27,7 +27,7 @@ from keras_het.strategy.parameter_service.saved_state import (
 from keras_het.strategy.rules import AsyncSGD, DelayCompensated, Delta, RoundRobinEASGD
 
 GOOD = credential(b"0123456789abcdef", "model")
-LARGE = Partitions(((1_024_000,), (1_024_000,)), 1_024_000)  # as large as a message takes
+LARGE = Partitions(((1_024_000,), (1_024_000,)), 1_024_000, fewest=2)  # as large as a message takes
 SMALL = Partitions(((5,),), partition_size=3)
 
 

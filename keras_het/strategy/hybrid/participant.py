@@ -11,7 +11,7 @@ from keras_het.strategy.hybrid.model_vectors import ModelVectors
 from keras_het.strategy.hybrid.statistics_averaging import StatisticsAveraging
 from keras_het.strategy.parameter_service import FloatWire, TopKWire, Wire, credential
 from keras_het.strategy.parameter_service.admission import read_secret
-from keras_het.strategy.parameter_service.partitions import PARTITION_BYTES
+from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
 from keras_het.strategy.rules import UpdateRule
 
@@ -51,7 +51,7 @@ class HybridOptions:
     goes_on_without_service: bool = False
     wire: Wire | None = None
     spreads_service: bool = False
-    partition_bytes: int = PARTITION_BYTES
+    partition_bytes: int = LARGEST_MESSAGE_BYTES
     num_epochs: int = LARGEST_EPOCH
 
     @property

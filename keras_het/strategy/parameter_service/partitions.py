@@ -11,8 +11,10 @@ import tensorflow as tf
 
 LARGEST_MESSAGE_BYTES = 4_096_000
 """Bytes of a partition's values. TensorFlow's RPC takes 4,194,304 bytes a message, all included."""
-PARTITION_BYTES = LARGEST_MESSAGE_BYTES // 2
-"""By default: as quick as the largest ones, and less memory for those that are under way."""
+FEWEST_PARTITIONS = 12
+"""Of weights that fill as many messages of half the largest size. A message takes TensorFlow a
+while however short it is, so large ones are quicker; but the first and the last one of an exchange
+travel alone, and each that is under way takes six times its bytes in the service's memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,15 @@ class Partitions:
     Args:
         shapes: shape of each variable.
         partition_size: float32 elements of a partition at most.
+        fewest: partitions to make at least, where each has half the largest message or more.
 
     Raises:
         ValueError: if there is nothing to cut, or a partition would not fit into a message.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    partition_size: int = PARTITION_BYTES // 4
+    partition_size: int = LARGEST_MESSAGE_BYTES // 4
+    fewest: int = FEWEST_PARTITIONS
 
     def __post_init__(self) -> None:
         if not 0 < self.partition_size * 4 <= LARGEST_MESSAGE_BYTES:
@@ -51,7 +55,8 @@ class Partitions:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each partition, all equal."""
-        count = -(-self.size // self.partition_size)
+        halves = -(-self.size // (LARGEST_MESSAGE_BYTES // 8))
+        count = max(-(-self.size // self.partition_size), min(self.fewest, halves))
         return (-(-self.size // count),) * count
 
     def pack(self, tensors: Sequence[Any]) -> list[Any]:

@@ -175,7 +175,8 @@ class SampleLedger:
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.int64),
                 tf.TensorSpec([], tf.int64),
-            ]
+            ],
+            autograph=False,
         )
         def claim(client: Any, epoch: Any, count: Any) -> Any:
             def take() -> Any:
@@ -198,7 +199,8 @@ class SampleLedger:
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.int64),
                 tf.TensorSpec([], tf.int64),
-            ]
+            ],
+            autograph=False,
         )
         def remote_claim(credential: Any, client: Any, epoch: Any, count: Any) -> Any:
             nothing = tf.constant(0, tf.int64)
@@ -232,7 +234,8 @@ class SampleLedger:
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([2], tf.int64),
                 tf.TensorSpec([], tf.int32),
-            ]
+            ],
+            autograph=False,
         )
         def report(credential: Any, client: Any, used: Any, presence: Any) -> Any:
             known = (client >= 0) & (client < self._num_clients) & tf.reduce_all(used >= 0)
@@ -268,7 +271,11 @@ class SampleLedger:
 
     def _pace_function(self) -> Any:
         @tf.function(
-            input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([PACE_NUMBERS], tf.float64)]
+            input_signature=[
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([PACE_NUMBERS], tf.float64),
+            ],
+            autograph=False,
         )
         def pace(client: Any, pace: Any) -> Any:
             noted = [
@@ -287,7 +294,8 @@ class SampleLedger:
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([PACE_NUMBERS], tf.float64),
-            ]
+            ],
+            autograph=False,
         )
         def remote_pace(credential: Any, client: Any, pace: Any) -> Any:
             def refuse(status: Status) -> Any:
@@ -320,7 +328,8 @@ class SampleLedger:
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([2], tf.int64),
                 tf.TensorSpec([8], tf.int64),
-            ]
+            ],
+            autograph=False,
         )
         def lead(credential: Any, client: Any, used: Any, facts: Any) -> Any:
             """Sets the facts, unless the stage is negative, and tells what clients are doing."""

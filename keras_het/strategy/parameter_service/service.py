@@ -285,7 +285,7 @@ class ParameterService:
         return exchange
 
     def _hello_function(self) -> Any:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
         def hello(credential: Any) -> Any:
             refused = tf.constant(int(Status.REFUSED))
             return tf.where(self._gate.admits(credential), int(Status.OK), refused)
@@ -295,7 +295,7 @@ class ParameterService:
     def _pull_function(self, part: Part, exact: bool = False) -> Any:
         encode = tf.identity if exact else self._wire.encode_answer
 
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
         def pull(credential: Any) -> Any:
             def read() -> Any:
                 center = encode(part.center.read_value())
@@ -318,7 +318,7 @@ class ParameterService:
             *self._wire.signature(part.size),
         ]
 
-        @tf.function(input_signature=signature)
+        @tf.function(input_signature=signature, autograph=False)
         def push(
             credential: Any, client: Any, samples: Any, version: Any, sequence: Any, *sent: Any
         ) -> Any:
@@ -374,7 +374,8 @@ class ParameterService:
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.int32),
-            ]
+            ],
+            autograph=False,
         )
         def signal(credential: Any, client: Any, signal: Any) -> Any:
             known = (client >= 0) & (client < self._num_clients)
@@ -394,7 +395,7 @@ class ParameterService:
             return tf.equal(part.under_way.read_value(), 0)
 
     def _close_function(self, part: Part) -> Any:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
         def close(credential: Any) -> Any:
             admitted = self._gate.admits(credential)
             is_done = tf.cond(admitted, lambda: self._close(part), lambda: tf.constant(False))
@@ -404,7 +405,10 @@ class ParameterService:
         return close
 
     def _latest_function(self, part: Part) -> Any:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int32)])
+        @tf.function(
+            input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int32)],
+            autograph=False,
+        )
         def latest(credential: Any, client: Any) -> Any:
             known = (client >= 0) & (client < self._num_clients)
             return tf.cond(
@@ -420,7 +424,8 @@ class ParameterService:
             input_signature=[
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([part.size], tf.float32),
-            ]
+            ],
+            autograph=False,
         )
         def restore(credential: Any, center: Any) -> Any:
             def take() -> Any:
@@ -442,7 +447,8 @@ class ParameterService:
                 tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.int64),
-            ]
+            ],
+            autograph=False,
         )
         def turn(credential: Any, client: Any, version: Any) -> Any:
             """Whether a push would be told to wait, without its values."""
