@@ -93,7 +93,7 @@ class HybridAggregation(keras.callbacks.Callback):
             staleness costs. By default twice that of the measured steps, as it grows in training
             (`planning.noise_scale.EXPECTED_GROWTH`); where it is known, say it.
         partition_bytes: largest message of weights; smaller ones spread a small model over several
-            services.
+            services, and come through a slow link in `timeout_seconds`.
 
     Raises:
         ValueError: for arguments out of range, data that cannot be shared (that of which
