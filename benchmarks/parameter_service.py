@@ -11,7 +11,8 @@ by itself. `gb_per_s` counts both directions of all clients. `memory_ratio`: the
 memory of the service's process, less what it had with TensorFlow loaded and before it made the
 variables, over the variables' bytes; so it has all that serving costs: variables, functions,
 messages and what the allocator keeps. `server_memory_mb` is the whole of that process,
-`client_memory_mb` that of the largest client.
+`client_memory_mb` that of the largest client. Where the processes of all kinds do not fit into
+memory at the same time (`alive_together` false), each kind's are started for its turn alone.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import psutil
 from _report import environment, print_table, write_report
 
 from keras_het.launch.free_ports import ReservedPorts
 
 KINDS = ("service", "remote_variables", "socket", "echo")
 SECRET = b"of this benchmark only"
+PROCESS_MB, COPIES = 300, 3.5
+"""What a process has by itself, and of the weights; about."""
+ROUNDS_ALONE = 3
 
 
 def main() -> None:
@@ -60,19 +65,12 @@ def main() -> None:
 
 
 def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]:
-    """One row: all kinds are alive and take turns."""
+    """One row: all kinds are alive and take turns, or start for each turn where they do not fit."""
     rounds, exchanges = (2, 3) if quick else (7, max(2, 400 // size_mb // num_clients))
-    groups = [Group() for _ in KINDS]
-    try:
-        for kind, group in zip(KINDS, groups, strict=True):
-            group.start(kind, size_mb, num_clients)
-            group.run(exchanges)  # warms up
-        times = [[group.run(exchanges) for group in groups] for _ in range(rounds)]
-        memory, client_memory = groups[0].largest_memory_mb()
-        before = groups[0].memory_before_mb
-    finally:
-        for group in groups:
-            group.close()
+    together = _fit_together(size_mb, num_clients)
+    rounds = rounds if together else min(rounds, ROUNDS_ALONE)
+    take_turns = _take_turns if together else _take_turns_alone
+    times, (memory, client_memory, before) = take_turns(size_mb, num_clients, rounds, exchanges)
     rates = [[2e-3 * size_mb * num_clients / seconds for seconds in turn] for turn in times]
     ours, variables, raw, echo = (list(rate) for rate in zip(*rates, strict=True))
     to_variables = sorted(a / b for a, b in zip(ours, variables, strict=True))
@@ -96,15 +94,55 @@ def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]
             "client_memory_mb": round(client_memory),
             "memory_ratio": round((memory - before) / size_mb, 2),
             "num_runs": rounds,
+            "alive_together": together,
         }
     ]
+
+
+def _fit_together(size_mb: int, num_clients: int) -> bool:
+    """Whether the processes of all kinds have room at the same time."""
+    needed = len(KINDS) * (num_clients + 1) * (PROCESS_MB + COPIES * size_mb)
+    return bool(needed < psutil.virtual_memory().available / 1e6)
+
+
+def _take_turns(
+    size_mb: int, num_clients: int, rounds: int, exchanges: int
+) -> tuple[list[list[float]], tuple[float, float, float]]:
+    """Seconds of an exchange of each kind in each round; memory of the service, see `Group`."""
+    with contextlib.ExitStack() as closing:
+        groups = []
+        for kind in KINDS:
+            groups.append(Group())
+            closing.callback(groups[-1].close)
+            groups[-1].start(kind, size_mb, num_clients)
+            groups[-1].run(exchanges)  # warms up
+        times = [[group.run(exchanges) for group in groups] for _ in range(rounds)]
+        return times, groups[0].memory_mb()
+
+
+def _take_turns_alone(
+    size_mb: int, num_clients: int, rounds: int, exchanges: int
+) -> tuple[list[list[float]], tuple[float, float, float]]:
+    """As `_take_turns`; in its turn each kind has the machine to itself."""
+    times: list[list[float]] = []
+    memory = []
+    for _ in range(rounds):
+        times.append([])
+        for kind in KINDS:
+            with contextlib.closing(Group()) as group:
+                group.start(kind, size_mb, num_clients)
+                group.run(exchanges)  # warms up
+                times[-1].append(group.run(exchanges))
+                if kind == "service":
+                    memory.append(group.memory_mb())
+    return times, max(memory)
 
 
 class Group:
     """One kind of server and its clients."""
 
     def __init__(self) -> None:
-        self.memory_before_mb = 0.0
+        self._before_mb = 0.0
         self._clients: list[subprocess.Popen[str]] = []
         self._closing = contextlib.ExitStack()
 
@@ -116,7 +154,7 @@ class Group:
         addresses = list(ports.addresses)
         self._server = self._process(f"{kind}-server", size_mb, *addresses)
         # The service says what its process had before it made the variables.
-        self.memory_before_mb = float(_read(self._server).partition(" ")[2] or 0)
+        self._before_mb = float(_read(self._server).partition(" ")[2] or 0)
         for index in range(num_clients):
             client = self._process(f"{kind}-client", size_mb, index, *addresses)
             self._clients.append(client)
@@ -136,10 +174,10 @@ class Group:
             client.stdin.flush()
         return max(float(_read(client)) for client in self._clients) / exchanges
 
-    def largest_memory_mb(self) -> tuple[float, float]:
-        """Largest resident memory so far of the server, and of the clients the largest one's."""
+    def memory_mb(self) -> tuple[float, float, float]:
+        """Largest so far of the server, and of the largest client; the server's without weights."""
         clients = [_memory_mb(client.pid, "VmHWM") for client in self._clients]
-        return _memory_mb(self._server.pid, "VmHWM"), max(clients)
+        return _memory_mb(self._server.pid, "VmHWM"), max(clients), self._before_mb
 
     def close(self) -> None:
         """Ends all processes."""
