@@ -12,7 +12,7 @@ import tensorflow as tf
 LARGEST_MESSAGE_BYTES = 4_096_000
 """Bytes of a partition's values. TensorFlow's RPC takes 4,194,304 bytes a message, all included."""
 FEWEST_PARTITIONS = 12
-"""Of weights that fill as many messages of half the largest size. A message takes TensorFlow a
+"""That there are before any is larger than half the largest message. A message takes TensorFlow a
 while however short it is, so large ones are quicker; but the first and the last one of an exchange
 travel alone, and each that is under way takes six times its bytes in the service's memory."""
 
@@ -28,7 +28,7 @@ class Partitions:
     Args:
         shapes: shape of each variable.
         partition_size: float32 elements of a partition at most.
-        fewest: partitions to make at least, where each has half the largest message or more.
+        fewest: partitions that there are before any is larger than half the largest message.
 
     Raises:
         ValueError: if there is nothing to cut, or a partition would not fit into a message.
