@@ -5,8 +5,9 @@ here; a fork takes none. The import starts no thread and no runtime of TensorFlo
 behaves like a fresh process. What a fork would share with its siblings by accident (the state of
 random generators) is drawn anew. A worker ends like any script, interpreter shutdown included.
 
-Lines in: {"script", "arguments", "environment", "folder", "output"}. Lines out: {"ready"},
-{"started": process id} and {"ended": process id, "exit_code"}.
+Lines in: {"number", "script", "arguments", "environment", "folder", "output"}. Lines out:
+{"ready"}, {"started": number, "process_id"} and {"ended": number, "exit_code"}. Workers are told
+apart by their numbers: the system gives the process id of one that has ended to a later one.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import random
 import runpy
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 import keras_het.strategy.heterogeneous_strategy  # noqa: F401 - with TensorFlow and Keras
 
-_children: set[int] = set()
+# Numbers of the workers that run, by their process ids.
+_children: dict[int, int] = {}
 
 
 def _say(message: dict[str, Any]) -> None:
@@ -37,8 +40,18 @@ def _reap(*_: Any) -> None:
             process_id, status = os.waitpid(-1, os.WNOHANG)
             if process_id == 0:
                 return
-            _children.discard(process_id)
-            _say({"ended": process_id, "exit_code": os.waitstatus_to_exitcode(status)})
+            if (number := _children.pop(process_id, None)) is not None:
+                _say({"ended": number, "exit_code": os.waitstatus_to_exitcode(status)})
+
+
+@contextlib.contextmanager
+def _no_child_reaped() -> Iterator[None]:
+    """Keeps a worker that ends at once from being reaped before its number is known."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
 def _become_worker(request: dict[str, Any]) -> None:
@@ -62,12 +75,14 @@ def _next_worker() -> dict[str, Any] | None:
     with os.fdopen(os.dup(0), "rb", buffering=0) as requests:
         while line := requests.readline():
             request: dict[str, Any] = json.loads(line)
-            process_id = os.fork()
+            with _no_child_reaped():
+                process_id = os.fork()
+                if process_id != 0:
+                    _children[process_id] = request["number"]
+                    _say({"started": request["number"], "process_id": process_id})
             if process_id == 0:
                 _become_worker(request)
                 return request
-            _children.add(process_id)
-            _say({"started": process_id})
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -27,8 +28,10 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._started: list[int] = []
+        # By the numbers of workers: a process id may be that of several, one after the other.
+        self._process_ids: dict[int, int] = {}
         self._exit_codes: dict[int, tuple[int, float]] = {}
+        self._numbers = itertools.count()
         self._is_ready = False
         self._requests = threading.Lock()
         self._process = subprocess.Popen(
@@ -41,22 +44,31 @@ class ForkServer:
         self._reader.start()
 
     def fork(self, script: str, arguments: Sequence[str], **request: Any) -> int:
-        """Starts a worker and returns its process id."""
+        """Starts a worker and returns its number."""
         self._wait_for(lambda: self._is_ready, TIMEOUT, "the fork server to import TensorFlow")
+        number = next(self._numbers)
+        about = {"number": number, "script": script, "arguments": list(arguments), **request}
         with self._requests:
-            number = len(self._started)
-            line = json.dumps({"script": script, "arguments": list(arguments), **request})
             assert self._process.stdin is not None
-            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.write(json.dumps(about).encode() + b"\n")
             self._process.stdin.flush()
-            self._wait_for(lambda: len(self._started) > number, TIMEOUT, "a worker to start")
-            return self._started[number]
+        self._wait_for(lambda: number in self._process_ids, TIMEOUT, "a worker to start")
+        return number
 
-    def ended(self, process_id: int, timeout: float) -> tuple[int, float] | None:
+    def process_id(self, number: int) -> int:
+        return self._process_ids[number]
+
+    def ended(self, number: int, timeout: float) -> tuple[int, float] | None:
         """Exit code and time (`time.monotonic`) of a worker, or None if it still runs."""
         with self._changed:
-            self._changed.wait_for(lambda: process_id in self._exit_codes, timeout)
-            return self._exit_codes.get(process_id)
+            self._changed.wait_for(lambda: number in self._exit_codes, timeout)
+            return self._exit_codes.get(number)
+
+    def send_signal(self, number: int, signal_number: int) -> None:
+        """Sends a signal to a worker, unless it has ended."""
+        if self.ended(number, timeout=0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process_id(number), signal_number)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -79,7 +91,7 @@ class ForkServer:
             message = json.loads(line)
             with self._changed:
                 if "started" in message:
-                    self._started.append(message["started"])
+                    self._process_ids[message["started"]] = message["process_id"]
                 elif "ended" in message:
                     code = message["exit_code"], time.monotonic()
                     self._exit_codes[message["ended"]] = code
@@ -117,13 +129,13 @@ class Workers:
         arguments: Sequence[object] = (),
     ) -> None:
         self._server = server
-        self.process_ids: list[int] = []
+        self._numbers: list[int] = []
         self.folders = [folder / f"worker_{index}" for index in range(len(environments))]
         self._outputs = [folder / f"output_{index}.txt" for index in range(len(environments))]
         try:
             for index, environment in enumerate(environments):
                 self.folders[index].mkdir(parents=True)
-                self.process_ids.append(
+                self._numbers.append(
                     server.fork(
                         str(FOLDER / script),
                         [str(argument) for argument in arguments],
@@ -142,10 +154,10 @@ class Workers:
 
     def wait(self, timeout: float = TIMEOUT) -> list[Result]:
         """Waits for all workers."""
-        return [self.wait_for(index, timeout) for index in range(len(self.process_ids))]
+        return [self.wait_for(index, timeout) for index in range(len(self._numbers))]
 
     def wait_for(self, index: int, timeout: float = TIMEOUT) -> Result:
-        ended = self._server.ended(self.process_ids[index], timeout)
+        ended = self._server.ended(self._numbers[index], timeout)
         if ended is None:
             raise TimeoutError(f"worker {index} still runs after {timeout:g} s:\n{self.tails()}")
         return Result(ended[0], self.output(index), ended[1])
@@ -154,9 +166,10 @@ class Workers:
         """Waits until a worker has printed a text."""
         end = time.monotonic() + timeout
         while text not in self.output(index):
-            ended = self._server.ended(self.process_ids[index], timeout=0.05)
+            ended = self._server.ended(self._numbers[index], timeout=0.05)
             if ended is not None and text not in self.output(index):
-                raise AssertionError(f"worker {index} ended without {text!r}:\n{self.tails()}")
+                how = f"exit code {ended[0]}, without {text!r}"
+                raise AssertionError(f"worker {index} ended, {how}:\n{self.tails()}")
             if time.monotonic() > end:
                 raise TimeoutError(f"no {text!r} of worker {index}:\n{self.tails()}")
 
@@ -166,22 +179,20 @@ class Workers:
             self.wait_for_output(index, text)
 
     def send_signal(self, index: int, number: int = signal.SIGKILL) -> None:
-        if self._server.ended(self.process_ids[index], timeout=0) is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process_ids[index], number)
+        self._server.send_signal(self._numbers[index], number)
 
     def tails(self) -> str:
         return "\n".join(
             f"--- worker {index}:\n{self.output(index)[-3000:]}"
-            for index in range(len(self.process_ids))
+            for index in range(len(self._numbers))
         )
 
     def close(self) -> None:
         """Kills what still runs."""
-        for index in range(len(self.process_ids)):
+        for index in range(len(self._numbers)):
             self.send_signal(index, signal.SIGKILL)
-        for process_id in self.process_ids:
-            self._server.ended(process_id, timeout=20)
+        for number in self._numbers:
+            self._server.ended(number, timeout=20)
 
 
 def cluster_environments(
