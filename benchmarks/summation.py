@@ -1,6 +1,6 @@
 """Summation of gradients by all machines, against a ring all-reduce and parameter servers.
 
-    python benchmarks/summation.py [--json FILE] [--quick] [--case TEXT]
+    python benchmarks/summation.py [--json FILE] [--quick] [--case TEXT] [--mbit-per-s RATE]
 
 Four workers and up to four spare machines, each in a network namespace of its own behind a link of
 limited rate (jumbo frames of 9000 bytes), sum a vector in turn by (a) the summation service, (b)
@@ -52,6 +52,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="little data: form, not numbers")
     parser.add_argument("--case", default="", help="only cases whose names begin so")
+    parser.add_argument(
+        "--mbit-per-s", type=float, help="of a link of rate 1; default 80, with --quick 200"
+    )
     options = parser.parse_args()
     reason = why_not()
     if reason:
@@ -61,7 +64,7 @@ def main() -> None:
         chosen = [case for case in cases(options.quick) if case[0].startswith(options.case)]
         rows = []
         for case in chosen:
-            rows.append(measure(*case, quick=options.quick))
+            rows.append(measure(*case, options.mbit_per_s, quick=options.quick))
             print(rows[-1], flush=True)
         print_table(rows, [name for name in rows[0] if not name.endswith("_seconds")])
     write_report("summation", rows, options.json, environment())
@@ -81,10 +84,15 @@ def cases(quick: bool) -> list[tuple[str, tuple[float, ...], tuple[float, ...]]]
 
 
 def measure(
-    case: str, workers: tuple[float, ...], spare: tuple[float, ...], quick: bool
+    case: str,
+    workers: tuple[float, ...],
+    spare: tuple[float, ...],
+    mbit_per_s: float | None,
+    quick: bool,
 ) -> dict[str, Any]:
     """One row: all kinds take turns on the same hosts."""
-    megabytes, mbit, rounds = (1, 200.0, 1) if quick else (8, 80.0, 5)
+    megabytes, default, rounds = (1, 200.0, 1) if quick else (8, 80.0, 5)
+    mbit = mbit_per_s or default
     kinds = [kind for kind in KINDS if spare or kind != "servers"]
     rates = [mbit * rate for rate in (*workers, *spare)]
     with limited_hosts(rates, mtu=9000) as hosts, Cluster(hosts, workers, spare, megabytes) as all_:
