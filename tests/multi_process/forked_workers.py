@@ -55,9 +55,6 @@ class ForkServer:
         self._wait_for(lambda: number in self._process_ids, TIMEOUT, "a worker to start")
         return number
 
-    def process_id(self, number: int) -> int:
-        return self._process_ids[number]
-
     def ended(self, number: int, timeout: float) -> tuple[int, float] | None:
         """Exit code and time (`time.monotonic`) of a worker, or None if it still runs."""
         with self._changed:
@@ -68,7 +65,7 @@ class ForkServer:
         """Sends a signal to a worker, unless it has ended."""
         if self.ended(number, timeout=0) is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process_id(number), signal_number)
+                os.kill(self._process_ids[number], signal_number)
 
     def close(self) -> None:
         assert self._process.stdin is not None
