@@ -18,7 +18,8 @@ RESULTS := build/benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help demo test test-variants test-oldest test-validation lint format benchmarks constraints clean distclean
+.PHONY: help demo test test-all test-full test-rest test-alone test-oldest test-validation lint format benchmarks
+.PHONY: constraints clean distclean
 .PHONY: check-python check-validation
 .DEFAULT_GOAL := help
 
@@ -28,33 +29,43 @@ help: ## List the targets.
 demo: .venv/installed ## Train on three emulated workers of different speed (under 3 minutes).
 	.venv/bin/python recipes/quickstart.py
 
-# Two processes share the tests file by file, the files that take minutes first: the last one would
-# leave a core idle. Those that measure run alone.
-SIDE_BY_SIDE := tests/multi_process tests/benchmarks tests/recipes tests/strategy tests/exactness \
-  tests/callbacks tests/loader tests/outside tests/launch tests/planning \
-  $(patsubst %,tests/test_%.py,make_validation packaging private_api)
-SHARED := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes share the tests file by file, the files that take long first: the last one would
+# leave a core idle. Those that look at what they measure run alone.
+ROOMS := multi_process benchmarks recipes strategy exactness loader callbacks outside launch planning
+TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make packaging private_api)
+PYTEST := .venv/bin/python -m pytest
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: lint ## Lint, types and tests.
-	.venv/bin/python -m pytest $(SHARED) -m "not variant and not alone" $(SIDE_BY_SIDE)
-	.venv/bin/python -m pytest -m alone tests/recipes tests/benchmarks
+test: export STARTED := $(shell date +%s)
+test: lint ## Lint, types, and of the tests those that find most in a short time.
+	$(PYTEST) --quick $(SIDE_BY_SIDE) $(TESTS)
+
+test-all: ## All tests at full depth, and those of the other environments.
+	$(MAKE) --keep-going test-full test-alone test-oldest
 	@if $(MAKE) -s check-validation >/dev/null 2>&1; then $(MAKE) --no-print-directory test-validation; \
 	else echo "The tests of data validation were NOT run: they need Python 3.11." \
 	  "make test-validation says what is wrong."; fi
 
-test-variants: .venv/installed ## Further variants of the tests with several processes.
-	.venv/bin/python -m pytest $(SHARED) -m variant tests/multi_process
+test-full: lint
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not alone" $(TESTS)
 
-# One test of each way to train; a variant is another path through the same calls of TensorFlow.
+# The rooms whose tests start few processes or none.
+test-rest: .venv/installed ## What `make test` leaves out of the rooms that need one process.
+	$(PYTEST) --rest $(SIDE_BY_SIDE) -m "not alone" $(patsubst %,tests/%,strategy exactness loader callbacks launch)
+
+test-alone: .venv/installed
+	$(PYTEST) -m alone $(TESTS)
+
+# All ways to train; fewer tests of each with DEPTH=--quick.
 OLDEST := callbacks_across_workers exact_across_workers hybrid local_training lost_worker mistakes \
   summation_across_workers
 # How iterators are saved, restored and made differs between versions of TensorFlow.
 OLDEST_LOADER := tests/callbacks/test_loader_tuner.py \
   $(patsubst %,tests/loader/tuner/test_%.py,iterator_release prepared_handover spare_iterators)
 test-oldest: .venv-oldest/installed ## Several processes and the loader controller, on the oldest TensorFlow.
-	.venv-oldest/bin/python -m pytest $(SHARED) -m "not variant" \
+	.venv-oldest/bin/python -m pytest $(DEPTH) $(SIDE_BY_SIDE) -m "not alone" \
 	  $(OLDEST:%=tests/multi_process/test_%.py)
-	.venv-oldest/bin/python -m pytest $(SHARED) -k "not change_no_bit" $(OLDEST_LOADER)
+	.venv-oldest/bin/python -m pytest $(DEPTH) $(SIDE_BY_SIDE) -k "not change_no_bit" $(OLDEST_LOADER)
 
 # TensorFlow Data Validation needs Python 3.11 and TensorFlow 2.16.
 test-validation: check-validation .venv-oldest/installed ## Data validation, in the environment of test-oldest.

@@ -63,7 +63,7 @@ def test_every_benchmark_is_listed():
     assert names == FIELDS.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", FIELDS)
 def test_form(name, tmp_path):
     path = tmp_path / "report.json"

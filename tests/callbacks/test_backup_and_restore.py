@@ -68,12 +68,14 @@ def assert_goes_on(devices, make_data, folder, step, save_freq=3, **options):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.quick("False-14", "True-4", "False-23")
 @pytest.mark.parametrize("step", [4, 14, 23])
 @pytest.mark.parametrize("of_unknown_number", [False, True])
 def test_every_later_epoch_is_whole(cpu_devices, tmp_path, of_unknown_number, step):
     assert_goes_on(cpu_devices, lambda: rows(of_unknown_number), tmp_path, step)
 
 
+@pytest.mark.quick("False-less than a pass", "True-more than a pass")
 @pytest.mark.parametrize(
     "steps",
     [
@@ -90,6 +92,7 @@ def test_epochs_of_given_length_over_endless_data(cpu_devices, tmp_path, of_unkn
     assert_goes_on(cpu_devices, data, tmp_path, steps + 5, steps_per_epoch=steps)
 
 
+@pytest.mark.quick("a pass-3", "half a pass-4", "half a pass-epoch")
 @pytest.mark.parametrize("save_freq", [3, 4, "epoch"])
 @pytest.mark.parametrize(("steps", "epochs"), [(8, 3), (4, 5)], ids=["a pass", "half a pass"])
 def test_epochs_of_given_length_over_data_that_ends(
@@ -99,6 +102,7 @@ def test_epochs_of_given_length_over_data_that_ends(
     assert_goes_on(cpu_devices, rows, tmp_path, steps + 3, save_freq, **options)
 
 
+@pytest.mark.quick("8")
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("step", [7, 8])  # before and at the end of the pass
 def test_epochs_that_end_with_a_pass(cpu_devices, tmp_path, step):
@@ -166,6 +170,7 @@ class EvaluatesFirst(keras.callbacks.Callback):
         self.model.evaluate(data, verbose=0)
 
 
+@pytest.mark.quick("gone")
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "gone"])
 def test_what_is_evaluated_before_the_first_step_is_not_what_is_saved(
     cpu_devices, tmp_path, is_kept
@@ -201,6 +206,7 @@ class Grows(keras.callbacks.Callback):
             self.model.distribute_strategy.iterated_data.set_global_batch_size(2 * BATCH)
 
 
+@pytest.mark.quick("12")
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("step", [12, 14])  # the second epoch's last, and one of the third
 def test_an_epoch_of_larger_batches(cpu_devices, tmp_path, step):

@@ -427,6 +427,7 @@ class Slow(keras.callbacks.Callback):
         self.now += 1000
 
 
+@pytest.mark.quick("read_after2")
 @pytest.mark.parametrize("read_after", [{2, 4}, {3, 5}, {5}, {2, 4, 6}])
 def test_validation_and_other_callbacks_are_no_steps(monkeypatch, read_after):
     """Of an epoch of six steps, the last ones are read at its end."""

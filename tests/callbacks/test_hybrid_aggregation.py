@@ -87,6 +87,7 @@ class Used(keras.callbacks.Callback):
         self.host._weights.exchange_locally = exchange_and_note
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_gradients_of_a_training_shorter_than_a_period_count(strategy, epochs):
     model = make_model(strategy)
@@ -141,6 +142,7 @@ def test_an_own_rule_of_async_workers_alone_is_refused_on_a_second_task(
         make_model(strategy).fit(data(), verbose=0, callbacks=[HybridAggregation(Half())])
 
 
+@pytest.mark.quick("spread")
 @pytest.mark.parametrize("service", ["auto", "spread"])
 def test_an_own_rule_trains_where_the_script_runs(strategy, service):
     model = make_model(strategy)
@@ -158,6 +160,7 @@ def test_a_moving_rate_beyond_the_bound_of_answers_that_travel_is_refused(strate
         make_model(strategy).fit(data(), verbose=0, callbacks=[hybrid])
 
 
+@pytest.mark.quick("delta")
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 def test_what_callbacks_predict_is_not_trained(strategy, rule):
     model = make_model(strategy)
@@ -183,6 +186,7 @@ def ends_with(strategy, error, rule):
     return model, optimizer, hybrid
 
 
+@pytest.mark.quick("error0-rule1")
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("in a callback")])
 def test_a_fit_after_one_that_failed_trains(strategy, error, rule):
@@ -194,6 +198,7 @@ def test_a_fit_after_one_that_failed_trains(strategy, error, rule):
     np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.quick("delta")
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 def test_a_fit_of_the_same_model_within_a_callback_is_refused(strategy, rule):
     x, y = arrays()
@@ -206,6 +211,7 @@ def test_a_fit_of_the_same_model_within_a_callback_is_refused(strategy, rule):
     model.fit(data(), verbose=0, callbacks=[HybridAggregation(rule, period=2)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 def test_a_fit_with_async_workers_after_one_that_failed_trains(strategy, rule):
     model, optimizer, _ = ends_with(strategy, ValueError("in a callback"), rule)
@@ -216,6 +222,7 @@ def test_a_fit_with_async_workers_after_one_that_failed_trains(strategy, rule):
     assert np.abs(before - flat(model)).min() > 1e-3
 
 
+@pytest.mark.quick("before a balancer")
 @pytest.mark.parametrize("others", [[], [BatchBalancer]], ids=["alone", "before a balancer"])
 def test_a_step_that_fails_ends_the_service(strategy, others):
     model = make_model(strategy)
@@ -238,6 +245,7 @@ def test_a_step_that_fails_ends_the_service(strategy, others):
     model.fit(data(), verbose=0, callbacks=[HybridAggregation("delta", period=2)])
 
 
+@pytest.mark.quick("on_train_batch_end")
 @pytest.mark.parametrize("place", ["on_train_batch_end", "on_test_batch_end"])
 def test_an_error_elsewhere_ends_the_service(strategy, place):
     def fail(batch, logs=None):
@@ -266,6 +274,7 @@ def test_shorter_epochs_are_refused(strategy):
         model.fit(data(), steps_per_epoch=2, verbose=0, callbacks=[HybridAggregation()])
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_arrays_train_as_a_data_set_of_them(strategy, shuffle):
     x, y = arrays()
@@ -311,6 +320,7 @@ def test_the_period_is_planned_by_default_where_no_setting_counts_steps(rule, ad
     assert not HybridAggregation(rule, period=3)._options.adapts_period
 
 
+@pytest.mark.quick("1-2", "4-4")
 @pytest.mark.parametrize("period", [1, 2, 4])
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_one_worker_alone_takes_every_batch(strategy, period, steps_per_execution):
@@ -336,6 +346,7 @@ class ClaimsTwo(keras.callbacks.Callback):
         assert self.ledger.claim(1, epoch, 2)[1] == 2
 
 
+@pytest.mark.quick("on_train_batch_begin-first")
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("place", ["on_train_batch_begin", "on_train_batch_end"])
 def test_what_is_evaluated_beside_the_first_step_has_all_batches(strategy, place, is_first):
@@ -356,6 +367,7 @@ def test_what_is_evaluated_beside_the_first_step_has_all_batches(strategy, place
     assert claims.ledger.used.tolist() == [SAMPLES - 2 * BATCH, 0]
 
 
+@pytest.mark.quick("2-not looked at")
 @pytest.mark.parametrize("looks", [True, False], ids=["looked at", "not looked at"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_execution, looks):
@@ -374,6 +386,7 @@ def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_ex
     assert claims.ledger.used.tolist() == [2 * (SAMPLES - 2 * BATCH), 0]
 
 
+@pytest.mark.quick("rule1")
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 def test_what_callbacks_evaluate_of_the_data_of_training_is_not_trained(strategy, rule):
     model = make_model(strategy)
@@ -386,6 +399,7 @@ def test_what_callbacks_evaluate_of_the_data_of_training_is_not_trained(strategy
     assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
 
 
+@pytest.mark.quick("before")
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
 def test_samples_count_beside_a_balancer(strategy, is_first):
     """Which makes the train function of a model anew that it has not measured yet."""
@@ -397,6 +411,7 @@ def test_samples_count_beside_a_balancer(strategy, is_first):
     assert claims.ledger.used.tolist() == [2 * (SAMPLES - 2 * BATCH), 0]
 
 
+@pytest.mark.quick("on_train_batch_begin")
 @pytest.mark.parametrize("place", ["on_epoch_begin", "on_train_batch_begin"])
 def test_samples_count_where_the_train_function_is_made_anew(strategy, place):
     hybrid = HybridAggregation("delta", period=2)
@@ -441,6 +456,7 @@ class ReadsAhead(keras.callbacks.Callback):
         return self.original([batch])
 
 
+@pytest.mark.quick("3-others1")
 @pytest.mark.parametrize(("number", "others"), [(1, []), (3, [BatchBalancer])])
 def test_samples_that_were_read_ahead_count_when_they_are_trained(strategy, number, others):
     model = make_model(strategy)
@@ -451,6 +467,7 @@ def test_samples_that_were_read_ahead_count_when_they_are_trained(strategy, numb
     assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
 
 
+@pytest.mark.quick("rule1")
 @pytest.mark.parametrize("rule", [AsyncSGD(0.1), DelayCompensated(0.1, 0.04, num_workers=2)])
 def test_a_schedule_in_a_callback_is_refused_beside_gradients(strategy, rule):
     """The service has the optimizer: the rate would count twice, or not at all."""
@@ -473,6 +490,7 @@ def test_a_rate_that_is_set_within_an_epoch_is_refused_at_the_next_exchange(stra
     np.testing.assert_array_equal(flat(model), before)
 
 
+@pytest.mark.full
 def test_a_rate_that_is_set_after_the_last_step_loses_no_training(strategy):
     model = make_model(strategy)
     before, gradient = flat(model), mean_gradient(model, NUM_BATCHES)

@@ -23,6 +23,7 @@ def trained(strategy, data, callbacks):
     return model.get_weights()
 
 
+@pytest.mark.quick("tuner first-data set")
 @pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "data set"])
 @pytest.mark.parametrize("tuner_is_first", [True, False], ids=["tuner first", "hybrid first"])
 def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first):
@@ -47,6 +48,7 @@ class Fails(keras.callbacks.Callback):
         raise ValueError("in a callback")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tuner_is_first", [True, False], ids=["tuner first", "hybrid first"])
 def test_a_hybrid_training_after_one_that_failed_sees_through_the_tuner(strategy, tuner_is_first):
     """The tuner's function is around the one that knows how to end what failed."""

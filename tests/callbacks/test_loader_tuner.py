@@ -238,6 +238,7 @@ def test_a_cache_in_files_is_only_observed(is_built, tmp_path):
     assert len(calls) == known, "the files of the first epoch are complete"
 
 
+@pytest.mark.full
 def test_a_process_ends_cleanly_right_after_fit(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
@@ -338,6 +339,7 @@ def test_the_wait_is_in_the_logs():
     assert 0.0 < history["input_wait_fraction"][0] <= 1.0
 
 
+@pytest.mark.quick("long-True-3", "long_slices-True-1")
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize(
     ("build_data", "is_built"), [(long, True), (long, False), (long_slices, True)]

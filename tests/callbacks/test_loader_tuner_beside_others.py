@@ -88,6 +88,7 @@ def in_epochs(seen):
     return [np.concatenate(seen[start : start + STEPS]) for start in range(0, len(seen), STEPS)]
 
 
+@pytest.mark.quick("True-True")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_train_function_that_is_made_anew_loses_no_sample(first, is_built):
@@ -110,6 +111,7 @@ def test_train_on_batch_within_fit_takes_nothing_from_the_epoch():
     assert tuner.meter.steps == 3 * STEPS
 
 
+@pytest.mark.quick("True-True", "False-False")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built):
@@ -126,6 +128,7 @@ def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built)
     assert len(done(tuner)) >= 2
 
 
+@pytest.mark.quick("True-False", "False-True")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_train_function_that_is_made_anew_before_a_step_loses_no_sample(first, is_built):
@@ -153,6 +156,7 @@ class EvaluatesAnother(keras.callbacks.Callback):
         dense().evaluate(slow(0.0), verbose=0, callbacks=[self.tuner])
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_built", [True, False])
 def test_another_model_may_be_evaluated_with_the_same_tuner(is_built):
     tuner = moving()
@@ -205,6 +209,7 @@ def test_a_history_of_the_user_sees_every_batch():
     assert tuner.meter.steps == 6
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("first", [True, False])
 def test_beside_the_balancer_in_any_order(first, cpu_devices):
     tuner, balancer = moving(), BatchBalancer("even")

@@ -27,6 +27,7 @@ def trained(devices, data, callbacks):
     return [np.array(variable) for variable in (*model.weights, *model.optimizer.variables)]
 
 
+@pytest.mark.quick("builder-in the second epoch, tuner first")
 @pytest.mark.parametrize(
     ("step", "tuner_is_first"),
     [

@@ -45,6 +45,7 @@ def test_what_is_drawn_after_a_training_does_not_depend_on_its_moves():
     assert results[0] == results[1]
 
 
+@pytest.mark.quick("slices-True")
 @pytest.mark.parametrize(("build", "is_built"), [(samples, True), (slices, True), (samples, False)])
 def test_nor_does_it_under_the_strategy(build, is_built, cpu_devices):
     results = []

@@ -202,6 +202,7 @@ def test_what_only_measures_gives_no_priority():
     assert "nice" not in tuner.best_settings().code
 
 
+@pytest.mark.quick("<lambda>1-True", "<lambda>0-False")
 @pytest.mark.parametrize("with_strategy", [True, False])
 @pytest.mark.parametrize("last", [lambda data: data.prefetch(tf.data.AUTOTUNE), lambda data: data])
 def test_a_prefetch_that_was_not_tuned_is_no_setting(last, with_strategy, cpu_devices):

@@ -27,6 +27,7 @@ def array_fit(model, callbacks, **options):
     return model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks, **options)
 
 
+@pytest.mark.quick("shuffle1", "validation_split", "sample_weight")
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,6 +81,7 @@ SHUFFLED = {
 }
 
 
+@pytest.mark.quick("mapped", "shuffled twice")
 @pytest.mark.parametrize("name", SHUFFLED)
 def test_every_epoch_has_the_order_of_one_device(name):
     # Keras starts each of these once more than it uses them in every epoch.
@@ -113,6 +115,7 @@ class ChangeShares(keras.callbacks.Callback):
             self.change()
 
 
+@pytest.mark.quick("step")
 @pytest.mark.parametrize("when", ["step", "epoch"])
 def test_shares_that_change(when):
     def fit(model, callbacks):
@@ -208,6 +211,7 @@ def test_changed_shares_reach_the_replicas_within_the_epoch():
     assert [model.seen[replica][-1] for replica in range(3)] == [1, 1, 8]
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_train_and_test_on_batch(run_eagerly):
     # a sum and a metric that counts show it if replicas compute on the same samples

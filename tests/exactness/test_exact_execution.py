@@ -22,6 +22,7 @@ def unknown_cardinality():
     return batches(34).filter(lambda x, y: True)
 
 
+@pytest.mark.quick("data0-3", "unknown_cardinality-2")
 @pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("data", [functools.partial(batches, 34), unknown_cardinality])
 def test_steps_per_execution(steps, data):

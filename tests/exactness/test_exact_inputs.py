@@ -59,6 +59,7 @@ def test_dictionaries_of_inputs_and_outputs():
     assert_equivalent(Trial(two_in_two_out, data, infer_always=True), ALL_SHARES)
 
 
+@pytest.mark.full
 def test_lists_of_inputs_and_outputs():
     def build():
         inputs = [keras.Input((5,)), keras.Input((3,))]
@@ -167,6 +168,7 @@ def test_losses_of_samples_are_predictions_like_others():
         np.testing.assert_allclose(predicted, (x**2).mean(axis=1), rtol=1e-5)
 
 
+@pytest.mark.quick("<lambda>")
 @pytest.mark.parametrize("make_optimizer", [lambda: keras.optimizers.SGD(0.1), adam])
 def test_sparse_inputs(make_optimizer):
     def build():
@@ -184,6 +186,7 @@ def test_sparse_inputs(make_optimizer):
     assert_equivalent(Trial(build, data), ALL_SHARES)
 
 
+@pytest.mark.full
 def test_text_through_a_preprocessing_layer():
     def build():
         vectorize = keras.layers.TextVectorization(output_sequence_length=4)
@@ -208,6 +211,7 @@ def test_text_through_a_preprocessing_layer():
     assert_equivalent(Trial(build, data))
 
 
+@pytest.mark.quick("LSTM")
 @pytest.mark.parametrize("layer", ["LSTM", "GRU"])
 def test_recurrent_layers_with_masks(layer):
     def build():
@@ -254,6 +258,7 @@ def test_absent_inputs_and_weights():
     assert_equivalent(Trial(sum_of_parts, lambda: batches().map(without_weights)), ALL_SHARES)
 
 
+@pytest.mark.full
 def test_absent_parts_of_what_a_generator_yields():
     def fit(model, callbacks):
         steps = (without_weights(*batch) for batch in batches().repeat(4).as_numpy_iterator())

@@ -33,6 +33,7 @@ def test_synchronized_batch_normalization():
     assert_equivalent(Trial(build, infer_always=True), ALL_SHARES)
 
 
+@pytest.mark.full
 def test_synchronized_batch_normalization_of_images():
     def build():
         model = keras.Sequential(

@@ -48,6 +48,7 @@ def masked_model(reduction, mask_zero=True, metric=True):
     return model
 
 
+@pytest.mark.quick("sum_over_batch_size", "sum")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_reduction(reduction):
     build = functools.partial(
@@ -56,6 +57,7 @@ def test_every_reduction(reduction):
     assert_equivalent(Trial(build))
 
 
+@pytest.mark.quick("mean_with_sample_weight", "None")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_reduction_with_sample_weights(reduction):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
@@ -63,6 +65,7 @@ def test_every_reduction_with_sample_weights(reduction):
     assert_equivalent(Trial(build, weighted_batches))
 
 
+@pytest.mark.quick("None-sum_over_batch_size", "per time step-mean_with_sample_weight")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weights", [None, "per time step"])
 def test_every_reduction_with_masks(reduction, weights):
@@ -70,17 +73,20 @@ def test_every_reduction_with_masks(reduction, weights):
     assert_equivalent(Trial(build, functools.partial(sequences, weights)))
 
 
+@pytest.mark.quick("per time step")
 @pytest.mark.parametrize("weights", ["per sample", "per time step"])
 def test_per_time_step_losses_without_masks(weights):
     build = functools.partial(masked_model, "mean_with_sample_weight", mask_zero=False)
     assert_equivalent(Trial(build, functools.partial(sequences, weights)))
 
 
+@pytest.mark.full
 def test_weights_per_sample_with_masks():
     build = functools.partial(masked_model, "mean_with_sample_weight")
     assert_equivalent(Trial(build, functools.partial(sequences, "per sample")))
 
 
+@pytest.mark.full
 def test_loss_that_is_a_function():
     def cubic(y_true, y_pred):
         return keras.ops.mean(keras.ops.abs(y_true - y_pred) ** 3, axis=-1)
@@ -107,6 +113,7 @@ DISTRIBUTE = {
 }
 
 
+@pytest.mark.quick("sum_over_batch_size-plain")
 @pytest.mark.parametrize("distribute", DISTRIBUTE)
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
 def test_class_weight(reduction, distribute):
@@ -122,6 +129,7 @@ def test_class_weight(reduction, distribute):
     assert_equivalent(plain)
 
 
+@pytest.mark.quick("mean_with_sample_weight")
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
 def test_ignored_class(reduction):
     # ignore_class makes a mask of the losses themselves
@@ -131,6 +139,7 @@ def test_ignored_class(reduction):
     assert_equivalent(Trial(functools.partial(classifier, loss()), classes))
 
 
+@pytest.mark.full
 def test_losses_of_keras():
     names = (
         "BinaryCrossentropy",
@@ -160,6 +169,7 @@ def test_losses_of_keras():
     assert_equivalent(Trial(build, data))
 
 
+@pytest.mark.quick("sum")
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
 def test_regularization_losses(reduction):
     def layers():
@@ -191,6 +201,7 @@ class ConstantPenalty(keras.layers.Layer):
         return inputs * self.scale
 
 
+@pytest.mark.quick("MeanPenalty")
 @pytest.mark.parametrize("penalty", [MeanPenalty, ConstantPenalty])
 def test_add_loss(penalty):
     layers = [lambda: keras.layers.Dense(4), penalty]
@@ -215,6 +226,7 @@ def test_activity_regularizer():
     assert_equivalent(Trial(functools.partial(dense_model, "mse", sgd, layers)))
 
 
+@pytest.mark.full
 def test_loss_weights():
     assert_equivalent(Trial(functools.partial(dense_model, "mse", sgd, loss_weights=0.3)))
 

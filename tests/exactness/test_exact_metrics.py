@@ -63,6 +63,7 @@ def binary_metrics():
     ]
 
 
+@pytest.mark.full
 def test_binary_metrics():
     def build():
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, "sigmoid")])
@@ -135,6 +136,7 @@ def test_mean_and_sum_inside_a_layer():
     assert_equivalent(Trial(build, predict=False), ALL_SHARES)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_metrics_of_masked_time_steps(weighted):
     def build():
@@ -200,6 +202,7 @@ def test_metrics_that_look_at_weights_and_the_rate():
     assert_equivalent(Trial(build, predict=False))
 
 
+@pytest.mark.full
 def test_results_that_look_at_the_rate():
     build = functools.partial(deep_model, RateInLogs)
     assert_equivalent(Trial(build, evaluate=False, predict=False))

@@ -108,12 +108,14 @@ OWN_OPTIMIZERS = {
 }
 
 
+@pytest.mark.quick("ScalingWrapper", "OldStyleWrapper", "TwoGroups")
 @pytest.mark.parametrize("name", OWN_OPTIMIZERS)
 def test_optimizer_of_ones_own(name):
     build = functools.partial(dense_model, "mse", OWN_OPTIMIZERS[name])
     assert_equivalent(Trial(build, evaluate=False, predict=False))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(O, "MultiOptimizer"), reason="Keras has none yet")
 def test_optimizers_for_parts_of_the_model():
     def optimizer():
@@ -124,12 +126,16 @@ def test_optimizers_for_parts_of_the_model():
     assert_equivalent(Trial(build, evaluate=False, predict=False), ALL_SHARES)
 
 
+@pytest.mark.quick("AdamW", "RMSprop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     build = functools.partial(dense_model, "mse", OPTIMIZERS[name])
     assert_equivalent(Trial(build, evaluate=False, predict=False))
 
 
+@pytest.mark.quick(
+    "global_clipnorm", "use_ema", "gradient_accumulation_steps", "LossScaleOptimizer"
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_setting(name):
     build = functools.partial(dense_model, "mse", SETTINGS[name])
@@ -164,6 +170,7 @@ def test_loss_scale_goes_down_when_one_replica_overflows():
     assert 2.0**14 in scales, "no overflow happened"
 
 
+@pytest.mark.full
 def test_maxnorm_constraint():
     def layers():
         return [
@@ -178,6 +185,7 @@ def test_maxnorm_constraint():
     assert_equivalent(Trial(build, evaluate=False, predict=False))
 
 
+@pytest.mark.full
 def test_frozen_layers():
     def layers():
         frozen = keras.layers.Dense(4, activation="tanh")
@@ -187,6 +195,7 @@ def test_frozen_layers():
     assert_equivalent(Trial(functools.partial(dense_model, "mse", None, layers)))
 
 
+@pytest.mark.quick("clip1")
 @pytest.mark.parametrize("clip", [{}, {"clipnorm": 0.05}, {"global_clipnorm": 0.1}])
 def test_embeddings(clip):
     # the gradient of an embedding is tf.IndexedSlices
@@ -209,6 +218,7 @@ def test_embeddings(clip):
     assert_equivalent(Trial(build, data, evaluate=False, predict=False))
 
 
+@pytest.mark.quick("mixed_float16")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_mixed_precision(policy):
     # Half precision keeps 11 bits (bfloat16: 8), and each replica rounds its own share's sums: one

@@ -300,11 +300,13 @@ def test_low_level_step():
 DECORATED = [DecoratedStep, DecoratedInstance, RenamedStep, DecoratedRenamedStep]
 
 
+@pytest.mark.quick("DecoratedStep")
 @pytest.mark.parametrize("model", DECORATED)
 def test_decorated_steps(model):
     assert_equivalent(Trial(compiled(model, metrics=None)), ALL_SHARES)
 
 
+@pytest.mark.full
 def test_functional_loss_and_values_without_a_tracker():
     assert_equivalent(Trial(compiled(FunctionalLossStep, metrics=None), evaluate=False), ALL_SHARES)
 
@@ -318,6 +320,7 @@ VECTORS = [
 ]
 
 
+@pytest.mark.quick("VectorLossStep")
 @pytest.mark.parametrize("model", VECTORS)
 def test_gradients_of_vectors(model):
     trial = Trial(compiled(model, sgd, metrics=None), evaluate=False, predict=False)
@@ -334,6 +337,7 @@ class LossOfEachValue(keras.losses.Loss):
         return keras.ops.reshape(keras.ops.square(y_true - y_pred) * [[1.0, 2.0]], [-1])
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_loss_with_several_values_for_each_sample(run_eagerly):
     def build():
@@ -344,6 +348,7 @@ def test_a_loss_with_several_values_for_each_sample(run_eagerly):
     assert_equivalent(Trial(build, evaluate=False, predict=False), [(4, 2, 1)])
 
 
+@pytest.mark.full
 def test_gradient_of_a_vector_in_an_eager_step():
     build = compiled(VectorLossStep, sgd, metrics=None, run_eagerly=True)
     assert_equivalent(Trial(build, evaluate=False, predict=False), [(4, 2, 1)])
@@ -354,6 +359,7 @@ def test_gradient_of_a_vector_through_synchronized_statistics():
     assert_equivalent(Trial(build, evaluate=False, predict=False))
 
 
+@pytest.mark.full
 def test_own_compute_loss_that_is_a_vector():
     assert_equivalent(Trial(compiled(VectorOwnLoss, sgd), predict=False))
 
@@ -448,10 +454,12 @@ class TwoApplies(Base):
         return {"loss": loss}
 
 
+@pytest.mark.full
 def test_one_optimizer_with_a_scaled_loss_and_one_without():
     assert_equivalent(Trial(compiled(TwoApplies, metrics=None), evaluate=False), ALL_SHARES)
 
 
+@pytest.mark.full
 def test_dictionaries_as_data():
     class DictStep(Base):
         def call(self, x, training=False):
@@ -464,6 +472,7 @@ def test_dictionaries_as_data():
     assert_equivalent(Trial(compiled(DictStep), data), ALL_SHARES)
 
 
+@pytest.mark.full
 def test_regression_on_batches_of_another_size():
     assert_equivalent(
         Trial(compiled(GuideStep), functools.partial(batches, 11, size=3)), ALL_SHARES

@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from keras_het.launch import serve_command, serving_threads
+from keras_het.launch import serve_command
 from keras_het.launch.command_line import main
-from keras_het.strategy.hybrid import serving
 
 
 def set_up(monkeypatch, address):
@@ -20,7 +19,8 @@ def set_up(monkeypatch, address):
     monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(serve_command, "share_freed_memory", lambda: False)  # not for this process
     prepared = []  # likewise
-    monkeypatch.setattr(serving_threads, "compute_without_splitting", lambda: prepared.append(1))
+    threads = "keras_het.launch.serving_threads.compute_without_splitting"
+    monkeypatch.setattr(threads, lambda: prepared.append(1))
     return prepared
 
 
@@ -48,7 +48,7 @@ def test_how_many_trainings_are_served(monkeypatch, offers_left, once, served):
             return offers_left[len(calls) - 1]
 
     prepared = set_up(monkeypatch, "127.0.0.1:3")
-    monkeypatch.setattr(serving, "ServingProcess", Process)
+    monkeypatch.setattr("keras_het.strategy.hybrid.serving.ServingProcess", Process)
     assert serve_command.serve_parameters(argparse.Namespace(once=once)) == 0
     assert len(calls) == served + (not once)  # the last one says that it was told to end
     assert len(prepared) == 1

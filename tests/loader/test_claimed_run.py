@@ -160,6 +160,12 @@ def rows_of_epochs(source, gets_batches, validates):
     return rows_of
 
 
+@pytest.mark.quick(
+    "cut-one_shuffle-alone",
+    "cut-two_shuffles-also_validation_data",
+    "mapped-one_shuffle-alone",
+    "mapped-two_shuffles-also_validation_data",
+)
 @pytest.mark.parametrize("validates", [False, True], ids=["alone", "also_validation_data"])
 @pytest.mark.parametrize("nested", [False, True], ids=["one_shuffle", "two_shuffles"])
 @pytest.mark.parametrize("mapped", [False, True], ids=["cut", "mapped"])

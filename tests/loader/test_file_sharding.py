@@ -2,7 +2,8 @@
 
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from workers import Schedule, collect
 
@@ -43,7 +44,7 @@ EXPECTED = sorted(
 )
 
 
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(
     schedule=st.lists(
         st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any), min_size=1, max_size=6

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, given, settings
+from depth import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from pipelines import ALL, ELEMENT, SLICE, indices
 from workers import Schedule, collect, make_workers, plain, reference
@@ -28,9 +29,7 @@ def clusters(draw):
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(
-    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cluster=clusters())
 def test_every_row_once_in_order_under_changing_shares(name, cluster):
     counts, schedule, lookahead = cluster

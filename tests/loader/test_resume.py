@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, given, settings
+from depth import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from pipelines import ALL, indices
 from workers import collect, make_workers
@@ -33,7 +34,7 @@ def one_epoch(worker):
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(2, suppress_health_check=[HealthCheck.too_slow])
 @given(epoch=st.integers(0, 2), step=st.integers(0, 3))
 def test_continues_as_if_never_stopped(name, epoch, step):
     whole = make_workers(ALL[name], (1,), [[1]])[0]

@@ -78,6 +78,7 @@ def run(program, timeout=240):
     )
 
 
+@pytest.mark.quick("left on the way")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_process_ends(name):
     result = run(PROGRAMS[name])
@@ -114,6 +115,7 @@ RELEASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RELEASES)
 def test_the_process_ends_after_the_iterators_that_were_let_go(name):
     """Else it may be ended by a thread that comes back from TensorFlow (SIGABRT)."""
@@ -136,6 +138,7 @@ def interrupt_until_it_ends(process):
     raise TimeoutError("The process did not end.")
 
 
+@pytest.mark.full
 def test_interrupt_in_the_middle_of_an_epoch_ends_the_process():
     program = """
         source = dataset(samples=10**9)

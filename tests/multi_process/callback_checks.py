@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 import numpy as np
+from recorded import OWN
 from recording import Recording, batches, check, small_model
-from recording_names import OWN
 
 import keras_het
 

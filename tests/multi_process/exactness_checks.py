@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from recording import Recording, arrays, batches, check, small_model
-from recording_names import ONLY_WORKERS, OWN
+from recorded import ONLY_WORKERS, OWN, arrays
+from recording import Recording, batches, check, small_model
 
 NUM_REPLICAS = 3
 

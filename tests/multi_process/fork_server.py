@@ -13,6 +13,7 @@ apart by their numbers: the system gives the process id of one that has ended to
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -88,6 +89,9 @@ def _next_worker() -> dict[str, Any] | None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGCHLD, _reap)
+    # Workers need not search what was imported for garbage, and then own a copy of it.
+    gc.collect()
+    gc.freeze()
     _say({"ready": True})
     job = _next_worker()
     if job is not None:

@@ -30,7 +30,7 @@ class ForkServer:
         self._changed = threading.Condition()
         # By the numbers of workers: a process id may be that of several, one after the other.
         self._process_ids: dict[int, int] = {}
-        self._exit_codes: dict[int, tuple[int, float]] = {}
+        self._exit_codes: dict[int, int] = {}
         self._numbers = itertools.count()
         self._is_ready = False
         self._requests = threading.Lock()
@@ -55,8 +55,8 @@ class ForkServer:
         self._wait_for(lambda: number in self._process_ids, TIMEOUT, "a worker to start")
         return number
 
-    def ended(self, number: int, timeout: float) -> tuple[int, float] | None:
-        """Exit code and time (`time.monotonic`) of a worker, or None if it still runs."""
+    def ended(self, number: int, timeout: float) -> int | None:
+        """Exit code of a worker, or None if it still runs."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._exit_codes, timeout)
             return self._exit_codes.get(number)
@@ -90,8 +90,7 @@ class ForkServer:
                 if "started" in message:
                     self._process_ids[message["started"]] = message["process_id"]
                 elif "ended" in message:
-                    code = message["exit_code"], time.monotonic()
-                    self._exit_codes[message["ended"]] = code
+                    self._exit_codes[message["ended"]] = message["exit_code"]
                 else:
                     self._is_ready = True
                 self._changed.notify_all()
@@ -103,7 +102,6 @@ class Result:
 
     exit_code: int
     output: str
-    exited_at: float
 
 
 class Workers:
@@ -157,7 +155,7 @@ class Workers:
         ended = self._server.ended(self._numbers[index], timeout)
         if ended is None:
             raise TimeoutError(f"worker {index} still runs after {timeout:g} s:\n{self.tails()}")
-        return Result(ended[0], self.output(index), ended[1])
+        return Result(ended, self.output(index))
 
     def wait_for_output(self, index: int, text: str, timeout: float = TIMEOUT) -> None:
         """Waits until a worker has printed a text."""
@@ -165,7 +163,7 @@ class Workers:
         while text not in self.output(index):
             ended = self._server.ended(self._numbers[index], timeout=0.05)
             if ended is not None and text not in self.output(index):
-                how = f"exit code {ended[0]}, without {text!r}"
+                how = f"exit code {ended}, without {text!r}"
                 raise AssertionError(f"worker {index} ended, {how}:\n{self.tails()}")
             if time.monotonic() > end:
                 raise TimeoutError(f"no {text!r} of worker {index}:\n{self.tails()}")

@@ -9,14 +9,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from recorded import LOADER_EPOCHS, LOADER_ROWS, OWN
 from recording import Recording, check, small_model
-from recording_names import OWN
 
 import keras_het
 from keras_het.loader import Knobs
 from keras_het.planning.loader import LoaderPlan, WindowSize
-
-ROWS, EPOCHS = 90, 3
 
 
 class AtOnce:
@@ -71,11 +69,11 @@ def train(run: Recording, in_slices: bool) -> None:
     def features(index: Any) -> Any:
         # the order of the samples is that of these maps only where one sample is made at a time
         index = tf.ensure_shape(tf.numpy_function(note, [index], tf.int64), [])
-        value = tf.cast(index, tf.float32) / ROWS
+        value = tf.cast(index, tf.float32) / LOADER_ROWS
         return tf.stack([value, value**2, value**3, tf.sin(value), tf.cos(value)]), value[None]
 
     def build(knobs: Knobs) -> tf.data.Dataset:
-        rows = tf.data.Dataset.range(ROWS).shuffle(30, seed=5)
+        rows = tf.data.Dataset.range(LOADER_ROWS).shuffle(30, seed=5)
         rows = rows.map(features, num_parallel_calls=knobs.num_parallel_calls)
         if in_slices:
             return rows.padded_batch(4, padded_shapes=([None], [None])).prefetch(knobs.prefetch)
@@ -88,7 +86,7 @@ def train(run: Recording, in_slices: bool) -> None:
         tuner = keras_het.callbacks.LoaderTuner(AtOnce)
         callbacks = [tuner, Patient(tuner)]
     data = keras_het.loader.pipeline(build, Knobs(2, 2, 2))
-    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    model.fit(data, epochs=LOADER_EPOCHS, verbose=0, callbacks=callbacks)
     run.keep_model(model)
     if run.strategy is not None:
         run.keep(f"{OWN}moves", np.array([move.refused is None for move in tuner.moves]))

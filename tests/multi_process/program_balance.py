@@ -12,7 +12,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from recording import arrays, small_model
+from recorded import arrays
+from recording import small_model
 
 import keras_het
 from keras_het.strategy import emulated_device

@@ -12,7 +12,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
-from recording import arrays
+from recorded import arrays
 
 import keras_het
 

@@ -13,7 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from recording import arrays, small_model
+from recorded import arrays
+from recording import small_model
 
 import keras_het
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from recorded import arrays
 
 CHECKS: dict[str, Callable[[Recording], None]] = {}
 
@@ -86,13 +87,6 @@ class Recording:
         for key, values in history.history.items():
             self.keep(f"{prefix}history/{key}", np.array(values))
         self.keep_model(model, prefix)
-
-
-def arrays(samples: int = 22, features: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(0)
-    x = random.normal(size=(samples, features)).astype("float32")
-    y = random.normal(size=(samples, 1)).astype("float32") + 0.5
-    return x, y
 
 
 def batches(samples: int = 22, size: int = 8) -> tf.data.Dataset:

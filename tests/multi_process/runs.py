@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recording_names import ONLY_WORKERS, OWN
+from recorded import ONLY_WORKERS, OWN
 
 # Float32 sums in another order, see tests/exactness/equivalence.py.
 RTOL, ATOL = 1e-4, 2e-6

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 
 def _sums(start_workers: Any, which: str, folder: Path) -> list[dict[str, np.ndarray]]:
@@ -19,6 +20,7 @@ def _sums(start_workers: Any, which: str, folder: Path) -> list[dict[str, np.nda
     return loaded
 
 
+@pytest.mark.full
 def test_same_sums_as_multi_worker_mirrored_strategy(start_workers: Any, tmp_path: Path) -> None:
     theirs = _sums(start_workers, "tensorflow", tmp_path)
     ours = _sums(start_workers, "ours", tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recording_names import OWN
+from recorded import OWN
 from runs import Runs
 
 CHECKS = ("decisions", "learning_rate_schedule", "files")

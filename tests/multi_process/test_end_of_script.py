@@ -21,6 +21,7 @@ FOR_EVER = 10_000_000
 TIMEOUT = 240.0
 
 
+@pytest.mark.quick("1.5-1")
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("seconds_between", [0.0, 1.5])
 def test_workers_end_at_different_times(
@@ -37,6 +38,7 @@ def test_workers_end_at_different_times(
         assert "Error" not in result.output
 
 
+@pytest.mark.full
 def test_fresh_processes_end_cleanly() -> None:
     """Not forked: these interpreters import, train and shut down by themselves."""
     options = json.dumps({"steps": 25, "exit_late": [0.0, 1.0]})
@@ -73,6 +75,7 @@ def test_ctrl_c_on_the_launcher_ends_all_workers(launcher: WorkerProcess) -> Non
     assert not alive
 
 
+@pytest.mark.full
 def test_a_worker_that_leaves_is_not_taken_for_one_in_a_barrier() -> None:
     program = str(Path(__file__).with_name("program_leave_early.py"))
     command = [sys.executable, program]

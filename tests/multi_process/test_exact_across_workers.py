@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recording_names import ONLY_WORKERS, OWN
+from recorded import ONLY_WORKERS, OWN
 from runs import Runs
 
 UNEQUAL_DEVICES = (
@@ -35,16 +35,29 @@ THREE_WORKERS = (
     "loss_scale_optimizer",
     "gradient_accumulation_and_clipping",
 )
+QUICK = (
+    "unseeded_numpy_shuffle",
+    "shares_and_partial_batch",
+    "sample_weights_and_masks",
+    "shares_change_within_the_epoch",
+    "custom_training_loop",
+    "collectives_in_replica_context",
+    "zero_share",
+    "batch_normalization",
+    "unknown_cardinality",
+    "loss_scale_optimizer",
+)
 # The first test of a cluster waits for all its checks.
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def three_workers(start_for_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def three_workers(
+    start_for_session: Any, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Runs:
     folder = tmp_path_factory.mktemp("three_workers")
-    return Runs(
-        start_for_session, folder, "exactness_checks", THREE_WORKERS, {"worker": 3}, "1,1,1"
-    )
+    checks = QUICK if pytestconfig.getoption("--quick") else THREE_WORKERS
+    return Runs(start_for_session, folder, "exactness_checks", checks, {"worker": 3}, "1,1,1")
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +68,13 @@ def chief_and_worker(start_for_session: Any, tmp_path_factory: pytest.TempPathFa
     return Runs(start_for_session, folder, "exactness_checks", UNEQUAL_DEVICES, jobs, "1,2")
 
 
+@pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize("check", THREE_WORKERS)
 def test_three_workers_equal_one_device(three_workers: Runs, check: str) -> None:
     three_workers.assert_as_one_device(check)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", UNEQUAL_DEVICES)
 def test_workers_with_unequal_devices_equal_one_device(chief_and_worker: Runs, check: str) -> None:
     chief_and_worker.assert_as_one_device(check)
@@ -73,6 +88,7 @@ def test_unseeded_order_is_shared_and_random(three_workers: Runs) -> None:
     assert not np.allclose(chief[name], single[name])
 
 
+@pytest.mark.quick("three_workers")
 @pytest.mark.parametrize("cluster", ["three_workers", "chief_and_worker"])
 def test_collectives_keep_their_meaning(cluster: str, request: pytest.FixtureRequest) -> None:
     runs = request.getfixturevalue(cluster)
@@ -86,6 +102,7 @@ def test_collectives_keep_their_meaning(cluster: str, request: pytest.FixtureReq
         assert values["untouched"] == 3
 
 
+@pytest.mark.quick("three_workers")
 @pytest.mark.parametrize("cluster", ["three_workers", "chief_and_worker"])
 def test_new_shares_cut_the_batches_of_later_steps(
     cluster: str, request: pytest.FixtureRequest

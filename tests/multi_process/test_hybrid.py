@@ -20,22 +20,18 @@ from hybrid_clusters import (
     sample_counts,
 )
 
-import keras_het
 from keras_het.planning import plan_local_steps
-from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
-from keras_het.strategy.parameter_service import TopKWire
-from keras_het.strategy.rules import AsyncSGD
 
 
 def with_variants(names: Any, kept: str) -> list[Any]:
-    """Parameters, all but one of which only `make test-variants` runs."""
-    return [pytest.param(n, marks=() if n == kept else pytest.mark.variant) for n in names]
+    """Parameters, all but one of which only `make test-all` runs."""
+    return [pytest.param(n, marks=() if n == kept else pytest.mark.full) for n in names]
 
 
 @pytest.mark.parametrize(
     ("jobs", "arrays"),
     [
-        pytest.param({"worker": 1, "async": 1}, False, marks=pytest.mark.variant),
+        pytest.param({"worker": 1, "async": 1}, False, marks=pytest.mark.full),
         ({"worker": 2, "async": 2}, True),
     ],
 )
@@ -62,6 +58,7 @@ GRADIENTS = {"rule": {"class_name": "AsyncSGD", "config": {"learning_rate": 0.02
 ADAPTING = {"changes": {"rule": "delta"}, "gradients": GRADIENTS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", with_variants(ADAPTING, "changes"))
 def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path, rule: str) -> None:
     # a step takes the async worker 0.3 s, the group 0.07 s
@@ -70,6 +67,8 @@ def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path, rule: st
     results = run(start_workers, tmp_path, jobs, 0.012, 0.05, **options, **ADAPTING[rule])
     periods = {name: result["period"] for name, result in results.items()}
     assert periods["worker_0"] == periods["worker_1"] == 3  # the longest: 30 batches, 8 exchanges
+    from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
+
     # waiting for the answers counts, and takes long where all tasks share two CPUs
     assert periods["async_0"] < FIRST_PERIOD if rule == "changes" else 1 <= periods["async_0"] <= 7
     assert sample_counts(results).tolist() == [MANY] * SAMPLES
@@ -95,6 +94,7 @@ RULES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", with_variants(RULES, "gradients"))
 def test_rules(start_workers: Any, tmp_path: Path, rule: str) -> None:
     jobs = {"worker": 1, "async": 1}
@@ -107,6 +107,7 @@ def test_rules(start_workers: Any, tmp_path: Path, rule: str) -> None:
     assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
 
 
+@pytest.mark.full
 def test_elastic_averaging_without_a_lock_and_with_momentum(
     start_workers: Any, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_elastic_averaging_without_a_lock_and_with_momentum(
     assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
 
 
+@pytest.mark.full
 def test_asynchronous_large_batches_with_all_their_factors(
     start_workers: Any, tmp_path: Path
 ) -> None:
@@ -149,6 +151,7 @@ def test_asynchronous_large_batches_with_all_their_factors(
     assert (staleness > 1).any()
 
 
+@pytest.mark.full
 def test_a_backup_has_center_versions_and_the_services_optimizer(
     start_workers: Any, tmp_path: Path
 ) -> None:
@@ -178,6 +181,7 @@ def test_a_backup_has_center_versions_and_the_services_optimizer(
     assert_equal_weights(second)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", with_variants(["float16", "bfloat16", "top-0.25"], "top-0.25"))
 def test_formats_of_messages(start_workers: Any, tmp_path: Path, wire: str) -> None:
     jobs, options = {"worker": 1, "async": 1}, {"period": 2, "epochs": 6}
@@ -210,6 +214,7 @@ ALONE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", with_variants(ALONE, "ashl"))
 def test_async_workers_alone(start_workers: Any, tmp_path: Path, name: str) -> None:
     rule = ALONE[name]
@@ -221,6 +226,7 @@ def test_async_workers_alone(start_workers: Any, tmp_path: Path, name: str) -> N
     assert service["history"]["val_loss"][-1] < 0.5 * VARIANCE
 
 
+@pytest.mark.full
 def test_steps_and_compression_follow_from_measured_times(
     start_workers: Any, tmp_path: Path
 ) -> None:
@@ -245,7 +251,7 @@ def test_steps_and_compression_follow_from_measured_times(
     assert fast[0] > 2 * slowest[0]
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_one_async_worker_alone_leaves_no_epoch_out(start_workers: Any, tmp_path: Path) -> None:
     # Keras ends its epoch with the last batch, and does not ask for another
     results = run(start_workers, tmp_path, {"ps": 1, "async": 1}, period=2)
@@ -254,7 +260,7 @@ def test_one_async_worker_alone_leaves_no_epoch_out(start_workers: Any, tmp_path
     assert_equal_weights(results)
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_small_batches_of_async_workers_alone(start_workers: Any, tmp_path: Path) -> None:
     # three steps for each batch of the data: Keras begins its next epoch before the data's
     jobs, options = {"ps": 1, "async": 2}, {"async_batch_size": 4, "validates": False}
@@ -262,38 +268,6 @@ def test_small_batches_of_async_workers_alone(start_workers: Any, tmp_path: Path
     counts = sample_counts(results)
     assert counts.min() >= 1 and counts.max() <= EPOCHS
     assert_equal_weights(results)
-
-
-@pytest.mark.parametrize("rule", ["streaming_diloco", "diloco", "sync_easgd"])
-def test_rules_in_which_all_exchange_at_once_are_refused(rule: str) -> None:
-    with pytest.raises(ValueError, match="LocalTraining"):
-        keras_het.callbacks.HybridAggregation(rule)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"rule": "gossip"}, "gossip"),
-        ({"period": 0}, "period must be a whole number"),
-        ({"period": "often"}, 'or "auto"'),
-        ({"period": "auto", "rule": "round_robin_easgd"}, 'period="auto" needs a rule'),
-        ({"wire": TopKWire(0.1), "rule": "async_easgd"}, "would count as 0"),
-        ({"async_batch_size": 2.5}, "async_batch_size must be"),
-        ({"staleness_bound": -1}, "staleness_bound must be"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds must be more than 0"),
-        ({"connect_seconds": -1.0}, "connect_seconds must be 0 or more"),
-        ({"end_seconds": float("nan")}, "end_seconds must be 0 or more"),
-        ({"measured_steps": 0}, "measured_steps must be from 1 to 256"),
-        ({"measured_steps": 257}, "measured_steps must be from 1 to 256"),
-        ({"noise_scale": -5.0}, "noise_scale must be samples above 0"),
-        ({"on_service_loss": "panic"}, '"raise" or "continue"'),
-        ({"service": "nowhere"}, '"auto" or "spread"'),
-        ({"rule": AsyncSGD(0.1), "on_service_loss": "continue"}, "their own optimizer"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        keras_het.callbacks.HybridAggregation(**arguments)
 
 
 def test_async_workers_alone_do_not_spread_the_service(start_workers: Any, tmp_path: Path) -> None:
@@ -336,6 +310,7 @@ SERVICES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", with_variants(SERVICES, "two tasks"))
 def test_service_on_tasks_of_its_own(start_workers: Any, tmp_path: Path, name: str) -> None:
     jobs, options = SERVICES[name]
@@ -349,7 +324,7 @@ def test_service_on_tasks_of_its_own(start_workers: Any, tmp_path: Path, name: s
     assert leader["history"]["val_loss"][-1] < 0.5 * VARIANCE
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_service_spread_over_the_sync_group(start_workers: Any, tmp_path: Path) -> None:
     jobs = {"worker": 2, "async": 1}
     options = {"service": "spread", "partition_bytes": 64, "period": 2}
@@ -358,7 +333,7 @@ def test_service_spread_over_the_sync_group(start_workers: Any, tmp_path: Path) 
     assert_equal_weights(results)
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_a_backup_of_a_service_on_other_tasks(start_workers: Any, tmp_path: Path) -> None:
     adam = {"optimizer": {"class_name": "Adam", "config": {"learning_rate": 0.05}}}
     jobs, backup = {"worker": 1, "async": 1, "ps": 2}, str(tmp_path / "backup")
@@ -374,7 +349,7 @@ def test_a_backup_of_a_service_on_other_tasks(start_workers: Any, tmp_path: Path
     assert_equal_weights(second)
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_an_epoch_without_own_batches(start_workers: Any, tmp_path: Path) -> None:
     # the group claims two periods ahead: the whole first epoch
     jobs, options = {"worker": 1, "async": 2}, {"period": SAMPLES // BATCH // 2, "epochs": 4}
@@ -385,10 +360,10 @@ def test_an_epoch_without_own_batches(start_workers: Any, tmp_path: Path) -> Non
     assert sample_counts(results).tolist() == [4] * SAMPLES
 
 
-@pytest.mark.variant
+@pytest.mark.full
 @pytest.mark.parametrize(
     "jobs",
-    [{"worker": 2, "async": 1}, pytest.param({"ps": 1, "async": 2}, marks=pytest.mark.variant)],
+    [{"worker": 2, "async": 1}, pytest.param({"ps": 1, "async": 2}, marks=pytest.mark.full)],
 )
 def test_two_fits(start_workers: Any, tmp_path: Path, jobs: dict[str, int]) -> None:
     results = run(start_workers, tmp_path, jobs, fast=0.006, period=3, fits=2)

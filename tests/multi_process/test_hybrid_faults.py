@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,11 @@ from hybrid_clusters import (
 
 TIMEOUT_SECONDS = 2
 """Of what loses its service here."""
+LONGEST_SECONDS = 60.0
+"""Steps to the next exchange, one time-out, and what a busy machine takes for both."""
 
 
-def assert_said_in_time(workers: Any, index: int, text: str, since: float) -> None:
-    """Steps to the next exchange, one time-out, and what a busy machine takes for both."""
-    workers.wait_for_output(index, text)
-    assert time.monotonic() - since < 3 * TIMEOUT_SECONDS + 10.0
-
-
-@pytest.mark.variant
+@pytest.mark.full
 def test_a_slow_worker_is_not_gone(start_workers: Any, tmp_path: Path) -> None:
     # its exchange takes longer than the silence after which a worker counts as gone
     jobs, seconds = {"worker": 1, "async": 1}, 2.0
@@ -48,7 +43,8 @@ def test_a_slow_worker_is_not_gone(start_workers: Any, tmp_path: Path) -> None:
     assert_equal_weights(results)
 
 
-@pytest.mark.parametrize("comes_back", [pytest.param(False, marks=pytest.mark.variant), True])
+@pytest.mark.full
+@pytest.mark.parametrize("comes_back", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_killed_async_worker_holds_nobody_up(
     start_workers: Any, tmp_path: Path, comes_back: bool
 ) -> None:
@@ -76,6 +72,7 @@ def test_a_killed_async_worker_holds_nobody_up(
     assert sample_counts(results).max() <= MANY
 
 
+@pytest.mark.full
 def test_a_stopped_async_worker_goes_on_later(start_workers: Any, tmp_path: Path) -> None:
     cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
     group, worker = cluster.start("worker_0"), cluster.start("async_0")
@@ -91,6 +88,7 @@ def test_a_stopped_async_worker_goes_on_later(start_workers: Any, tmp_path: Path
     assert sample_counts(results).tolist() == [MANY] * SAMPLES
 
 
+@pytest.mark.full
 def test_a_late_worker_joins(start_workers: Any, tmp_path: Path) -> None:
     cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1})
     group = cluster.start("worker_0")
@@ -103,6 +101,7 @@ def test_a_late_worker_joins(start_workers: Any, tmp_path: Path) -> None:
     assert sample_counts(results).tolist() == [MANY] * SAMPLES
 
 
+@pytest.mark.quick("raise")
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
 def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str) -> None:
     cluster = Cluster(
@@ -115,10 +114,9 @@ def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str) -
     )
     leader, worker = cluster.start("worker_0"), cluster.start("async_0")
     cluster.wait_for_step("async_0", 3)
-    since = time.monotonic()
     leader.send_signal(0)
     said = "ServiceLostError" if on_loss == "raise" else "Training goes on alone"
-    assert_said_in_time(worker, 0, said, since)
+    worker.wait_for_output(0, said, LONGEST_SECONDS)
     (result,) = worker.wait()
     if on_loss == "raise":
         assert result.exit_code != 0
@@ -129,6 +127,7 @@ def test_the_service_is_lost(start_workers: Any, tmp_path: Path, on_loss: str) -
         assert cluster.result("async_0")["steps"] > SAMPLES // BATCH
 
 
+@pytest.mark.full
 def test_another_secret_is_refused(start_workers: Any, tmp_path: Path) -> None:
     cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1}, epochs=2)
     cluster.environments["async_0"]["KERAS_HET_SERVICE_SECRET"] = "one that was guessed"
@@ -141,6 +140,7 @@ def test_another_secret_is_refused(start_workers: Any, tmp_path: Path) -> None:
     assert cluster.result("worker_0")["used"] == [2 * SAMPLES, 0]
 
 
+@pytest.mark.full
 def test_another_format_of_messages_is_refused(start_workers: Any, tmp_path: Path) -> None:
     cluster = Cluster(start_workers, tmp_path, {"worker": 1, "async": 1}, epochs=2)
     group, worker = cluster.start("worker_0"), cluster.start("async_0", wire="float16")
@@ -165,16 +165,16 @@ def test_a_rule_for_another_number_of_workers_is_refused(
     assert "was made for 7 workers. Received: a TF_CONFIG with 2" in leader.output
 
 
+@pytest.mark.full
 def test_a_lost_service_on_another_task_is_an_error(start_workers: Any, tmp_path: Path) -> None:
     jobs = {"worker": 1, "async": 1, "ps": 1}
     cluster = Cluster(start_workers, tmp_path, jobs, timeout_seconds=TIMEOUT_SECONDS)
     service = cluster.start("ps_0")
     workers = cluster.start("worker_0", "async_0")
     cluster.wait_for_step("async_0", 3)
-    since = time.monotonic()
     service.send_signal(0)
     for index in range(2):
-        assert_said_in_time(workers, index, "ServiceLostError", since)
+        workers.wait_for_output(index, "ServiceLostError", LONGEST_SECONDS)
     for worker in workers.wait():
         assert worker.exit_code != 0
         assert "did not answer" in worker.output
@@ -191,9 +191,10 @@ WAITING = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n.startswith("ashl") else pytest.mark.variant) for n in WAITING],
+    [pytest.param(n, marks=() if n.startswith("ashl") else pytest.mark.full) for n in WAITING],
 )
 def test_a_worker_that_others_wait_for_is_given_up_and_returns(
     start_workers: Any, tmp_path: Path, name: str
@@ -224,7 +225,8 @@ def test_a_worker_that_others_wait_for_is_given_up_and_returns(
     assert sample_counts(results).max() <= epochs
 
 
-@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.variant)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.full)])
 def test_training_attaches_again_to_a_service_that_returns(
     start_workers: Any, tmp_path: Path, how: str
 ) -> None:
@@ -235,10 +237,9 @@ def test_training_attaches_again_to_a_service_that_returns(
     first, second = cluster.start("ps_0"), cluster.start("ps_1")
     group, worker = cluster.start("worker_0"), cluster.start("async_0")
     cluster.wait_for_step("async_0", 3)
-    since = time.monotonic()
     first.send_signal(0, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
     for each in (group, worker):
-        assert_said_in_time(each, 0, "goes on alone", since)
+        each.wait_for_output(0, "goes on alone", LONGEST_SECONDS)
     # the step after the next exchange comes only when the service was given up
     cluster.wait_for_step("worker_0", cluster.step("worker_0") + 6)
     if how == "stopped":

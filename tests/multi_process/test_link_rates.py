@@ -22,6 +22,7 @@ MBIT = (1000.0, 16.0, 4.0)  # of the leader and two workers
 pytestmark = pytest.mark.network_namespaces
 
 
+@pytest.mark.full
 def test_rates_of_limited_links(tmp_path: Path) -> None:
     reason = why_not()
     if reason:

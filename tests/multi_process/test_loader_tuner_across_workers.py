@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loader_checks import EPOCHS, ROWS
-from recording_names import OWN
+from recorded import LOADER_EPOCHS, LOADER_ROWS, OWN
 from runs import Runs
 
 CHECKS = ("own_rows", "whole_batches")
@@ -37,5 +36,5 @@ def test_each_worker_moves(runs: Runs, check: str) -> None:
 def test_each_sample_is_prepared_once_an_epoch_by_the_worker_that_uses_it(runs: Runs) -> None:
     used = np.concatenate([results[f"{OWN}used"] for results in runs.of_workers("own_rows")])
     rows, counts = np.unique(used, return_counts=True)
-    assert rows.tolist() == list(range(ROWS))
-    assert counts.tolist() == [EPOCHS] * ROWS
+    assert rows.tolist() == list(range(LOADER_ROWS))
+    assert counts.tolist() == [LOADER_EPOCHS] * LOADER_ROWS

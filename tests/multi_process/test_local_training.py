@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from local_training_reference import Simulation
-from recording import arrays
-
-import keras_het
-from keras_het.callbacks import LocalTraining
+from recorded import arrays
 
 SAMPLES, BATCH, STEPS = 44, 8, 6
 EPOCHS = 2
@@ -73,6 +70,18 @@ MISTAKES: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = (
+    "diloco",
+    "unequal shares",
+    "sync_easgd",
+    "sync_easgd overlapped",
+    "streaming_diloco",
+    "moving statistics",
+)
+QUICK_MISTAKE = "number of workers"
+FULL = pytest.mark.full
+
+
 def start(start_workers: Any, folder: Path, cases: dict[str, Any], devices: str = "1,1") -> Any:
     workers = start_workers(
         "program_local_training.py", {"worker": 2}, [folder, json.dumps(cases), devices]
@@ -91,9 +100,13 @@ def load(folder: Path, name: str) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.fixture(scope="module")
-def results(start_for_session: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found = start(start_for_session, tmp_path_factory.mktemp("local"), {**CASES, **MISTAKES})
-    return dict(found)
+def results(
+    start_for_session: Any, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> dict[str, Any]:
+    cases = {**CASES, **MISTAKES}
+    if pytestconfig.getoption("--quick"):
+        cases = {name: cases[name] for name in (*QUICK, QUICK_MISTAKE)}
+    return dict(start(start_for_session, tmp_path_factory.mktemp("local"), cases))
 
 
 def listed(result: dict[str, np.ndarray], name: str) -> list[np.ndarray]:
@@ -133,6 +146,7 @@ def by_variable(simulation: Any, centers: Any) -> list[np.ndarray]:
     return weights
 
 
+@pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_is_that_of_the_equations(results: dict[str, Any], name: str) -> None:
     case, workers = CASES[name], results[name]
@@ -150,6 +164,7 @@ def test_every_step_is_that_of_the_equations(results: dict[str, Any], name: str)
     assert_close(listed(workers[1], "end"), final, "the end")
 
 
+@pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_workers_have_the_same_bits_of_the_center(results: dict[str, Any], name: str) -> None:
     one, two = results[name]
@@ -282,6 +297,7 @@ def test_a_backup_has_the_exchange_on_its_way(start_workers: Any, tmp_path: Path
         assert int(worker["exchanges"]) == 1
 
 
+@pytest.mark.full
 def test_a_training_that_failed_leaves_no_local_steps(results: dict[str, Any]) -> None:
     one, two = results["interrupted"]
     np.testing.assert_array_equal(one["again"], two["again"])
@@ -291,9 +307,11 @@ def test_a_training_that_failed_leaves_no_local_steps(results: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("balancer after", "made the model's train function anew"),
-        ("balancer before", "Compute times travel in the collective of each step"),
-        ("number of workers", "Received: num_workers=3; the cluster has 2"),
+        pytest.param("balancer after", "made the model's train function anew", marks=FULL),
+        pytest.param(
+            "balancer before", "Compute times travel in the collective of each step", marks=FULL
+        ),
+        (QUICK_MISTAKE, "Received: num_workers=3; the cluster has 2"),
     ],
 )
 def test_what_cannot_be_is_refused(results: dict[str, Any], name: str, text: str) -> None:
@@ -309,21 +327,3 @@ def test_a_lost_worker_is_named_at_the_next_exchange(start_workers: Any, tmp_pat
     survivor, victim = workers.wait()
     assert victim.exit_code == -9 and survivor.exit_code not in (0, -9)
     assert "WorkerLostError: Lost worker 1" in survivor.output
-
-
-@pytest.mark.parametrize("name", ["delta", "round_robin_easgd", "async_sgd"])
-def test_asynchronous_rules_are_refused(name: str) -> None:
-    config = {"learning_rate": 0.1} if name == "async_sgd" else {}
-    with pytest.raises(ValueError, match="all workers exchange at once"):
-        LocalTraining(rule(name, **config))
-
-
-def test_one_worker_is_refused() -> None:
-    import keras
-
-    strategy = keras_het.HeterogeneousStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="a cluster of one"):
-        model.fit(*arrays(16), verbose=0, callbacks=[LocalTraining()])

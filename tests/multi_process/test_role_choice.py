@@ -13,7 +13,6 @@ import pytest
 from keras_het.launch import LocalCluster
 from keras_het.launch.emulation import Emulation
 from keras_het.strategy.cluster_config import read_cluster_config
-from keras_het.strategy.hybrid.role_choice import environment_of
 
 EPOCHS = 20  # of the program
 PROGRAM = Path(__file__).parent / "program_roles.py"
@@ -42,7 +41,7 @@ def run(
     return found
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_an_even_cluster_stays_synchronous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = run(tmp_path, monkeypatch, (1.0, 1.0))
     output = results.pop("output")["lines"]
@@ -53,6 +52,7 @@ def test_an_even_cluster_stays_synchronous(tmp_path: Path, monkeypatch: pytest.M
     assert any("Measured for roles: balanced" in line for line in output)
 
 
+@pytest.mark.full
 def test_a_worker_behind_a_slow_link_gets_another_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +83,8 @@ def test_environment_in_the_new_roles() -> None:
     }
     for (job, index), new in tasks.items():
         text = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+        from keras_het.strategy.hybrid.role_choice import environment_of
+
         config = read_cluster_config({"TF_CONFIG": text})
         assert config is not None
         environment = environment_of(config, roles)

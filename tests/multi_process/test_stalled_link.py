@@ -93,7 +93,7 @@ def tasks(hosts: Any, tmp_path: Path) -> Iterator[Any]:
         task.process.wait(20)
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_nothing_is_lost_when_the_link_stalls_for_less_than_the_timeout(
     hosts: Any, tasks: Any
 ) -> None:
@@ -107,6 +107,7 @@ def test_nothing_is_lost_when_the_link_stalls_for_less_than_the_timeout(
     assert sample_counts(results).tolist() == [MANY] * SAMPLES
 
 
+@pytest.mark.full
 def test_a_worker_whose_link_stalls_for_longer_goes_on_alone_and_comes_back(
     hosts: Any, tasks: Any
 ) -> None:

@@ -4,7 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_het.planning.bounded_shares import check_bounds, proportional_shares
@@ -98,7 +99,7 @@ LINES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(lines=LINES, total=st.integers(0, 10_000))
 def test_no_exchange_of_one_sample_is_better(lines, total):
     fixed, slope = map(np.array, zip(*lines, strict=True))
@@ -116,7 +117,7 @@ def test_no_exchange_of_one_sample_is_better(lines, total):
     assert total == 0 or best == 0 or within.sum() < total
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(lines=LINES, total=st.integers(0, 10_000))
 def test_fast_path_and_general_path_agree(lines, total):
     fixed, slope = map(np.array, zip(*lines, strict=True))
@@ -124,7 +125,7 @@ def test_fast_path_and_general_path_agree(lines, total):
     assert general.tolist() == min_max_shares_linear(fixed, slope, total).tolist()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(lines=LINES, total=st.integers(1, 1000), extra=st.integers(1, 100))
 def test_more_samples_never_take_less_time(lines, total, extra):
     fixed, slope = map(np.array, zip(*lines, strict=True))
@@ -219,7 +220,7 @@ def test_bad_numbers_are_refused():
         min_max_shares(lambda b: np.ones(3), 10, [0, 0])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     replicas=st.lists(
         st.tuples(st.one_of(st.just(0.0), st.floats(1e-6, 1e6)), st.integers(0, 5)),

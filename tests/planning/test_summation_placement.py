@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_het.planning.shares import apportion
@@ -120,7 +121,7 @@ def test_traffic_of_the_plan_is_the_traffic_of_the_bytes(workers, spare):
         assert plan.seconds == pytest.approx(max(1e6 / min(workers), real), rel=1e-4)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     workers=st.lists(st.integers(1, 9).map(float), min_size=2, max_size=3),
     spare=st.lists(st.integers(1, 9).map(float), max_size=2),

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from depth import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keras_het.planning.line_fit import Measurement, fit_line, measurements
@@ -51,7 +52,7 @@ def test_a_change_of_speed_is_found_and_the_line_rescaled(factor, within):
     assert fit.seconds_per_sample == pytest.approx(SLOPE * factors, rel=0.06)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     position=st.integers(0, 60),
     replica=st.integers(0, 2),

@@ -36,7 +36,6 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"- loss: ([\d.]+)", output)]
 
 
-@pytest.mark.slow
 @pytest.mark.multi_process
 def test_the_example_gives_the_same_losses_on_one_device_and_three(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

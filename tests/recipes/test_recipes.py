@@ -31,7 +31,7 @@ PARTS = {
 }
 LAUNCHER = ("-m", "keras_het.launch", "run")
 
-pytestmark = [pytest.mark.slow, pytest.mark.multi_process, pytest.mark.timeout(TIMEOUT + 20)]
+pytestmark = [pytest.mark.full, pytest.mark.multi_process, pytest.mark.timeout(TIMEOUT + 20)]
 
 
 def run(*arguments: object, cwd: Path) -> str:

@@ -202,6 +202,7 @@ def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(cpu_devi
     assert serialize(state._rule)["class_name"] == "elastic_averaging", "to a service elsewhere"
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("at_its_end", [False, True])
 def test_a_change_too_stale_is_sent_until_it_is_taken(cpu_devices, at_its_end):
     service, state = start(Delta(), staleness_bound=0)
@@ -424,6 +425,7 @@ class Early:
         return Status.OK, after + 1, 1
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(cpu_devices, parts):
     service, state = start(Delta())

@@ -105,6 +105,7 @@ def test_a_part_that_answered_keeps_its_answer(cpu_devices):
     np.testing.assert_array_equal(service.versions(), 2)  # nobody counted twice
 
 
+@pytest.mark.quick("answer lost")
 @pytest.mark.parametrize("fault", ["answer lost", "too stale"])
 def test_what_a_small_message_leaves_is_sent_later(cpu_devices, fault):
     wire = TopKWire(0.3)
@@ -302,6 +303,7 @@ def test_values_are_sent_again_in_their_turn_only(cpu_devices, monkeypatch):
     np.testing.assert_allclose(flat(weights), 0.5)
 
 
+@pytest.mark.quick("closed")
 @pytest.mark.parametrize("reason", ["closed", "too stale"])
 def test_who_need_not_wait_any_more_is_told_at_once(cpu_devices, monkeypatch, reason):
     service = start(RoundRobinEASGD(3, alpha=0.5), staleness_bound=0)

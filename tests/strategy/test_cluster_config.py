@@ -3,7 +3,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
@@ -233,7 +234,7 @@ def valid_configs(draw: st.DrawFn) -> dict[str, Any]:
     return config_of(cluster, task_type, draw(st.sampled_from([index, str(index)])), **others)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(valid_configs())
 def test_agrees_with_tensorflow(config: dict[str, Any]) -> None:
     tf = pytest.importorskip("tensorflow")
@@ -257,7 +258,7 @@ def test_agrees_with_tensorflow(config: dict[str, Any]) -> None:
         assert ours.task_name_of(0) == multi_worker_util.collective_leader(*place)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -15,6 +15,7 @@ from keras_het.strategy.hybrid.exchange_times import _waited
 SLOWER = 0.2  # seconds
 
 
+@pytest.mark.quick("order0")
 @pytest.mark.parametrize("order", [(0.0, SLOWER), (SLOWER, 0.0)])
 def test_who_computes_longer_waits_less(cpu_devices, monkeypatch, order):
     devices = [{"speed": 1.0, "fixed_seconds": f, "seconds_per_sample": 0.0} for f in order]

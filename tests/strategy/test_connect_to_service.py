@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 from addresses import free_address
@@ -60,12 +59,11 @@ def test_ends_with_the_last_error(clock: Clock) -> None:
     assert 300.0 <= clock.now < 301.0
 
 
+@pytest.mark.timeout(60)
 def test_no_service_is_an_error_that_says_so_in_time() -> None:
     partitions, proof = (
         Partitions([(3,)], partition_size=3),
         credential(b"0123456789abcdef", "model"),
     )
-    since = time.monotonic()
     with pytest.raises(ConnectionError, match=r"did not answer within 1 s.*Start it first"):
         ParameterClient(free_address(), partitions, proof, 0, timeout_seconds=1.0)
-    assert time.monotonic() - since < 10.0  # with room for a busy machine

@@ -129,6 +129,7 @@ assert pushed.wait(60), "no push was taken"
 """
 
 
+@pytest.mark.full
 def test_a_process_ends_well_while_it_is_pushed_to(address):
     for _ in range(3):
         command = [sys.executable, "-c", PUSHES_AT_ITS_END, free_address()]

@@ -141,6 +141,7 @@ def test_local_and_remote_exchanges_are_the_same(cpu_devices):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick("rule0")
 @pytest.mark.parametrize("rule", [AsyncSGD(0.5), Delta(), ElasticAveraging(0.5)])
 def test_a_local_push_that_is_not_finite_changes_nothing(cpu_devices, caplog, rule):
     service = start(rule)
@@ -172,6 +173,7 @@ TOO_LARGE = {  # changes of which the last one would leave something that is not
 }
 
 
+@pytest.mark.quick("delta", "momentum", "compensation by mean squares")
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_finite_pushes_leave_center_and_state_finite(cpu_devices, name):
     make_rule, changes = TOO_LARGE[name]
@@ -240,6 +242,7 @@ def test_a_local_push_of_one_bad_partition_takes_the_others(cpu_devices):
     service.close()
 
 
+@pytest.mark.quick("nan-0-0-1-2", "1.0-0-0-nan-2", "1.0-4-0-1-3")
 @pytest.mark.parametrize(
     ("change", "client", "version", "samples", "status"),
     [
@@ -320,6 +323,7 @@ def test_secret(tmp_path):
         read_secret({"KERAS_HET_SERVICE_SECRET": "short"})
 
 
+@pytest.mark.quick("float16-0.00048828125")
 @pytest.mark.parametrize(
     ("wire", "step"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8), ("float32", 0.0)]
 )
@@ -449,6 +453,7 @@ def test_a_version_that_is_still_to_come_is_as_stale_as_one_long_past(cpu_device
     assert answer.statuses.numpy().tolist() == [Status.OK] * 3
 
 
+@pytest.mark.quick("0.7")
 @pytest.mark.parametrize("ratio", [1.0, 0.7, 0.5])
 def test_largest_values_of_the_largest_partition_fit_into_a_message(cpu_devices, ratio):
     wire = TopKWire(ratio)
@@ -536,6 +541,7 @@ def test_two_partitions_are_updated_at_the_same_time(cpu_devices, monkeypatch):
     service.close()
 
 
+@pytest.mark.quick("1.5")
 @pytest.mark.parametrize("cpus", [1.5, 8.0])
 def test_partitions_that_share_a_lock_are_all_updated(cpu_devices, monkeypatch, cpus):
     monkeypatch.setattr(parameter_service, "usable_cpus", lambda: cpus)
@@ -553,6 +559,7 @@ def test_partitions_that_share_a_lock_are_all_updated(cpu_devices, monkeypatch, 
     service.close()
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("remote", [False, True])
 def test_the_center_is_final_when_training_was_closed_without_a_lock_too(cpu_devices, remote):
     rule = Unhurried()

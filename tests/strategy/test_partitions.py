@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_het.strategy.parameter_service import Partitions
@@ -34,7 +34,6 @@ def test_partitions_that_are_small_already_are_not_cut_further():
     assert Partitions(((400_000,),), 100_000).sizes == (100_000,) * 4
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 400))
 def test_partitions_are_equal_and_hold_all_weights(size, partition_size):
     partitions = Partitions(((size,), ()), partition_size)

@@ -125,6 +125,7 @@ def test_few_partitions_are_under_way_in_a_function(cpu_devices):
         assert place < LIMIT or answered[place - LIMIT]
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("in_function", [False, True])
 def test_a_service_that_is_gone_is_waited_for_once(cpu_devices, monkeypatch, in_function):
     service = start()

@@ -37,6 +37,7 @@ def start(rule, partitions):
     return service, ParameterClient(service.address, partitions, GOOD, 0)
 
 
+@pytest.mark.quick("adam")
 @pytest.mark.parametrize("name", ["momentum", "adam", "delay_compensated"])
 def test_large_state_comes_back(cpu_devices, name):
     rules = {
@@ -77,6 +78,7 @@ def test_pieces_that_come_at_the_same_time_are_all_there(cpu_devices):
     assert service.versions().tolist() == [3, 3]
 
 
+@pytest.mark.quick("other0")
 @pytest.mark.parametrize(
     "other", [DelayCompensated(0.1, 1.0, num_workers=3), AsyncSGD(0.1), Delta()]
 )

@@ -210,6 +210,7 @@ def spec():
     )
 
 
+@pytest.mark.full
 def test_a_process_that_serves_survives_offers_that_it_cannot_read(cpu_devices):
     address, said = free_address(), []
     offers = Offers(SECRET)

@@ -43,6 +43,7 @@ def script(folder: Path, body: str) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_the_command_advises_and_trains_nothing(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -157,6 +158,7 @@ AFTERWARDS = {
 }
 
 
+@pytest.mark.quick("raises")
 @pytest.mark.parametrize("body", AFTERWARDS.values(), ids=AFTERWARDS)
 def test_what_the_script_does_afterwards_takes_no_findings_away(tmp_path, capsys, body) -> None:
     report = advise_script(script(tmp_path, body), [], 0.1)

@@ -124,6 +124,7 @@ def test_a_cache_before_take_is_never_full():
     assert late.count == 8
 
 
+@pytest.mark.quick("samples")
 @pytest.mark.parametrize(
     ("pipeline", "place"),
     [
@@ -170,6 +171,7 @@ def test_what_may_change_or_is_cached_needs_no_cache(pipeline):
     assert "cacheable_prefix" not in report.kinds, text
 
 
+@pytest.mark.full
 def test_cheap_work_after_a_cache_is_not_blamed_for_filling_it():
     many = tf.data.Dataset.range(3000).map(heavy).cache().batch(BATCH).map(light)
     report, text = report_of(many)
@@ -184,6 +186,7 @@ def test_a_cache_that_takes_long_to_fill_is_left_alone(monkeypatch):
     assert "was not full after" in text
 
 
+@pytest.mark.full
 def test_what_fits_in_no_memory_goes_to_a_file(monkeypatch):
     module = "keras_het.loader.advice.cacheable_prefix"
     monkeypatch.setattr(f"{module}.available_memory", lambda: 0)
@@ -209,6 +212,7 @@ def test_a_map_could_work_on_batches():
     assert "map the same function" in advice.message
 
 
+@pytest.mark.full
 def test_a_map_that_mixes_a_sample_could_be_vectorised():
     rows = tf.data.Dataset.from_tensor_slices(tf.random.stateless_normal([SAMPLES, 8], [1, 2]))
     advice = found(rows.map(centred).batch(64), "vectorisable_map")
@@ -216,6 +220,7 @@ def test_a_map_that_mixes_a_sample_could_be_vectorised():
     assert advice.estimated_gain > 1.5
 
 
+@pytest.mark.quick("random", "batches already")
 @pytest.mark.parametrize(
     "pipeline",
     [
@@ -231,6 +236,7 @@ def test_other_maps_stay_where_they_are(pipeline):
     assert "vectorisable_map" not in report.kinds, text
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("captures", [False, True])
 def test_samples_are_decoded_before_they_are_filtered_out(captures):
     allowed = tf.constant([0, 5], tf.int64)
@@ -246,12 +252,14 @@ def test_samples_are_decoded_before_they_are_filtered_out(captures):
     assert "MatMul" in advice.message
 
 
+@pytest.mark.full
 def test_a_filter_that_reads_what_a_map_passes_on_could_come_first():
     pairs = numbers().map(lambda number: (number, number % 5))
     kept = pairs.map(lambda number, label: (heavy(number), label)).filter(lambda _, y: y == 0)
     assert "call filter() before map()" in found(kept.batch(8), "late_filter").message
 
 
+@pytest.mark.quick("needs the image")
 @pytest.mark.parametrize(
     "pipeline",
     [
@@ -301,6 +309,7 @@ def test_shuffled_files_are_fine(tmp_path):
         assert unshuffled_shards.find(Examination(pipeline.batch(4), SECONDS, 0.0)) == []
 
 
+@pytest.mark.full
 def test_a_shuffle_of_many_samples_may_hold_all(tmp_path):
     names = [str(tmp_path / name) for name in ("one", "two")]
     for name in names:
@@ -311,6 +320,7 @@ def test_a_shuffle_of_many_samples_may_hold_all(tmp_path):
         assert [advice.kind for advice in found] == kinds
 
 
+@pytest.mark.full
 def test_a_filter_on_an_endless_source_ends():
     """What stands in for the Python function gives zeros, all of which the filter drops."""
     kept = numbers().repeat().map(slow_in_python).filter(lambda number: number > 0)
@@ -345,6 +355,7 @@ def generated(shape, dtype):
     return tf.data.Dataset.from_generator(generate, output_signature=spec)
 
 
+@pytest.mark.quick("crop")
 @pytest.mark.parametrize(
     "pipeline",
     [
@@ -379,6 +390,7 @@ def light_file(number):
     return tf.data.Dataset.range(100).map(lambda value: value + number)
 
 
+@pytest.mark.full
 def test_what_keeps_up_with_the_device_is_good_enough():
     report, text = report_of(numbers().map(heavy).batch(BATCH), step_seconds=5.0)
     assert report.advices == (), text

@@ -37,6 +37,7 @@ def consumers(*settings) -> Iterator[list[Consumer]]:
             consumer.kill()
 
 
+@pytest.mark.full
 def test_the_split_follows_the_speed_and_every_element_comes_once() -> None:
     with (
         service(workers=1) as data,
@@ -55,6 +56,7 @@ def test_the_split_follows_the_speed_and_every_element_comes_once() -> None:
     assert counts[0] > 2 * counts[1] > 0, counts
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("requests", [1, 8])
 def test_a_killed_consumer_loses_what_it_had_asked_for_and_no_more(requests: int) -> None:
     settings = {"seconds": FAST, "requests": requests}
@@ -108,6 +110,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return lines[0]
 
 
+@pytest.mark.full
 def test_a_worker_ends_when_its_dispatcher_is_gone() -> None:
     command = [sys.executable, "-m", "keras_het.launch", "loader-worker", "--patience", "1"]
     data = service(workers=0)
@@ -130,6 +133,7 @@ def test_a_worker_ends_when_its_dispatcher_is_gone() -> None:
         data.close()
 
 
+@pytest.mark.full
 def test_a_worker_for_nobody_says_so() -> None:
     with socket.socket() as held:  # bound but not listening: nobody answers there
         held.bind(("127.0.0.1", 0))

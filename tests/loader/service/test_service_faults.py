@@ -71,6 +71,7 @@ def dispatcher_at(port: str, work_dir: Path | None) -> Server:
     return Server([str(PROGRAM), json.dumps(settings)], "READY")
 
 
+@pytest.mark.full
 def test_a_killed_worker_that_comes_back_costs_what_it_was_reading() -> None:
     samples, batch, port = 400, 4, free_address().rpartition(":")[2]
     numbers = tf.data.Dataset.range(samples).map(lambda number: number * 1).batch(batch)
@@ -94,6 +95,7 @@ def test_a_killed_worker_that_comes_back_costs_what_it_was_reading() -> None:
     assert len(lost) <= 4 * batch, lost
 
 
+@pytest.mark.full
 def test_a_killed_dispatcher_with_a_journal_goes_on(tmp_path: Path) -> None:
     samples, batch = 400, 4
     ports = [free_address().rpartition(":")[2] for _ in range(2)]

@@ -10,6 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 import tensorflow as tf
+from depth import examples
 from handover_pipelines import (
     FIRST_ROUND,
     ORDERED,
@@ -21,7 +22,7 @@ from handover_pipelines import (
     records_of,
     write_records,
 )
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
 from keras_het.loader import Knobs
@@ -40,9 +41,9 @@ EPOCHS = 3
 KNOBS = st.builds(Knobs, st.integers(1, 8), st.integers(1, 3), st.integers(1, 6))
 # epoch, number of elements taken before, knobs from then on
 MOVES = st.lists(st.tuples(st.integers(0, EPOCHS - 1), st.integers(0, 20), KNOBS), max_size=6)
-PROPERTY = settings(
-    max_examples=5,
-    deadline=None,
+PROPERTY = examples(
+    5,
+    quick=2,
     phases=[Phase.explicit, Phase.generate],  # finding a smaller example would take minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -75,6 +76,16 @@ def epochs_of(build, moves=(), epochs=EPOCHS):
     return result
 
 
+@pytest.mark.quick(
+    "plain",
+    "shuffled",
+    "shuffled_last",
+    "interleaved",
+    "zipped",
+    "filtered",
+    "mapped_batches",
+    "grouped",
+)
 @pytest.mark.parametrize("name", ORDERED)
 @PROPERTY
 @given(moves=MOVES)
@@ -93,6 +104,7 @@ def test_the_same_order_in_the_running_epoch(name, moves, tmp_path_factory):
     assert epochs_of(build, moves, 1) == epochs_of(build, (), 1)
 
 
+@pytest.mark.quick("records", "cached", "repeated")
 @pytest.mark.parametrize("name", ["records", *UNORDERED])
 @PROPERTY
 @given(moves=MOVES)
@@ -230,6 +242,7 @@ def test_the_new_threads_are_known_and_give_way():
     assert list(iterator) == [], "it was emptied"
 
 
+@pytest.mark.full
 def test_other_batch_sizes_never_crash(tmp_path):
     """TensorFlow dies of SIGSEGV here without the guard, so this runs in a process of its own."""
     program = tmp_path / "program.py"

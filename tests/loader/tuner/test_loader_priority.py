@@ -145,6 +145,7 @@ def raise_runtime_error(percpu):
     raise RuntimeError("no /proc/stat")
 
 
+@pytest.mark.alone
 def test_a_program_that_computes_counts_unless_it_is_a_friend():
     endless = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, Phase, given, settings
+from depth import examples
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -36,9 +37,9 @@ MOVES = st.lists(
     min_size=1,
     max_size=6,
 )
-PROPERTY = settings(
-    max_examples=4,
-    deadline=None,
+PROPERTY = examples(
+    4,
+    quick=2,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -148,6 +149,18 @@ def fits(name):
     return worker.tuning.refusal() is None
 
 
+@pytest.mark.quick(
+    "shuffle_map",
+    "map_shuffle",
+    "repeat_take_skip",
+    "shuffle_shuffle",
+    "unknown_size",
+    "map_above_cache",
+    "mapped_arrays",
+    "no_map",
+    "interleave",
+    "generator",
+)
 @pytest.mark.parametrize("name", ALL)
 def test_a_move_in_every_step_changes_nothing(name, executor):
     expected, none = run(ALL[name], [], executor)
@@ -196,6 +209,7 @@ def test_all_of_element_mode_but_pipelines_that_cannot_be_read_again_can_be_move
     assert [name for name in ELEMENT if not fits(name)] == []
 
 
+@pytest.mark.quick("shuffled", "repeated", "whole_batches")
 @pytest.mark.parametrize("name", BUILDERS)
 @PROPERTY
 @given(moves=MOVES)
@@ -205,6 +219,7 @@ def test_any_moves_of_a_built_pipeline_change_nothing(name, moves, executor):
     assert run(lambda: pipeline(build, FIRST), moves, executor)[0] == expected
 
 
+@pytest.mark.quick("shuffled", "interleaved")
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_built_pipeline_is_moved_again_and_again(name, executor):
     build = BUILDERS[name]

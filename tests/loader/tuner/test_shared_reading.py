@@ -78,6 +78,7 @@ def readers(tmp_path):
     readers.close()
 
 
+@pytest.mark.full
 def test_a_budget_is_divided_between_processes_and_returns(readers):
     """A slower device has less to read with; alone, it has all."""
     readers.start("fast", 8, 1.0, io_budget=10)
@@ -94,6 +95,7 @@ def test_a_budget_is_divided_between_processes_and_returns(readers):
     readers.wait_until(lambda: readers.parts["slow"] == 10)
 
 
+@pytest.mark.full
 def test_processes_learn_that_fewer_threads_read_as_much(readers):
     """The disk gives one read at a time: two threads of each keep it at work."""
     for name in ("one", "two"):

@@ -4,7 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_het.planning.loader import JobModel, allocate_loaders
@@ -30,7 +31,7 @@ computing = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(jobs=st.lists(computing, min_size=1, max_size=3), slots=st.integers(3, 9))
 def test_is_as_good_as_the_best_of_all_divisions(jobs, slots):
     found = allocate_loaders(jobs, slots, min_gain=0.0)

@@ -1,7 +1,8 @@
 """The loader controller keeps to its bounds: memory for batches, and a part of the host."""
 
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from loader_plants import Plant, Work, drive
 
@@ -42,7 +43,7 @@ def test_batches_stay_below_the_ceiling_and_would_not_without(work, batches, at_
         assert controller.plan == at_end
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     work=st.sampled_from([BLOCKING_IO, BURSTY, COMPUTING, PERFECT]),
     batches=st.integers(4, 40),

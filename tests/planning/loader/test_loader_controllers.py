@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from hypothesis import example, given, settings
+from depth import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from loader_plants import Plant, Work, drive, oracle
 
@@ -237,7 +238,7 @@ def test_a_refused_plan_is_not_in_effect():
     assert controller.observe(slow) is None or controller.plan.loaders == START.loaders
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     wait=st.floats(0.0, 0.3),
     cpu=st.floats(0.0005, 0.02),

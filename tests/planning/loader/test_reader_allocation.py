@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_het.planning.loader import LoaderWindow, ReadingJob, allocate_readers
@@ -17,7 +18,7 @@ def value(needs, parts):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(needs=st.lists(st.floats(0.1, 40.0), min_size=1, max_size=3), threads=st.integers(3, 14))
 def test_division_is_as_good_as_the_best_of_all(needs, threads):
     found = allocate_readers(needs, threads)

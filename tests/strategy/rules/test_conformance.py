@@ -91,6 +91,14 @@ def test_parts_are_independent(cpu_devices, case):
         np.testing.assert_allclose(center.values, centers[0].values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick(
+    "async_sgd momentum",
+    "delay_compensated adaptive",
+    "delta",
+    "elastic_averaging",
+    "round_robin_easgd",
+    "ashl measured",
+)
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
 def test_the_service_does_the_same(cpu_devices, case):
     center = Center(make(case), start_vector())
@@ -125,6 +133,7 @@ def test_all_state_is_in_the_slots(cpu_devices, case):
     np.testing.assert_array_equal(other.values, one.values)
 
 
+@pytest.mark.quick("async_measgd", "async_sgd momentum", "delta", "round_robin_easgd")
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
 def test_two_centers_of_one_rule_do_not_touch_each_other(cpu_devices, case):
     rule = make(case)

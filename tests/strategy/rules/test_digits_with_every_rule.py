@@ -79,6 +79,7 @@ def test_every_rule_is_trained():
     assert trained | {"ashl", "elastic_averaging"} == set(rules.RULES)
 
 
+@pytest.mark.quick("async_sgd adam", "async_easgd", "delta")
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
 def test_asynchronous_rules(cpu_devices, case):
     make, settings = ASYNCHRONOUS[case]
@@ -89,6 +90,7 @@ def test_asynchronous_rules(cpu_devices, case):
     assert_as_good_as_one_device(reached)
 
 
+@pytest.mark.quick("diloco")
 @pytest.mark.parametrize("case", SYNCHRONOUS)
 def test_synchronous_rules(cpu_devices, case):
     make, settings = SYNCHRONOUS[case]
@@ -108,6 +110,7 @@ def compression(ratio):
     return compress
 
 
+@pytest.mark.full
 def test_ashl(cpu_devices):
     rule = ASHL(
         data_shares=[4 / 11, 4 / 11, 2 / 11, 1 / 11],

@@ -158,6 +158,7 @@ def test_the_turn_is_not_left_with_one_that_is_gone_when_another_returns(service
     assert [status(2), status(1), status(2)] == [Status.WAIT, Status.OK, Status.OK]
 
 
+@pytest.mark.quick("too large")
 @pytest.mark.parametrize("kind", ["no number", "too large", "too large with the center"])
 def test_a_refused_push_passes_the_turn_on(service, kind):
     zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]

@@ -67,6 +67,7 @@ def distance_after(rule, rate, rounds=300):
     return max(np.abs(np.array(w)).max() for w in [*group.weights, group.states[0]["center"]])
 
 
+@pytest.mark.quick("1.0")
 @pytest.mark.parametrize("rate", [0.5, 1.0, 1.5])
 def test_converges_within_the_bound_and_diverges_beyond(cpu_devices, rate):
     bound = largest_moving_rate(rate, WORKERS)

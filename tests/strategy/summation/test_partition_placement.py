@@ -3,7 +3,8 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_het.strategy.summation import place_partitions
@@ -12,7 +13,6 @@ from keras_het.strategy.summation.placement import cut, share_in_flight
 rates = st.floats(0.1, 10.0)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 100_000),
     st.lists(rates, min_size=2, max_size=6),
@@ -97,7 +97,7 @@ def test_a_machine_with_few_messages_has_equal_ones():
     assert cut(1200, 400, 2) == [100, 100, 333, 333, 334]
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     st.integers(1_000, 100_000),
     st.lists(rates, min_size=2, max_size=6),

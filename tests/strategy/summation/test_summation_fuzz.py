@@ -140,6 +140,7 @@ def sum_all(client, pool, run, steps, random):
             np.testing.assert_array_equal(total, expected)
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("seed", [3, 4])
 def test_bad_requests_change_nothing(service, seed):
     client, requests = Client(service), Requests(seed)

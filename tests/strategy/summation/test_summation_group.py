@@ -77,6 +77,7 @@ def test_a_worker_that_traces_again_needs_no_other_place(groups, step):
     assert groups[0].num_partitions == groups[1].num_partitions == places
 
 
+@pytest.mark.full
 def test_graphs_that_never_run_take_no_place(groups, step):
     class InfersItsShape(keras.layers.Layer):
         def call(self, values):

@@ -292,6 +292,7 @@ while not int(begun[0]):
 """
 
 
+@pytest.mark.full
 def test_a_process_ends_while_a_worker_waits_for_another():
     with ReservedPorts(1) as ports:
         ports.release()

@@ -1,4 +1,4 @@
-"""`make` runs the tests of data validation with Python 3.11, or says that it did not."""
+"""What `make test` and `make test-all` run, and what they say that they did not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-MAKEFILE = Path(__file__).resolve().parent.parent / "Makefile"
+TESTS = Path(__file__).resolve().parent
+MAKEFILE = TESTS.parent / "Makefile"
 
 
 def write_command(path: Path, text: str) -> None:
@@ -92,20 +93,42 @@ def test_test_oldest_goes_on_with_3_12(folder: Path) -> None:
     assert "runs -m pytest" in made.stdout
 
 
-def test_test_says_that_they_were_not_run(folder: Path) -> None:
+def test_test_runs_the_quick_tests_of_all_rooms(folder: Path) -> None:
+    made = make(folder, "test")
+    assert made.returncode == 0, made.stderr
+    (run,) = [line for line in made.stdout.splitlines() if line.startswith("runs ")]
+    rooms = {path.name for path in TESTS.iterdir() if any(path.glob("**/test_*.py"))}
+    files = {path.name for path in TESTS.glob("test_*.py")}
+    assert "--quick" in run
+    assert set(run.split()) >= {f"tests/{name}" for name in rooms | files}
+
+
+def test_test_all_runs_everything(folder: Path) -> None:
+    write_python(folder / "python3.11", 11)
+    install_oldest(folder, 11)
+    made = make(folder, "test-all")
+    assert made.returncode == 0, made.stderr
+    runs = [line for line in made.stdout.splitlines() if line.startswith("runs ")]
+    assert not any("--quick" in run for run in runs)
+    for part in ("-m not alone", "-m alone", "test_hybrid.py", "tests/loader/validation"):
+        assert any(part in run for run in runs), part
+
+
+def test_test_all_says_that_data_validation_was_not_run(folder: Path) -> None:
     python = folder / "another-python"
     write_python(python, 12)
-    made = make(folder, "test", f"PYTHON={python}")
+    install_oldest(folder, 12)
+    made = make(folder, "test-all", f"PYTHON={python}")
     assert made.returncode == 0, made.stderr
     assert made.stdout.splitlines()[-1].startswith("The tests of data validation were NOT run")
-    assert "tests/loader/validation" not in made.stdout
+    assert "runs -m pytest tests/loader/validation" not in made.stdout
 
 
 @pytest.mark.parametrize("python", ["", "PYTHON={}/python3.11"])
-def test_test_runs_them_with_3_11(folder: Path, python: str) -> None:
+def test_test_all_runs_data_validation_with_3_11(folder: Path, python: str) -> None:
     write_python(folder / "python3.11", 11)
     install_oldest(folder, 11)
-    made = make(folder, "test", *filter(None, [python.format(folder)]))
+    made = make(folder, "test-all", *filter(None, [python.format(folder)]))
     assert made.returncode == 0, made.stderr
     assert "runs -m pytest tests/loader/validation" in made.stdout
     assert "NOT run" not in made.stdout

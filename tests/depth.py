@@ -1,0 +1,131 @@
+"""How deep a run goes: `--quick` leaves tests out and draws few examples of property tests.
+
+`make test` runs with it, `make test-all` without. Left out are tests marked `full`, and of those
+marked `quick("id", ...)` all parameters but these. The run ends with what was left out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+FOLDER = Path(__file__).parent
+QUICK_EXAMPLES = 20
+# A folder that only a full run has: the test suites of others.
+FULL_FOLDERS = ("outside",)
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+STARTED = time.time()
+
+settings.register_profile("full", deadline=None, max_examples=100)
+# The same examples in every run: a check of a change must not fail for something else.
+settings.register_profile(
+    "quick", deadline=None, max_examples=QUICK_EXAMPLES, derandomize=True, database=None
+)
+
+
+def examples(number: int, quick: int = QUICK_EXAMPLES, **more: Any) -> settings:
+    """Settings of a property test that draws so many examples, and few in a quick run."""
+    is_quick = settings.default is settings.get_profile("quick")
+    return settings(max_examples=min(number, quick) if is_quick else number, **more)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="leave out what takes long, and draw fewer examples in property tests",
+    )
+    parser.addoption("--rest", action="store_true", help="run only what --quick leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = Counter()
+    settings.load_profile("quick" if config.getoption("--quick") else "full")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what a quick run does not have."""
+    for item in items:
+        if _room(item.nodeid) in FULL_FOLDERS or item.get_closest_marker("alone"):
+            item.add_marker("full")
+    if not any("::" in argument for argument in config.args):
+        _check_names(items)
+    quick, rest = config.getoption("--quick"), config.getoption("--rest")
+    if not (quick or rest):
+        return
+    left = [item for item in items if _is_quick(item) != quick]
+    items[:] = [item for item in items if _is_quick(item) == quick]
+    config.hook.pytest_deselected(items=left)
+    left_out = config.stash[LEFT_OUT]
+    left_out.update(_room(item.nodeid) for item in left)
+    if hasattr(config, "workeroutput"):  # a process of xdist: read below
+        config.workeroutput["left_out"] = dict(left_out)
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    chosen = item.get_closest_marker("quick")
+    is_chosen = chosen is None or _parameters(item) in chosen.args
+    return is_chosen and item.get_closest_marker("full") is None
+
+
+def _parameters(item: pytest.Item) -> str:
+    _, _, parameters = item.name.partition("[")
+    return parameters.removesuffix("]")
+
+
+def _check_names(items: Iterable[pytest.Item]) -> None:
+    """Refuses a name in `quick` that no parameters have: it would leave a test out for good."""
+    wanted: dict[str, set[str]] = {}
+    for item in items:
+        if chosen := item.get_closest_marker("quick"):
+            names = wanted.setdefault(item.nodeid.partition("[")[0], set(chosen.args))
+            names.discard(_parameters(item))
+    if unknown := {test: sorted(names) for test, names in wanted.items() if names}:
+        raise pytest.UsageError(f"`quick` names parameters that these tests do not have: {unknown}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Takes what a process of xdist left out; each of them has collected everything."""
+    left_out = getattr(node, "workeroutput", {}).get("left_out")
+    if left_out:
+        node.config.stash[LEFT_OUT] = Counter(left_out)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says for each room what ran, and what is left to a full run."""
+    if not config.getoption("--quick"):
+        return
+    left_out = config.stash[LEFT_OUT]
+    outcomes = {
+        outcome: Counter(_rooms(terminalreporter.stats.get(outcome, ())))
+        for outcome in ("passed", "failed", "error", "skipped")
+    }
+    rooms = sorted({*left_out, *(room for counts in outcomes.values() for room in counts)})
+    write = terminalreporter.write_line
+    terminalreporter.section("what ran, and what is left to make test-all")
+    write(f"{'tests of':15}{''.join(f'{outcome:>9}' for outcome in outcomes)}{'left':>9}")
+    for room in rooms:
+        counts = [*(counts[room] for counts in outcomes.values()), left_out[room]]
+        write(f"{room:15}{''.join(f'{count:>9}' for count in counts)}")
+    minutes, seconds = divmod(round(time.time() - float(os.environ.get("STARTED", STARTED))), 60)
+    write(f"Took {minutes} min {seconds} s. Left to make test-all: {sum(left_out.values())} tests,")
+    write("property tests at full depth, the oldest TensorFlow and data validation.")
+
+
+def _rooms(reports: Iterable[Any]) -> list[str]:
+    return [_room(report.nodeid) for report in reports if getattr(report, "when", "") != "teardown"]
+
+
+def _room(nodeid: str) -> str:
+    """The folder of a test, or its file where it is in none."""
+    _, *folders, file = nodeid.split("::")[0].split("/")
+    return folders[0] if folders else file.removesuffix(".py")
