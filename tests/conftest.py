@@ -63,13 +63,22 @@ def create_logical_devices() -> tuple[str, ...]:
 
 
 _last_collection = 0.0
-SECONDS_BETWEEN_COLLECTIONS = 2.0
+SECONDS_BETWEEN_COLLECTIONS = 8.0
 
 
-def pytest_collection_finish() -> None:
-    """Keep what was imported out of later searches for garbage: with TensorFlow, 0.4 s each."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what was imported out of later searches for garbage: with TensorFlow, 0.4 s each.
+
+    Tracing makes many objects and little garbage, so that searches may be rarer too.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    if hasattr(session.config, "workerinput") and (
+        capture := session.config.pluginmanager.getplugin("capturemanager")
+    ):
+        # What TensorFlow says at its import would come behind the summary of the run.
+        capture.read_global_capture()
 
 
 def pytest_runtest_teardown() -> None:

@@ -21,6 +21,7 @@ QUICK_EXAMPLES = 20
 # A folder that only a full run has: the test suites of others.
 FULL_FOLDERS = ("outside",)
 LEFT_OUT = pytest.StashKey[Counter[str]]()
+SUMMARY = pytest.StashKey[tuple[Any, list[str]]]()
 STARTED = time.time()
 
 settings.register_profile("full", deadline=None, max_examples=100)
@@ -101,7 +102,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Says for each room what ran, and what is left to a full run."""
+    """Keeps for each room what ran, and what is left to a full run; said at the very end."""
     if not config.getoption("--quick"):
         return
     left_out = config.stash[LEFT_OUT]
@@ -110,15 +111,23 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for outcome in ("passed", "failed", "error", "skipped")
     }
     rooms = sorted({*left_out, *(room for counts in outcomes.values() for room in counts)})
-    write = terminalreporter.write_line
-    terminalreporter.section("what ran, and what is left to make test-all")
-    write(f"{'tests of':15}{''.join(f'{outcome:>9}' for outcome in outcomes)}{'left':>9}")
+    lines = [f"{'tests of':15}{''.join(f'{outcome:>9}' for outcome in outcomes)}{'left':>9}"]
     for room in rooms:
         counts = [*(counts[room] for counts in outcomes.values()), left_out[room]]
-        write(f"{room:15}{''.join(f'{count:>9}' for count in counts)}")
+        lines.append(f"{room:15}{''.join(f'{count:>9}' for count in counts)}")
     minutes, seconds = divmod(round(time.time() - float(os.environ.get("STARTED", STARTED))), 60)
-    write(f"Took {minutes} min {seconds} s. Left to make test-all: {sum(left_out.values())} tests,")
-    write("property tests at full depth, the oldest TensorFlow and data validation.")
+    lines += [
+        f"Took {minutes} min {seconds} s. Left to make test-all: {sum(left_out.values())} tests,",
+        "property tests at full depth, the oldest TensorFlow and data validation.",
+    ]
+    config.stash[SUMMARY] = terminalreporter, lines
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Comes after pytest's own closing line."""
+    reporter, lines = config.stash.get(SUMMARY, (None, []))
+    for line in lines:
+        reporter.write_line(line)
 
 
 def _rooms(reports: Iterable[Any]) -> list[str]:

@@ -87,7 +87,7 @@ class Used(keras.callbacks.Callback):
         self.host._weights.exchange_locally = exchange_and_note
 
 
-@pytest.mark.quick("2")
+@pytest.mark.full
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_gradients_of_a_training_shorter_than_a_period_count(strategy, epochs):
     model = make_model(strategy)
@@ -198,7 +198,7 @@ def test_a_fit_after_one_that_failed_trains(strategy, error, rule):
     np.testing.assert_allclose(before - flat(model), 0.1 * gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.quick("delta")
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 def test_a_fit_of_the_same_model_within_a_callback_is_refused(strategy, rule):
     x, y = arrays()
@@ -245,7 +245,7 @@ def test_a_step_that_fails_ends_the_service(strategy, others):
     model.fit(data(), verbose=0, callbacks=[HybridAggregation("delta", period=2)])
 
 
-@pytest.mark.quick("on_train_batch_end")
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["on_train_batch_end", "on_test_batch_end"])
 def test_an_error_elsewhere_ends_the_service(strategy, place):
     def fail(batch, logs=None):
@@ -274,7 +274,7 @@ def test_shorter_epochs_are_refused(strategy):
         model.fit(data(), steps_per_epoch=2, verbose=0, callbacks=[HybridAggregation()])
 
 
-@pytest.mark.quick("False")
+@pytest.mark.full
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_arrays_train_as_a_data_set_of_them(strategy, shuffle):
     x, y = arrays()
@@ -320,7 +320,7 @@ def test_the_period_is_planned_by_default_where_no_setting_counts_steps(rule, ad
     assert not HybridAggregation(rule, period=3)._options.adapts_period
 
 
-@pytest.mark.quick("1-2", "4-4")
+@pytest.mark.quick("4-4")
 @pytest.mark.parametrize("period", [1, 2, 4])
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_one_worker_alone_takes_every_batch(strategy, period, steps_per_execution):
@@ -346,7 +346,7 @@ class ClaimsTwo(keras.callbacks.Callback):
         assert self.ledger.claim(1, epoch, 2)[1] == 2
 
 
-@pytest.mark.quick("on_train_batch_begin-first")
+@pytest.mark.full
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("place", ["on_train_batch_begin", "on_train_batch_end"])
 def test_what_is_evaluated_beside_the_first_step_has_all_batches(strategy, place, is_first):
@@ -386,7 +386,7 @@ def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_ex
     assert claims.ledger.used.tolist() == [2 * (SAMPLES - 2 * BATCH), 0]
 
 
-@pytest.mark.quick("rule1")
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 def test_what_callbacks_evaluate_of_the_data_of_training_is_not_trained(strategy, rule):
     model = make_model(strategy)
@@ -411,7 +411,7 @@ def test_samples_count_beside_a_balancer(strategy, is_first):
     assert claims.ledger.used.tolist() == [2 * (SAMPLES - 2 * BATCH), 0]
 
 
-@pytest.mark.quick("on_train_batch_begin")
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["on_epoch_begin", "on_train_batch_begin"])
 def test_samples_count_where_the_train_function_is_made_anew(strategy, place):
     hybrid = HybridAggregation("delta", period=2)
@@ -422,6 +422,7 @@ def test_samples_count_where_the_train_function_is_made_anew(strategy, place):
     assert claims.ledger.used.tolist() == [SAMPLES - 2 * BATCH, 0]
 
 
+@pytest.mark.full
 def test_samples_count_once_behind_a_function_that_hides_others(strategy):
     class Hides(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -467,7 +468,7 @@ def test_samples_that_were_read_ahead_count_when_they_are_trained(strategy, numb
     assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
 
 
-@pytest.mark.quick("rule1")
+@pytest.mark.full
 @pytest.mark.parametrize("rule", [AsyncSGD(0.1), DelayCompensated(0.1, 0.04, num_workers=2)])
 def test_a_schedule_in_a_callback_is_refused_beside_gradients(strategy, rule):
     """The service has the optimizer: the rate would count twice, or not at all."""
@@ -481,6 +482,7 @@ def test_a_schedule_in_a_callback_is_refused_beside_gradients(strategy, rule):
     np.testing.assert_array_equal(flat(model), before)
 
 
+@pytest.mark.full
 def test_a_rate_that_is_set_within_an_epoch_is_refused_at_the_next_exchange(strategy):
     model = make_model(strategy)
     before = flat(model)
@@ -517,6 +519,7 @@ def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, cpu_devices, task, 
     assert strategy.restored_service_state is None
 
 
+@pytest.mark.full
 def test_a_fit_after_one_without_an_epoch_trains(strategy):
     model, hybrid = make_model(strategy), HybridAggregation()
     before = flat(model)

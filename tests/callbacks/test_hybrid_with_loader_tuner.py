@@ -23,7 +23,7 @@ def trained(strategy, data, callbacks):
     return model.get_weights()
 
 
-@pytest.mark.quick("tuner first-data set")
+@pytest.mark.full
 @pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "data set"])
 @pytest.mark.parametrize("tuner_is_first", [True, False], ids=["tuner first", "hybrid first"])
 def test_a_hybrid_training_is_observed_only(strategy, is_builder, tuner_is_first):

@@ -209,7 +209,7 @@ def test_a_history_of_the_user_sees_every_batch():
     assert tuner.meter.steps == 6
 
 
-@pytest.mark.quick("True")
+@pytest.mark.full
 @pytest.mark.parametrize("first", [True, False])
 def test_beside_the_balancer_in_any_order(first, cpu_devices):
     tuner, balancer = moving(), BatchBalancer("even")

@@ -31,6 +31,7 @@ def test_steps_per_execution(steps, data):
     assert_equivalent(Trial(build, data))
 
 
+@pytest.mark.full
 def test_unknown_cardinality_step_by_step():
     # One device gets the data set of known length: with an unknown one, stock Keras counts one
     # iteration of the optimizer too many an epoch, in the step that finds the end of the data.

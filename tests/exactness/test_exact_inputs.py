@@ -254,6 +254,7 @@ def without_weights(x, y):
     return {"x": x, "more": None}, y, None
 
 
+@pytest.mark.full
 def test_absent_inputs_and_weights():
     assert_equivalent(Trial(sum_of_parts, lambda: batches().map(without_weights)), ALL_SHARES)
 

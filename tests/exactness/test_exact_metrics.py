@@ -75,6 +75,7 @@ def test_binary_metrics():
     assert_equivalent(Trial(build, binary_data, infer_always=True), ALL_SHARES)
 
 
+@pytest.mark.full
 def test_regression_metrics():
     def build():
         m = keras.metrics
@@ -197,6 +198,7 @@ def rate_and_norm(model):
     return [rate, KernelNorm(model.layers[0].kernel, name="norm"), "mae"]
 
 
+@pytest.mark.full
 def test_metrics_that_look_at_weights_and_the_rate():
     build = functools.partial(deep_model, metrics=rate_and_norm)
     assert_equivalent(Trial(build, predict=False))

@@ -354,6 +354,7 @@ def test_gradient_of_a_vector_in_an_eager_step():
     assert_equivalent(Trial(build, evaluate=False, predict=False), [(4, 2, 1)])
 
 
+@pytest.mark.full
 def test_gradient_of_a_vector_through_synchronized_statistics():
     build = compiled(SynchronizedVectorStep, sgd, metrics=None)
     assert_equivalent(Trial(build, evaluate=False, predict=False))
@@ -364,6 +365,7 @@ def test_own_compute_loss_that_is_a_vector():
     assert_equivalent(Trial(compiled(VectorOwnLoss, sgd), predict=False))
 
 
+@pytest.mark.full
 def test_loss_object():
     assert_equivalent(Trial(compiled(LossObjectStep, metrics=None), evaluate=False))
 

@@ -221,6 +221,7 @@ def test_training_goes_on_globally_afterwards(results: dict[str, Any]) -> None:
     assert np.abs(one["again"] - end).max() > 1e-3
 
 
+@pytest.mark.full
 def test_replicas_of_a_worker_are_reduced_exactly(start_workers: Any, tmp_path: Path) -> None:
     case = {"rule": rule("diloco", period=4), "shares": [2, 1, 1], "momentum": 0.9, "rate": 0.03}
     easgd = {"rule": rule("sync_easgd", num_workers=2, overlap=1, period=2), "shares": [1, 2, 1]}
@@ -234,6 +235,7 @@ def test_replicas_of_a_worker_are_reduced_exactly(start_workers: Any, tmp_path: 
                 assert_close(listed(worker, f"step_{step}"), weights[index], what)
 
 
+@pytest.mark.full
 def test_several_steps_at_once(start_workers: Any, tmp_path: Path) -> None:
     cases = {
         name: {"rule": rule("diloco", period=3), "steps_per_execution": each, "epochs": 3}
@@ -278,6 +280,7 @@ def test_a_backup_has_center_and_outer_momentum(start_workers: Any, tmp_path: Pa
         assert_close(listed(resumed[index], "end"), listed(whole[index], "end"), "the end")
 
 
+@pytest.mark.full
 def test_a_backup_has_the_exchange_on_its_way(start_workers: Any, tmp_path: Path) -> None:
     options = {
         "rule": rule("sync_easgd", num_workers=2, period=4, overlap=2),

@@ -210,6 +210,7 @@ def test_a_lost_machine_is_known_in_time(
     assert time.monotonic() - since < LONGEST_SECONDS
 
 
+@pytest.mark.full
 def test_a_spare_machine_serves_the_next_run(start_workers: Any) -> None:
     """Workers that were killed are started again; the machine has forgotten their last step."""
     environments = cluster_environments({"worker": 2, "summation": 1}, SECRET)

@@ -56,7 +56,7 @@ def test_the_split_follows_the_speed_and_every_element_comes_once() -> None:
     assert counts[0] > 2 * counts[1] > 0, counts
 
 
-@pytest.mark.quick("1")
+@pytest.mark.full
 @pytest.mark.parametrize("requests", [1, 8])
 def test_a_killed_consumer_loses_what_it_had_asked_for_and_no_more(requests: int) -> None:
     settings = {"seconds": FAST, "requests": requests}

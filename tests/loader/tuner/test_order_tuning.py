@@ -209,7 +209,7 @@ def test_all_of_element_mode_but_pipelines_that_cannot_be_read_again_can_be_move
     assert [name for name in ELEMENT if not fits(name)] == []
 
 
-@pytest.mark.quick("shuffled", "repeated", "whole_batches")
+@pytest.mark.quick("repeated")
 @pytest.mark.parametrize("name", BUILDERS)
 @PROPERTY
 @given(moves=MOVES)
@@ -219,7 +219,7 @@ def test_any_moves_of_a_built_pipeline_change_nothing(name, moves, executor):
     assert run(lambda: pipeline(build, FIRST), moves, executor)[0] == expected
 
 
-@pytest.mark.quick("shuffled", "interleaved")
+@pytest.mark.quick("shuffled")
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_built_pipeline_is_moved_again_and_again(name, executor):
     build = BUILDERS[name]
