@@ -34,7 +34,8 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 ROOMS := multi_process benchmarks recipes strategy exactness loader callbacks outside launch planning
 TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make packaging private_api)
 PYTEST := .venv/bin/python -m pytest
-SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# One that crashes ends the run: xdist would wait for the tests that it has lost.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: export STARTED := $(shell date +%s)
 test: lint ## Lint, types, and of the tests those that find most in a short time.

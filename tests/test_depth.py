@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,8 +45,9 @@ def test_how_many(): print("drew", len(drawn))
 
 def run(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "pytest", "-s", "-c", str(folder / "pytest.ini"), "room"]
+    own = {name: value for name, value in os.environ.items() if name != "STARTED"}  # by make
     done = subprocess.run(
-        [*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=120
+        [*command, *arguments], cwd=folder, env=own, capture_output=True, text=True, timeout=120
     )
     return done.stdout + done.stderr
 

@@ -226,6 +226,7 @@ def strategies(devices):
     }
 
 
+@pytest.mark.quick("none", "heterogeneous")
 @pytest.mark.parametrize("name", ["none", "one device", "mirrored", "heterogeneous"])
 def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, cpu_devices):
     strategy, devices = strategies(cpu_devices)[name]
@@ -246,6 +247,7 @@ def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, cpu_dev
     assert waited == {tuner.meter.input_wait_seconds}
 
 
+@pytest.mark.quick("none-test", "none-predict", "heterogeneous-test", "heterogeneous-predict")
 @pytest.mark.parametrize("way", ["test", "predict"])
 @pytest.mark.parametrize("name", ["none", "one device", "mirrored", "heterogeneous"])
 def test_evaluate_and_predict_tell_the_waits_of_each_replica(name, way, cpu_devices):
@@ -268,6 +270,7 @@ def test_evaluate_and_predict_tell_the_waits_of_each_replica(name, way, cpu_devi
     assert {each[way]["input_wait_seconds"] for each in report} == {meter.input_wait_seconds}
 
 
+@pytest.mark.quick("heterogeneous")
 @pytest.mark.parametrize("name", ["mirrored", "heterogeneous"])
 def test_one_element_holds_the_batches_of_all_replicas(name, cpu_devices):
     """Which is why one wait is that of all."""
