@@ -47,15 +47,15 @@ test-all: ## All tests at full depth, and those of the other environments.
 	else echo "The tests of data validation were NOT run: they need Python 3.11." \
 	  "make test-validation says what is wrong."; fi
 
-test-full: lint
+test-full: lint ## Every test at full depth, but for test-alone and other environments.
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not alone" $(TESTS)
 
-# Of the rooms whose tests start few processes or none, those that find wrong numbers.
-REST := strategy exactness
-test-rest: .venv/installed ## What `make test` leaves out of some rooms (REST="strategy exactness").
+# The rooms whose tests start few processes or none.
+REST := strategy exactness loader callbacks
+test-rest: .venv/installed ## What `make test` leaves out of these rooms: REST="strategy exactness loader callbacks".
 	$(PYTEST) --rest $(SIDE_BY_SIDE) -m "not alone" $(REST:%=tests/%)
 
-test-alone: .venv/installed
+test-alone: .venv/installed ## Tests that look at what they measure, one after the other.
 	$(PYTEST) -m alone $(TESTS)
 
 # All ways to train; fewer tests of each with DEPTH=--quick.
