@@ -27,6 +27,7 @@ from keras.src.metrics import reduction_metrics as keras_reduction_metrics
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.optimizers import loss_scale_optimizer as keras_loss_scale_optimizer
 from keras.src.random import seed_generator as keras_seed_generator
+from keras.src.trainers import trainer as keras_base_trainer
 from tensorflow.core.framework import model_pb2
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
@@ -84,6 +85,7 @@ __all__ = [
     "iterated_data_set",
     "iterator_model",
     "keras_base_optimizer",
+    "keras_base_trainer",
     "keras_batch_normalization",
     "keras_loss",
     "keras_loss_scale_optimizer",

@@ -62,6 +62,10 @@ SIGNATURES = [
         "_all_reduce_sum_gradients",
         ["self", "grads_and_vars"],
     ),
+    (keras.layers.Layer, "add_loss", ["self", "loss"]),
+    (keras.layers.Layer, "_get_own_losses", ["self"]),
+    (keras.layers.Layer, "_clear_losses", ["self"]),
+    (private_api.keras_base_trainer.Trainer, "_aggregate_additional_loss", ["self", "loss"]),
     (private_api.KerasTensorFlowVariable, "_direct_assign", ["self", "value"]),
     (private_api.keras_nn, "_compute_moments_sync", ["x", "axes", "keepdims"]),
     (

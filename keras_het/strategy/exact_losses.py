@@ -7,7 +7,8 @@ With reduction weights :math:`w_i = b_i / B`:
 * the gradient of a vector with one value a sample is that of its sum: factor :math:`1 / w_i`,
   where the gradient is taken, since the same vector may as well become a mean before;
 * a mean whose divisor depends on the data (masks, sample weights, ragged lengths) with local
-  divisor :math:`D_i`: factor :math:`(D_i / \sum_j D_j) / w_i`.
+  divisor :math:`D_i`: factor :math:`(D_i / \sum_j D_j) / w_i`;
+* values of samples given to `add_loss`, which Keras sums: factor :math:`1 / w_i`.
 
 Keras divides by the number of replicas instead, which holds for equal shares only.
 """
@@ -21,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.strategy.exact_step import ExactStep, current_step
+from keras_het.strategy.exact_step import ExactStep, current_step, running_step
 
 
 def keep_local_mean(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,6 +123,51 @@ def _has_value_per_sample(step: ExactStep, target: Any) -> bool:
     return (
         step.is_keras_step or None in tuple(shape) or shape[0] == tf.get_static_value(step.samples)
     )
+
+
+def keep_own_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for the methods of a layer that write and read its list of losses: one a replica.
+
+    Replicas of one process are threads that take turns at each collective, and share the layer:
+    one would clear and read what another has added. None of these methods has a collective.
+    """
+
+    @functools.wraps(original)
+    def with_own_losses(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = running_step()
+        if step is None:
+            return original(self, *args, **kwargs)
+        _, own = step.layer_losses.setdefault(id(self), (self, []))
+        # not by setattr, which would track the list
+        attributes = vars(self)
+        shared, attributes["_losses"] = self._losses, own
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            attributes["_losses"] = shared
+
+    return with_own_losses
+
+
+def sum_added_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for what makes one number of a tensor given to `add_loss`: Keras sums its values."""
+
+    @functools.wraps(original)
+    def aggregate_additional_loss(self: Any, loss: Any) -> Any:
+        total = original(self, loss)
+        step = current_step()
+        if step is None or not _is_of_samples(step, loss):
+            return total
+        return total * tf.cast(step.inverse_weight, total.dtype)
+
+    return aggregate_additional_loss
+
+
+def _is_of_samples(step: ExactStep, loss: Any) -> bool:
+    """Tells values of samples from values of weights, whose number is known beforehand."""
+    if not loss.shape.rank:
+        return False
+    return loss.shape[0] in (None, tf.get_static_value(step.samples))
 
 
 def reduce_exactly(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,6 +77,8 @@ class ExactStep:
         self.gradient_square: Any = None
         self.global_gradient_square: Any = None
         self.assigned_variables: dict[int, Any] = {}
+        # Losses that layers have added in this step, by id of the layer: the layer and the list.
+        self.layer_losses: dict[int, tuple[Any, list[Any]]] = {}
         # By id of the tensor: the tensor itself and the metric that it is a result of.
         self.metric_results: dict[int, Any] = {}
         self.metric_state_before: dict[int, Any] = {}

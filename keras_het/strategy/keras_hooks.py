@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het import private_api
@@ -28,6 +29,7 @@ _Hook = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def _hooks() -> list[tuple[Any, str, _Hook]]:
     loss = private_api.keras_loss
+    layer = keras.layers.Layer
     metrics = private_api.keras_reduction_metrics
     optimizer = private_api.keras_base_optimizer.BaseOptimizer
     loss_scale_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
@@ -38,6 +40,14 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (loss, "scale_loss_for_distribution", exact_losses.keep_local_mean),
         (loss, "unscale_loss_for_distribution", exact_losses.keep_local_mean),
         (loss, "reduce_weighted_values", exact_losses.reduce_exactly),
+        (layer, "add_loss", exact_losses.keep_own_losses),
+        (layer, "_get_own_losses", exact_losses.keep_own_losses),
+        (layer, "_clear_losses", exact_losses.keep_own_losses),
+        (
+            private_api.keras_base_trainer.Trainer,
+            "_aggregate_additional_loss",
+            exact_losses.sum_added_losses,
+        ),
         (tf.GradientTape, "gradient", exact_losses.sum_over_samples),
         (tf.nn, "compute_average_loss", exact_losses.average_exactly),
         (metrics.Mean, "update_state", exact_losses.weigh_scalar_updates),

@@ -201,8 +201,33 @@ class ConstantPenalty(keras.layers.Layer):
         return inputs * self.scale
 
 
-@pytest.mark.quick("MeanPenalty")
-@pytest.mark.parametrize("penalty", [MeanPenalty, ConstantPenalty])
+class PenaltyOfSamples(keras.layers.Layer):
+    """One value a sample, as CTC layers add it."""
+
+    def call(self, inputs):
+        self.add_loss(0.1 * keras.ops.sum(keras.ops.square(inputs), axis=1))
+        return inputs
+
+
+class PenaltyOfValues(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.1 * keras.ops.square(inputs))
+        return inputs
+
+
+class PenaltyOfWeights(ConstantPenalty):
+    """As many values as weights, whatever the batch."""
+
+    def call(self, inputs):
+        self.add_loss(0.3 * keras.ops.square(self.scale))
+        return inputs * self.scale
+
+
+@pytest.mark.quick("MeanPenalty", "PenaltyOfSamples", "PenaltyOfWeights")
+@pytest.mark.parametrize(
+    "penalty",
+    [MeanPenalty, ConstantPenalty, PenaltyOfSamples, PenaltyOfValues, PenaltyOfWeights],
+)
 def test_add_loss(penalty):
     layers = [lambda: keras.layers.Dense(4), penalty]
     build = functools.partial(dense_model, "mse", sgd, lambda: [make() for make in layers])
