@@ -50,9 +50,9 @@ test-all: ## All tests at full depth, and those of the other environments.
 test-full: lint ## Every test at full depth, but for test-alone and other environments.
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not alone" $(TESTS)
 
-# The rooms whose tests start few processes or none.
-REST := strategy exactness loader callbacks
-test-rest: .venv/installed ## What `make test` leaves out of these rooms: REST="strategy exactness loader callbacks".
+# Of the rooms whose tests start few processes or none, those that find wrong numbers.
+REST := strategy exactness
+test-rest: .venv/installed ## What `make test` leaves out of some rooms (REST="strategy exactness").
 	$(PYTEST) --rest $(SIDE_BY_SIDE) -m "not alone" $(REST:%=tests/%)
 
 test-alone: .venv/installed ## Tests that look at what they measure, one after the other.
