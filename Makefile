@@ -42,7 +42,10 @@ test: lint ## Lint, types, and of the tests those that find most in a short time
 	$(PYTEST) --quick $(SIDE_BY_SIDE) $(TESTS)
 
 test-all: ## All tests at full depth, and those of the other environments.
-	$(MAKE) --keep-going test-full test-alone test-oldest
+	$(MAKE) --no-print-directory --keep-going test-full test-alone test-oldest test-validation-or-say-so
+
+.PHONY: test-validation-or-say-so
+test-validation-or-say-so:
 	@if $(MAKE) -s check-validation >/dev/null 2>&1; then $(MAKE) --no-print-directory test-validation; \
 	else echo "The tests of data validation were NOT run: they need Python 3.11." \
 	  "make test-validation says what is wrong."; fi

@@ -10,13 +10,11 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-FOLDER = Path(__file__).parent
 QUICK_EXAMPLES = 20
 # A folder that only a full run has: the test suites of others.
 FULL_FOLDERS = ("outside",)
@@ -72,9 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_quick(item: pytest.Item) -> bool:
+    if item.get_closest_marker("full"):
+        return False
     chosen = item.get_closest_marker("quick")
-    is_chosen = chosen is None or _parameters(item) in chosen.args
-    return is_chosen and item.get_closest_marker("full") is None
+    return not chosen or _parameters(item) in chosen.args
 
 
 def _parameters(item: pytest.Item) -> str:
