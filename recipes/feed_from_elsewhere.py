@@ -89,7 +89,7 @@ def main():
     if arguments.consume:
         return consume(*arguments.consume, arguments.samples)
     with keras_het.loader.service(workers=0) as data:
-        module = ("-m", "keras_het.launch", "loader-worker")
+        module = ("-m", "keras_het", "loader-worker")
         worker = start(*module, "--dispatcher", data.address)
         options = ("--samples", str(arguments.samples), "--consume")
         consumers = {name: start(__file__, *options, name, data.address) for name in DEVICE_SECONDS}

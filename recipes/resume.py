@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.launch.failure_report import describe_failures
+from keras_het.launch.failure_report import describe_failures, first_to_fail
 from keras_het.launch.local_cluster import LocalCluster
+from keras_het.launch.worker_process import WorkerResult
 
 BATCH_SIZE = 56
 EPOCHS = 3
@@ -60,8 +61,10 @@ def train(backups: Path, result: Path, kill_after: int | None) -> None:
         np.savez(result, *model.get_weights())
 
 
-def start(workers: int, directory: Path, name: str, kill_after: int | None = None) -> LocalCluster:
-    """Starts the workers, waits for their end and returns the cluster."""
+def start(
+    workers: int, directory: Path, name: str, kill_after: int | None = None
+) -> tuple[WorkerResult, ...]:
+    """Starts the workers, waits for their end and returns how each ended."""
     command = [sys.executable, __file__, "--worker", "--backups", str(directory / f"backup-{name}")]
     command += ["--result", str(directory / f"{name}.npz")]
     if kill_after is not None:
@@ -69,15 +72,14 @@ def start(workers: int, directory: Path, name: str, kill_after: int | None = Non
     environment = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}
     cluster = LocalCluster(command, workers, env=environment, keep_lines=200)
     with cluster:
-        cluster.wait(timeout=TIMEOUT_SECONDS)
-    return cluster
+        return cluster.wait(timeout=TIMEOUT_SECONDS)
 
 
 def start_successfully(workers: int, directory: Path, name: str) -> list[np.ndarray]:
     """Trains to the end and returns the weights."""
-    cluster = start(workers, directory, name)
-    if cluster.failures:
-        sys.exit(describe_failures(cluster.failures, cluster.ended))
+    results = start(workers, directory, name)
+    if any(result.has_failed for result in results):
+        sys.exit(describe_failures(results))
     with np.load(directory / f"{name}.npz") as arrays:
         return [arrays[key] for key in arrays.files]
 
@@ -87,10 +89,12 @@ def compare(workers: int, directory: Path) -> None:
     expected = start_successfully(workers, directory, "undisturbed")
     print(f"2. Training that is killed after {KILL_AFTER} steps...", flush=True)
     killed = start(workers, directory, "interrupted", KILL_AFTER)
-    if [result.exit_code for result in killed.failures[:1]] != [-signal.SIGKILL]:
-        report = describe_failures(killed.failures, killed.ended) if killed.failures else ""
-        sys.exit(report or "not killed")
-    print(f"   {killed.failures[0].describe_exit()}", flush=True)
+    failed = [result for result in killed if result.has_failed]
+    if not failed:
+        sys.exit("not killed")
+    if first_to_fail(killed).exit_code != -signal.SIGKILL:
+        sys.exit(describe_failures(killed))
+    print(f"   {first_to_fail(killed).describe_exit()}", flush=True)
     print("3. The same command again...", flush=True)
     resumed = start_successfully(workers, directory, "interrupted")
     pairs = zip(resumed, expected, strict=True)

@@ -65,9 +65,9 @@ def run_workers(
         )
         # Leaving the block ends all workers, also after Ctrl-C.
         with cluster:
-            cluster.wait(timeout=TIMEOUT_SECONDS)
-        if cluster.failures:
-            sys.exit(describe_failures(cluster.failures, cluster.ended))
+            results = cluster.wait(timeout=TIMEOUT_SECONDS)
+        if any(result.has_failed for result in results):
+            sys.exit(describe_failures(results))
         return [_load(Path(directory), name) for name in names]
 
 

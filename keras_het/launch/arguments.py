@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from keras_het import __version__
 from keras_het.launch.loader_commands import add_loader_commands
 from keras_het.launch.serve_command import add_serve
 from keras_het.launch.validate_command import add_validate_command
@@ -28,6 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train Keras 3 models over workers of different speed.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"keras-het {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
@@ -181,6 +183,11 @@ def _add_output(run: argparse.ArgumentParser) -> None:
         "--quiet-workers",
         action="store_true",
         help="show the output of worker 0 only; a failed worker's last lines are shown anyway",
+    )
+    group.add_argument(
+        "--tf-logs",
+        action="store_true",
+        help="show also what TensorFlow logs of its start (its warnings are shown anyway)",
     )
     group.add_argument(
         "--log-dir", type=Path, metavar="DIRECTORY", help="write worker-N.log for each worker"

@@ -12,14 +12,16 @@ from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.arguments import parse_arguments, worker_command
 from keras_het.launch.display import Display
 from keras_het.launch.emulation import Emulation
-from keras_het.launch.failure_report import describe_failures
+from keras_het.launch.failure_report import describe_failures, first_to_fail
 from keras_het.launch.line_splitter import OutputLine
 from keras_het.launch.local_cluster import LocalCluster
 from keras_het.launch.worker_logs import WorkerLogs
-from keras_het.launch.worker_process import Stream, signal_name
+from keras_het.launch.worker_process import Stream, WorkerResult, signal_name
 
-_KEEP_LINES = 200
+_KEEP_LINES = 2000
 _WRONG_USAGE = 2
+# Hides TensorFlow's information, of which each worker prints some 50 lines at its start.
+_QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,12 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Other commands than `run`: what their function `execute` returns.
     """
     options = parse_arguments(arguments)
-    only_chief = getattr(options, "only_chief", False)
-    display = Display(sys.stdout, sys.stderr, only_chief=only_chief)
+    is_run = options.command == "run"
+    shown = {"only_chief": options.only_chief, "tf_logs": options.tf_logs} if is_run else {}
+    display = Display(sys.stdout, sys.stderr, **shown)
     try:
-        if options.command != "run":
-            return int(options.execute(options))
-        return _run(options, display)
+        return _run(options, display) if is_run else int(options.execute(options))
     except (ValueError, OSError) as error:
         display.say(f"error: {error}")
         return _WRONG_USAGE
@@ -60,8 +61,9 @@ def _run(options: argparse.Namespace, display: Display) -> int:
         if label:
             display.say(label, stream="stdout")
         with cluster:
-            cluster.wait()
-        return _report(cluster, display)
+            results = cluster.wait()
+        display.finish()
+        return _report(cluster, results, display, options.only_chief)
 
 
 def _warn_of_another_backend(display: Display) -> None:
@@ -94,6 +96,7 @@ def _make_cluster(
         worker_command(options),
         options.workers,
         num_async_workers=options.async_workers,
+        env={} if options.tf_logs else {**_QUIET_TENSORFLOW, **os.environ},
         emulation=emulation,
         cpus_per_worker=options.cpus_per_worker,
         pin=options.pin,
@@ -133,13 +136,16 @@ def _signals_forwarded(cluster: LocalCluster) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _report(cluster: LocalCluster, display: Display) -> int:
+def _report(
+    cluster: LocalCluster, results: Sequence[WorkerResult], display: Display, only_chief: bool
+) -> int:
     if cluster.stopped_by is not None:
         display.say(f"stopped by {signal_name(cluster.stopped_by)}; all workers have ended.")
         return 128 + cluster.stopped_by
     if cluster.failures:
-        display.say(describe_failures(cluster.failures, cluster.ended))
-        return cluster.failures[0].shell_exit_code
+        first = first_to_fail(results)
+        display.say(describe_failures(results, only_chief and first.index != 0))
+        return (first if first.has_failed else cluster.failures[0]).shell_exit_code
     return 0
 
 

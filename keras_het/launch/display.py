@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from keras_het.launch.line_splitter import OutputLine, strip_ansi
+from keras_het.launch.tracebacks import TracebackFolder
 from keras_het.launch.worker_process import Stream
 
 _STYLES = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
@@ -18,22 +19,28 @@ class Display:
     """Prints the workers' lines, in colour on a terminal and plain otherwise.
 
     Standard output and standard error stay apart. A state of a progress bar is redrawn in place on
-    a terminal and left out otherwise. When a stream is closed (`| head`), its lines are dropped and
-    the workers go on.
+    a terminal and left out otherwise. An error that several workers have, or that only says that
+    another worker has gone, is shown without its traceback. When a stream is closed (`| head`), its
+    lines are dropped and the workers go on.
 
     Args:
         stdout: Where the workers' standard output goes.
         stderr: Where their standard error and the launcher's own messages go.
         only_chief: Whether to show worker 0 only. Defaults to `False`.
+        tf_logs: Whether to show also what TensorFlow logs of its start and its connections.
+            Defaults to `False`.
     """
 
-    def __init__(self, stdout: TextIO, stderr: TextIO, only_chief: bool = False) -> None:
+    def __init__(
+        self, stdout: TextIO, stderr: TextIO, only_chief: bool = False, tf_logs: bool = False
+    ) -> None:
         self._consoles: dict[Stream, Console] = {
             "stdout": Console(file=stdout, highlight=False, soft_wrap=True),
             "stderr": Console(file=stderr, highlight=False, soft_wrap=True),
         }
         self._only_chief = only_chief
         self._lock = threading.Lock()
+        self._folder = TracebackFolder(keep_logs=tf_logs)
         # The progress-bar state on the screen: its worker, its stream and the text.
         self._redrawn: tuple[int, Stream, Text] | None = None
 
@@ -47,6 +54,36 @@ class Display:
         """
         if self._only_chief and worker_index != 0:
             return
+        if stream == "stderr" and line.is_final:
+            with self._lock:
+                shown = self._folder.feed(worker_index, strip_ansi(line.text))
+            is_same = shown == [strip_ansi(line.text)]
+            lines = [line] if is_same else [OutputLine(text, True) for text in shown]
+        else:
+            lines = [line]
+        for each in lines:
+            self._show(worker_index, stream, each)
+
+    def finish(self) -> None:
+        """Shows what was held back of tracebacks that were cut off; call it at the end."""
+        with self._lock:
+            rest = self._folder.finish()
+        for worker_index, text in rest:
+            self._show(worker_index, "stderr", OutputLine(text, True))
+
+    def say(self, message: str, stream: Stream = "stderr") -> None:
+        """Shows the launcher's own message, each line behind `[keras-het]`.
+
+        Args:
+            message: One or more lines.
+            stream: Where to. Defaults to standard error.
+        """
+        with self._lock:
+            for line in message.splitlines():
+                prefix = Text("[keras-het] ", style="bold")
+                self._print(stream, Text.assemble(prefix, line), None)
+
+    def _show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
         is_terminal = self._consoles[stream].is_terminal
         if not line.is_final and not is_terminal:
             return
@@ -63,18 +100,6 @@ class Display:
                 self._print(stream, text, worker_index)
             else:
                 self._redraw(worker_index, stream, text)
-
-    def say(self, message: str, stream: Stream = "stderr") -> None:
-        """Shows the launcher's own message, each line behind `[keras-het]`.
-
-        Args:
-            message: One or more lines.
-            stream: Where to. Defaults to standard error.
-        """
-        with self._lock:
-            for line in message.splitlines():
-                prefix = Text("[keras-het] ", style="bold")
-                self._print(stream, Text.assemble(prefix, line), None)
 
     def _print(self, stream: Stream, text: Text | str, worker_index: int | None) -> None:
         redrawn = self._redrawn

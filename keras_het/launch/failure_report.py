@@ -1,34 +1,52 @@
-"""Says which worker failed and why."""
+"""Says which worker failed first and why."""
 
 import signal
 from collections.abc import Sequence
 
+from keras_het.launch.tracebacks import UncaughtError, uncaught_error
 from keras_het.launch.worker_process import WorkerResult
 
 _LINES = 15
-_TRACEBACK = "Traceback (most recent call last)"
 
 
-def describe_failures(failures: Sequence[WorkerResult], ended: Sequence[WorkerResult] = ()) -> str:
-    """Returns the message about failed workers: who was first, why, and their last words.
+def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = True) -> str:
+    """Returns the message about failed workers, whose last line is the cause.
 
-    The first to exit need not be the first to fail: a worker that lost another may exit before
-    that one has. So what the others said is shown as well, if they failed or showed an error.
+    The first to exit need not be the first to fail: a worker that lost another may exit before that
+    one has. So the time at which each showed its error decides, and an error that only says that
+    another worker has gone is no cause.
 
     Args:
-        failures: Workers that failed by themselves, the first to exit first; at least one.
-        ended: Workers that were ended because of it. Defaults to none.
+        results: How all workers ended, of which at least one failed by itself.
+        show_last_lines: Whether the last lines of the first one to fail were not on the screen yet.
     """
-    first, *others = failures
-    note = " The other workers were ended." if ended else ""
-    lines = [f"worker {first.index} failed: {first.describe_exit()}.{note}"]
-    lines += [f"worker {other.index} failed after it: {other.describe_exit()}." for other in others]
-    if first.exit_code == -signal.SIGKILL:
-        lines.append("SIGKILL is often the system's answer to memory that has run out.")
-    failing = [result for result in ended if result not in failures and _TRACEBACK in result.stderr]
-    lines += [f"worker {other.index} was ended after it had shown an error." for other in failing]
-    words = [line for result in (*failures, *failing) for line in last_words(result)]
-    return "\n".join([*lines, *words])
+    first = first_to_fail(results)
+    lines = [
+        f"worker {result.index} {_effect(result, _error(first))}"
+        for result in results
+        if result is not first and (result.has_failed or result.was_ended)
+    ]
+    if show_last_lines:
+        lines += last_words(first)
+    return "\n".join([*lines, _cause(first, results)])
+
+
+def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
+    """Returns the worker whose failure, or early end, made the others fail.
+
+    Args:
+        results: How all workers ended, of which at least one failed by itself.
+    """
+    failed = [result for result in results if result.has_failed]
+    with_error = [result for result in failed if _error(result) or result.exit_code < 0]
+    # A traceback that a worker only logged looks the same, so errors that ended one go first.
+    ended_with_error = [result for result in results if result.was_ended and _error(result)]
+    for some in (with_error, ended_with_error, failed):
+        causes = [result for result in some if not _is_effect(result)]
+        if causes:
+            return min(causes, key=_failed_at)
+    left = [result for result in results if result.exit_code == 0 and not result.was_ended]
+    return min([*left, *failed], key=lambda result: result.exited_at)
 
 
 def last_words(result: WorkerResult) -> list[str]:
@@ -43,3 +61,43 @@ def last_words(result: WorkerResult) -> list[str]:
             heading = f"last lines of worker {result.index}'s {name}:"
             return [heading, *(f"  {line}" for line in lines)]
     return [f"worker {result.index} printed nothing."]
+
+
+def _cause(first: WorkerResult, results: Sequence[WorkerResult]) -> str:
+    name = f"worker {first.index}"
+    if first.exit_code == 0 and not first.was_ended:
+        return (
+            f"{name} ended its script first, without an error, and the others still needed it: all "
+            "workers must call fit, evaluate, predict and save alike"
+        )
+    verb = "failed first" if len(results) > 1 else "failed"
+    reason = str(_error(first) or first.describe_exit())
+    if first.exit_code == -signal.SIGKILL and not first.was_ended:
+        reason += ", which is often the system's answer to memory that has run out"
+    return f"{name} {verb}: {reason}"
+
+
+def _effect(result: WorkerResult, cause: UncaughtError | None) -> str:
+    error = _error(result)
+    if error is None:
+        return "was ended." if result.was_ended else f"failed after it: {result.describe_exit()}."
+    if error.is_effect:
+        return "lost it, and ended."
+    if cause is not None and error.text == cause.text:
+        return "failed with the same error."
+    return f"failed after it: {error}"
+
+
+def _is_effect(result: WorkerResult) -> bool:
+    error = _error(result)
+    return error is not None and error.is_effect
+
+
+def _failed_at(result: WorkerResult) -> float:
+    return result.exited_at if result.error_at is None else result.error_at
+
+
+def _error(result: WorkerResult) -> UncaughtError | None:
+    """Returns the error that ended it; a traceback before a kill or a crash is another matter."""
+    was_killed = result.exit_code < 0 and not result.was_ended
+    return None if was_killed else uncaught_error(result.stderr.splitlines())

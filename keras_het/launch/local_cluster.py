@@ -2,6 +2,7 @@
 
 import os
 import queue
+import resource
 import secrets
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from keras_het.launch.worker_process import OnLine, Stream, WorkerProcess, Worke
 from keras_het.usable_cpus import usable_cpus
 
 _TIMEOUT_LINES = 15
+_OTHER_FILES = 64
 
 
 class LocalCluster:
@@ -117,11 +119,6 @@ class LocalCluster:
             return ()
         own = [result for result in self._results.values() if result.has_failed]
         return tuple(sorted(own, key=lambda result: result.exited_at))
-
-    @property
-    def ended(self) -> tuple[WorkerResult, ...]:
-        """Workers that were sent a signal to end them, as when others had failed."""
-        return tuple(result for result in self._results.values() if result.was_ended)
 
     def start(self) -> None:
         """Starts all workers.
@@ -331,6 +328,14 @@ def _number_of_workers(
         num_workers = len(emulation.speeds) if emulation else 1
     if num_workers < 1:
         raise ValueError(f"A cluster needs at least 1 worker. Received: num_workers={num_workers}.")
+    # Each worker takes three: its two streams and its port.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = (files - _OTHER_FILES) // 3
+    if files != resource.RLIM_INFINITY and num_workers > most:
+        raise ValueError(
+            f"This process may open {files} files, which is enough for at most {most} workers. "
+            f"Received: {num_workers} workers. Give fewer, or raise the limit with `ulimit -n`."
+        )
     if emulation and len(emulation.speeds) != num_workers:
         raise ValueError(
             "Emulation needs one speed for each worker. Received: "

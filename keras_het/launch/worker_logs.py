@@ -18,16 +18,25 @@ class WorkerLogs:
         directory: Where to; created if need be. Older logs of the same name are overwritten.
         num_workers: Number of files.
         label: First line of each file, such as the label of an emulation. Defaults to none.
+
+    Raises:
+        ValueError: If the directory or a file in it cannot be made.
     """
 
     def __init__(self, directory: Path, num_workers: int, label: str | None = None) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._failed: set[int] = set()
-        self._files: list[TextIO] = [
-            (directory / f"worker-{index}.log").open("w", encoding="utf-8", buffering=1)
-            for index in range(num_workers)
-        ]
+        self._files: list[TextIO] = []
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for index in range(num_workers):
+                path = directory / f"worker-{index}.log"
+                self._files.append(path.open("w", encoding="utf-8", buffering=1))
+        except OSError as error:
+            raise ValueError(
+                f"The workers' logs cannot be written to {str(directory)!r}: {error}. Give a "
+                "--log-dir where you may create files."
+            ) from error
         for file in self._files:
             file.write(f"{label}\n" if label else "")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import IO, Literal
 
 from keras_het.launch.line_splitter import LineSplitter, OutputLine, strip_ansi
+from keras_het.launch.tracebacks import TRACEBACK
 
 Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[int, Stream, OutputLine], None]
@@ -34,6 +35,7 @@ class WorkerResult:
         exited_at: Time of the exit, in seconds of `time.monotonic`.
         stdout: Captured lines of standard output, colours removed.
         stderr: Captured lines of standard error, colours removed.
+        error_at: Time at which its last traceback began, as `exited_at`; `None` without one.
     """
 
     index: int
@@ -42,6 +44,7 @@ class WorkerResult:
     exited_at: float
     stdout: str
     stderr: str
+    error_at: float | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -105,6 +108,7 @@ class WorkerProcess:
         self._on_line = on_line
         self._on_exit = on_exit
         self._exited_at = 0.0
+        self._error_at: float | None = None
         self._lines: dict[Stream, deque[str]] = {
             "stdout": deque(maxlen=keep_lines),
             "stderr": deque(maxlen=keep_lines),
@@ -167,6 +171,7 @@ class WorkerProcess:
             exited_at=self._exited_at,
             stdout=self.text("stdout"),
             stderr=self.text("stderr"),
+            error_at=self._error_at,
         )
 
     def _contains(self, text: str) -> bool:
@@ -188,8 +193,11 @@ class WorkerProcess:
 
     def _take(self, stream: Stream, line: OutputLine) -> None:
         if line.is_final:
+            text = strip_ansi(line.text)
+            if stream == "stderr" and text.startswith(TRACEBACK):
+                self._error_at = time.monotonic()
             with self._changed:
-                self._lines[stream].append(strip_ansi(line.text))
+                self._lines[stream].append(text)
                 self._changed.notify_all()
         self._on_line(self.index, stream, line)
 

@@ -29,7 +29,7 @@ class Launcher:
     """The command line, running in a process of its own."""
 
     def __init__(self, arguments: list[str], env: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "keras_het.launch", *arguments]
+        command = [sys.executable, "-m", "keras_het", *arguments]
         environment = {**os.environ, **env, "PYTHONUNBUFFERED": "1"}
         self._process = WorkerProcess(0, command, environment, _ignore, lambda index: None)
         self.process_id = self._process.process_id

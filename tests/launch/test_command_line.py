@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from keras_het import __version__
 from keras_het.launch.command_line import main
 
 Launch = Callable[..., Any]
@@ -85,9 +86,11 @@ def test_names_the_failed_worker_and_why(launch: Launch, script: Script) -> None
     result = launch("run", "--workers", "3", "--only-chief", path).finish()
     assert result.exit_code == 3
     assert result.stderr.splitlines() == [
-        "[keras-het] worker 1 failed: exit code 3. The other workers were ended.",
+        "[keras-het] worker 0 was ended.",
+        "[keras-het] worker 2 was ended.",
         "[keras-het] last lines of worker 1's standard error:",
         "[keras-het]   the reason",
+        "[keras-het] worker 1 failed first: exit code 3",
     ]
 
 
@@ -111,21 +114,48 @@ raise ValueError("the root cause")
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "said"),
-    [("exits", "failed after it: exit code 1."), ("killed", "was ended after it had shown")],
-)
+@pytest.mark.parametrize("ending", ["exits", "killed"])
 def test_a_cause_that_exits_after_its_victim_is_told(
-    launch: Launch, script: Script, tmp_path: Path, ending: str, said: str
+    launch: Launch, script: Script, tmp_path: Path, ending: str
 ) -> None:
     marker = str(tmp_path / "marker")
     path = script(CAUSE_AND_VICTIM)
-    result = launch("run", "--workers", "2", "--only-chief", path, marker, ending).finish()
+    result = launch("run", "--workers", "2", path, marker, ending).finish()
     assert result.exit_code == 1
-    lines = result.stderr.splitlines()
-    assert "[keras-het] worker 0 failed: exit code 1. The other workers were ended." in lines
-    assert f"[keras-het] worker 1 {said}" in result.stderr
-    assert "[keras-het]   ValueError: the root cause" in lines
+    effect, cause = result.stderr.splitlines()[-2:]
+    assert effect == "[keras-het] worker 0 failed after it: exit code 1."
+    assert cause.startswith("[keras-het] worker 1 failed first: ValueError: the root cause (")
+    assert cause.endswith(f"{Path(path).name}:{Path(path).read_text().count(chr(10))})")
+
+
+def test_a_worker_that_ends_before_the_others_is_the_cause(
+    launch: Launch, script: Script, tmp_path: Path
+) -> None:
+    path = script(
+        """
+        import pathlib
+
+        class WorkerLostError(RuntimeError):
+            pass
+
+        started = pathlib.Path(sys.argv[1])
+        if index == 1:
+            started.with_suffix(".part").write_text(str(os.getpid()))
+            started.with_suffix(".part").rename(started)
+        else:
+            while not started.exists():
+                pass
+            while os.path.exists(f"/proc/{started.read_text()}"):
+                pass
+            raise WorkerLostError("Lost worker 1")
+        """
+    )
+    result = launch("run", "--workers", "2", path, str(tmp_path / "started")).finish()
+    assert result.exit_code == 1
+    shown, effect, cause = result.stderr.splitlines()
+    assert shown == "[worker 0] WorkerLostError: Lost worker 1"
+    assert effect == "[keras-het] worker 0 lost it, and ended."
+    assert cause.startswith("[keras-het] worker 1 ended its script first, without an error")
 
 
 def test_another_backend_of_keras_is_the_script_to_set(launch: Launch, script: Script) -> None:
@@ -148,6 +178,24 @@ def test_the_backend_that_is_needed_is_no_news(launch: Launch, script: Script) -
         assert (result.stdout, result.stderr) == ("[worker 0] tensorflow", "")
 
 
+def test_what_cannot_be_started_gets_a_sentence(
+    capsys: pytest.CaptureFixture[str], script: Script, tmp_path: Path
+) -> None:
+    path = script("")
+    assert main(["run", "--workers", "99999999999", path]) == 2
+    assert "at most" in (error := capsys.readouterr().err) and "ulimit -n" in error
+    (tmp_path / "file").write_text("")
+    assert main(["run", "--workers", "2", "--log-dir", str(tmp_path / "file" / "logs"), path]) == 2
+    assert "--log-dir" in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"keras-het {__version__}\n"
+
+
 def test_only_chief_hides_the_others(launch: Launch, script: Script) -> None:
     result = launch("run", "-w", "2", "--quiet-workers", script("print(index)")).finish()
     assert result.stdout == "[worker 0] 0"
@@ -164,8 +212,9 @@ def test_killed_worker_is_named_and_the_others_end(
     victim.kill()
     result = launcher.finish()
     assert result.exit_code == 128 + signal.SIGKILL
-    assert "worker 2 failed: killed by SIGKILL. The other workers were ended." in result.stderr
-    assert "memory that has run out" in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("[keras-het] worker 2 failed first: killed by SIGKILL, ")
+    assert "memory that has run out" in last
     assert len(process_ids) == 6
     assert_gone(process_ids)
 

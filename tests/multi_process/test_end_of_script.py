@@ -51,7 +51,7 @@ def test_fresh_processes_end_cleanly() -> None:
 @pytest.fixture
 def launcher() -> Iterator[WorkerProcess]:
     """The command `keras-het run` with two workers that train for ever."""
-    command = [sys.executable, "-m", "keras_het.launch", "run", "--workers", "2", SCRIPT]
+    command = [sys.executable, "-m", "keras_het", "run", "--workers", "2", SCRIPT]
     process = WorkerProcess(
         0,
         [*command, json.dumps({"steps": FOR_EVER})],

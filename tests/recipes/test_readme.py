@@ -43,7 +43,7 @@ def test_the_example_gives_the_same_losses_on_one_device_and_three(tmp_path: Pat
     script.write_text(source)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     outputs = []
-    for start in ([], ["-m", "keras_het.launch", "run", "--speeds", "4,2,1"]):
+    for start in ([], ["-m", "keras_het", "run", "--speeds", "4,2,1"]):
         process = subprocess.run(
             [sys.executable, *start, str(script)],
             env=environment,

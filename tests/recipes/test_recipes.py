@@ -29,7 +29,7 @@ PARTS = {
     "tune_loader_figure.py",
     "workers.py",
 }
-LAUNCHER = ("-m", "keras_het.launch", "run")
+LAUNCHER = ("-m", "keras_het", "run")
 
 pytestmark = [pytest.mark.full, pytest.mark.multi_process, pytest.mark.timeout(TIMEOUT + 20)]
 

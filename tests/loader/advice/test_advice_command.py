@@ -58,7 +58,7 @@ def test_the_command_advises_and_trains_nothing(tmp_path: Path) -> None:
         """,
     )
     (tmp_path / "helper.py").write_text("print('a module beside it')\n")
-    command = [sys.executable, "-m", "keras_het.launch", "loader-advice", "--seconds", "0.2"]
+    command = [sys.executable, "-m", "keras_het", "loader-advice", "--seconds", "0.2"]
     done = subprocess.run(
         [*command, str(path), "--epochs", "3"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

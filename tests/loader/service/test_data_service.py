@@ -78,7 +78,7 @@ def test_a_killed_consumer_loses_what_it_had_asked_for_and_no_more(requests: int
 
 
 def test_workers_in_other_processes_do_the_work() -> None:
-    command = [sys.executable, "-m", "keras_het.launch", "loader-worker", "--dispatcher"]
+    command = [sys.executable, "-m", "keras_het", "loader-worker", "--dispatcher"]
     with service(workers=0) as data:
         worker = subprocess.Popen(
             [*command, data.address],
@@ -112,7 +112,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.full
 def test_a_worker_ends_when_its_dispatcher_is_gone() -> None:
-    command = [sys.executable, "-m", "keras_het.launch", "loader-worker", "--patience", "1"]
+    command = [sys.executable, "-m", "keras_het", "loader-worker", "--patience", "1"]
     data = service(workers=0)
     worker = subprocess.Popen(
         [*command, "--dispatcher", data.address],
@@ -139,7 +139,7 @@ def test_a_worker_for_nobody_says_so() -> None:
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         done = subprocess.run(
-            [sys.executable, "-m", "keras_het.launch", "loader-worker", "--dispatcher", address],
+            [sys.executable, "-m", "keras_het", "loader-worker", "--dispatcher", address],
             env=child_environment(),
             capture_output=True,
             text=True,

@@ -62,7 +62,7 @@ class Server:
 
 def worker(dispatcher: str, port: str, patience: int = 1) -> Server:
     options = ["--dispatcher", dispatcher, "--port", port, "--patience", str(patience)]
-    command = ["-m", "keras_het.launch", "loader-worker", *options]
+    command = ["-m", "keras_het", "loader-worker", *options]
     return Server(command, "ready for the dispatcher")
 
 

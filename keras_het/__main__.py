@@ -1,4 +1,4 @@
-"""`python -m keras_het.launch`, the same as the command `keras-het`."""
+"""`python -m keras_het`, the same as the command `keras-het`."""
 
 import sys
 
