@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from keras_het.keras_backend import check_keras_backend_before_import
+
 if TYPE_CHECKING:
     from keras_het import callbacks, loader, planning
     from keras_het.strategy import HeterogeneousStrategy
@@ -19,6 +21,7 @@ _MODULES = ("callbacks", "loader", "planning")
 def __getattr__(name: str) -> Any:
     # TensorFlow takes seconds to import; the command line does not need it.
     if name == "HeterogeneousStrategy":
+        check_keras_backend_before_import()
         return importlib.import_module("keras_het.strategy").HeterogeneousStrategy
     if name in _MODULES:
         return importlib.import_module(f"keras_het.{name}")

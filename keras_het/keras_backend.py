@@ -1,5 +1,8 @@
 """The one backend of Keras that this package trains with."""
 
+import os
+import sys
+
 KERAS_BACKEND = "KERAS_BACKEND"
 NEEDED_BACKEND = "tensorflow"
 
@@ -20,3 +23,13 @@ def check_keras_backend(backend: str) -> None:
             'the environment before keras is imported; it wins over "backend" in '
             "~/.keras/keras.json."
         )
+
+
+def check_keras_backend_before_import() -> None:
+    """Refuses another backend while Keras is not imported yet, which could fail on it first.
+
+    Raises:
+        ValueError: if the environment asks for another one than TensorFlow.
+    """
+    if "keras" not in sys.modules:
+        check_keras_backend(os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from keras_het.keras_backend import check_keras_backend_before_import
+
 if TYPE_CHECKING:
     from keras_het.callbacks.backup_and_restore import BackupAndRestore
     from keras_het.callbacks.batch_balancer import BatchBalancer
@@ -35,6 +37,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     # Who tunes a loader alone needs no parameter service in memory.
     if name in _MODULES:
+        check_keras_backend_before_import()
         module = importlib.import_module(f"keras_het.callbacks.{_MODULES[name]}")
         return getattr(module, name)
     raise AttributeError(f"module 'keras_het.callbacks' has no attribute {name!r}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import json
-import logging
-import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,19 @@ from keras_het.callbacks.memory_bounds import (
     note_out_of_memory,
     replicas_without_memory,
 )
-from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy
+from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy, tell
+from keras_het.callbacks.present_fit import callbacks_beside
 from keras_het.callbacks.reading_interval import ReadingInterval
-from keras_het.callbacks.share_bounds import Bound, each_bound
+from keras_het.callbacks.share_bounds import (
+    Bound,
+    check_share_bounds,
+    each_bound,
+    num_replicas_named,
+)
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
+from keras_het.planning.balance import POLICIES
 from keras_het.planning.bounded_shares import MAX_TOTAL
 from keras_het.strategy.compute_times import StepTimes
-
-_logger = logging.getLogger("keras_het")
 
 _WARM_UP = 2.0
 _FIXED_POLICIES = ("even", "static")
@@ -77,9 +82,10 @@ class BatchBalancer(keras.callbacks.Callback):
             time), each with one number for each replica.
 
     Raises:
-        ValueError: if the policy does not exist, or the model does not train under a
-            `keras_het.HeterogeneousStrategy`.
-        TypeError: if a bound is not a whole number.
+        ValueError: if the policy does not exist, bounds contradict each other, or a setting of the
+            policy is out of its range; by `fit`, if the model does not train under a
+            `keras_het.HeterogeneousStrategy`, or another `BatchBalancer` is in the same `fit`.
+        TypeError: if a bound is not a whole number, or the policy has no such setting.
 
     Reference:
         Yang, Kang and Youn, "BOA: batch orchestration algorithm for straggler mitigation of
@@ -101,9 +107,10 @@ class BatchBalancer(keras.callbacks.Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        if isinstance(policy, str):
-            make_policy(policy, 1, 1)  # a wrong name is an error here, not after an hour
-        elif min_share is not None:
+        # a wrong argument is an error here, not after an hour
+        check_share_bounds(min_share, max_share)
+        _check_options(policy, min_share, max_share, options)
+        if not isinstance(policy, str) and min_share is not None:
             raise TypeError(
                 "min_share goes with a policy's name. Received: min_share="
                 f"{min_share!r} and the policy {policy!r}. Give the bounds to the policy itself."
@@ -134,6 +141,12 @@ class BatchBalancer(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Switches on the measurement."""
         strategy = heterogeneous_strategy(self.model, self)
+        if any(isinstance(each, BatchBalancer) for each in callbacks_beside(self)):
+            raise ValueError(
+                "Two BatchBalancers in one fit would take back each other's shares. Received: "
+                f"{type(self).__name__}({self._policy_name!r}) and another one. Leave one of them "
+                "out."
+            )
         strategy.measure_compute_times(self.model, gradients=self._is_growing)
         self._interval = ReadingInterval()
         # steps and wishes of fits in between are not this balancer's
@@ -185,6 +198,11 @@ class BatchBalancer(keras.callbacks.Callback):
         self._read(is_last=True)
         if self._growth is not None:
             self._growth.training_ends()
+
+    @property
+    def _policy_name(self) -> str:
+        given = self._given_policy
+        return given if isinstance(given, str) else given.name
 
     def _read(self, is_last: bool = False) -> None:
         strategy = heterogeneous_strategy(self.model, self)
@@ -295,9 +313,7 @@ class BatchBalancer(keras.callbacks.Callback):
 
     def _note(self, strategy: Any, plan: BalancePlan) -> None:
         self.plans.append(plan)
-        _logger.info("%s", plan)
-        if self._verbose and strategy.is_chief:
-            sys.stdout.write(f"\n{plan}\n")
+        tell(plan, strategy, self._verbose)
 
     def _make_policy(self, strategy: Any, total: int) -> BalancePolicy:
         num_replicas = len(strategy.shares)
@@ -389,6 +405,26 @@ class BatchBalancer(keras.callbacks.Callback):
         strategy = heterogeneous_strategy(self.model, self)
         if strategy.is_chief:
             Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def _check_options(policy: Any, min_share: Bound, max_share: Bound, options: Any) -> None:
+    bounds = [each for each in (min_share, max_share) if not isinstance(each, Mapping)]
+    named = num_replicas_named(*bounds, *options.values())
+    try:
+        make_policy(policy, named, named, **options)
+    except TypeError as error:
+        if not isinstance(policy, str) or "unexpected keyword" not in str(error):
+            raise
+        known = [
+            name
+            for name, parameter in inspect.signature(POLICIES[policy]).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and name not in ("lower", "upper")
+        ]
+        unknown = sorted(set(options) - set(known))
+        raise TypeError(
+            f"BatchBalancer does not know these arguments. Received: {unknown}. The policy "
+            f"{policy!r} has {known}; bounds are min_share and max_share."
+        ) from None
 
 
 def _check_global_batch(global_batch: str, largest: int | None, policy: Any) -> None:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_het.callbacks.model_strategy import distribute_strategy
+from keras_het.callbacks.model_strategy import distribute_strategy, tell
 from keras_het.callbacks.present_fit import PresentFit
 from keras_het.callbacks.step_functions import functions_in
 
@@ -46,6 +46,7 @@ class DataValidation(keras.callbacks.Callback):
             `keras_het.loader.validation.features_of_batch`. Sample weights of which the schema
             knows nothing are then left out: `fit` makes some of `class_weight`.
         environment: environment of the schema, such as "TRAINING", if it has some.
+        verbose: 1 prints on the chief what was checked and compared, also if nothing was found.
 
     Attributes:
         anomalies: what was found in this worker's first batches.
@@ -69,6 +70,7 @@ class DataValidation(keras.callbacks.Callback):
         directory: str | Path | None = None,
         features: Callable[[Any], Mapping[str, Any]] | None = None,
         environment: str | None = None,
+        verbose: int = 0,
     ) -> None:
         super().__init__()
         # Elsewhere keras_het.callbacks is of use without TensorFlow Data Validation.
@@ -89,6 +91,7 @@ class DataValidation(keras.callbacks.Callback):
         self._directory = Path(directory) if directory is not None else None
         self._features = features or self._known_features
         self._environment = environment
+        self._verbose = verbose
         self.anomalies: list[Any] = []
         self.distances: list[list[Any]] = []
         self.drift: list[list[Any]] = []
@@ -259,6 +262,8 @@ class DataValidation(keras.callbacks.Callback):
         self.anomalies = list(found.values())
         affected = self._workers_with_anomalies()
         if not affected:
+            message = f"Data validation: no anomaly in the first {self._first_batches} batch(es)."
+            tell(message, distribute_strategy(self.model), self._verbose)
             return
         message = self._describe(affected)
         if self._on_anomaly == "raise":
@@ -300,6 +305,11 @@ class DataValidation(keras.callbacks.Callback):
         if not getattr(distribute_strategy(self.model), "is_chief", True):
             return
         exceeded = [distance for distance in (*distances, *drift) if distance.is_exceeded]
+        message = (
+            f"Data validation, epoch {epoch + 1}: {len(exceeded)} of {len(distances) + len(drift)} "
+            "distances between shards are above their thresholds."
+        )
+        tell(message, distribute_strategy(self.model), self._verbose)
         if exceeded:
             lines = "".join(f"\n  {distance}" for distance in exceeded[:_MOST_SHOWN])
             logger.warning("Epoch %d: the shards of the replicas differ.%s", epoch + 1, lines)

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from keras_het.callbacks.fit_watch import FitWatch
-from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy
+from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
 from keras_het.callbacks.present_fit import is_within_callbacks_of
 from keras_het.callbacks.shorter_epochs import ShorterEpochs
 from keras_het.callbacks.step_guard import StepGuard
@@ -94,6 +94,7 @@ class HybridAggregation(keras.callbacks.Callback):
             (`planning.noise_scale.EXPECTED_GROWTH`); where it is known, say it.
         partition_bytes: largest message of weights; smaller ones spread a small model over several
             services, and come through a slow link in `timeout_seconds`.
+        verbose: 1 prints after each epoch, on the chief, how much of it the sync group trained.
 
     Raises:
         ValueError: for arguments out of range, data that cannot be shared (that of which
@@ -121,8 +122,11 @@ class HybridAggregation(keras.callbacks.Callback):
         roles: str = "tf_config",
         measured_steps: int = MEASURED_STEPS,
         noise_scale: float | None = None,
+        verbose: int = 0,
     ) -> None:
         super().__init__()
+        self._verbose = verbose
+        self._steps_of_epoch = self._samples_of_epoch = 0
         _check_arguments(period, async_batch_size, staleness_bound)
         _check_seconds(timeout_seconds, connect_seconds, end_seconds)
         _check_measured(measured_steps, noise_scale)
@@ -209,6 +213,7 @@ class HybridAggregation(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Opens the service, or connects to it; gives the worker its own weights back."""
         self._last_batch = -1
+        self._steps_of_epoch = self._samples_of_epoch = 0
         if self._participant is None:
             return
         self._shorter_epochs.expect()  # the others take a part of each
@@ -248,6 +253,8 @@ class HybridAggregation(keras.callbacks.Callback):
         data, samples = self._participant.data, self._samples
         if samples is None:  # the train function was made anew once more, just before the step
             samples = data.samples_delivered - self._delivered
+        self._steps_of_epoch += steps
+        self._samples_of_epoch += samples
         with self._watching():
             _check_trains_on(data, samples)
             if logs and "loss" in logs and isinstance(self._participant, AsyncWorker):
@@ -266,6 +273,12 @@ class HybridAggregation(keras.callbacks.Callback):
         if self._participant is not None:
             with self._watching():
                 self._participant.show_center()
+            who = "this worker" if isinstance(self._participant, AsyncWorker) else "the sync group"
+            message = (
+                f"Hybrid aggregation, epoch {epoch + 1}: {who} trained {self._samples_of_epoch} "
+                f"samples in {self._steps_of_epoch} steps; the others trained the rest."
+            )
+            tell(message, heterogeneous_strategy(self.model, self), self._verbose)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leaves the center's weights in the model."""

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy
+from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
 from keras_het.strategy.local_training import (
     LocalSteps,
     PeriodicExchange,
@@ -37,9 +37,13 @@ class LocalTraining(keras.callbacks.Callback):
 
     Args:
         rule: name, dict or instance of a `keras_het.strategy.rules.SynchronousRule`: "sync_easgd",
-            "diloco", "streaming_diloco". The period and overlap are the rule's.
+            "diloco", "streaming_diloco".
+        verbose: 1 prints after each epoch, on the chief, how often workers exchanged.
+        **settings: further arguments of a rule that is given by its name, such as `period` and
+            `overlap`: `LocalTraining("diloco", period=10)`.
 
     Raises:
+        TypeError: for a setting that the rule does not have, or settings beside a rule object.
         ValueError: for a rule that is not synchronous, a single worker, a cluster with async
             workers, or together with `BatchBalancer`.
 
@@ -48,10 +52,22 @@ class LocalTraining(keras.callbacks.Callback):
         Streaming DiLoCo).
     """
 
-    def __init__(self, rule: str | dict[str, Any] | SynchronousRule = "diloco") -> None:
+    def __init__(
+        self,
+        rule: str | dict[str, Any] | SynchronousRule = "diloco",
+        *,
+        verbose: int = 0,
+        **settings: Any,
+    ) -> None:
         super().__init__()
-        self._rule = rule
-        _synchronous(rule, num_workers=2)
+        if settings and not isinstance(rule, str):
+            raise TypeError(
+                "A rule that is not given by its name brings its own settings. Received: "
+                f"{sorted(settings)} beside {rule!r}. Give them to the rule itself."
+            )
+        self._rule = {"class_name": rule, "config": settings} if settings else rule
+        self._verbose = verbose
+        _synchronous(self._rule, num_workers=2)
         self._exchange: PeriodicExchange | None = None
         self._steps: LocalSteps | None = None
         self._last_batch = -1
@@ -126,7 +142,11 @@ class LocalTraining(keras.callbacks.Callback):
         if self._exchange is None:
             return
         self._exchange.show_center()
-        _combine_logs(heterogeneous_strategy(self.model, self), logs, self._samples_of_epoch)
+        strategy = heterogeneous_strategy(self.model, self)
+        _combine_logs(strategy, logs, self._samples_of_epoch)
+        count = self._exchange.num_exchanges
+        name = self._rule_of_training.name
+        tell(f"Local training, {name}: {count} exchanges so far.", strategy, self._verbose)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leaves the same model on all workers: the center, and the chief's optimizer state."""

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 import keras
 
 from keras_het import private_api
 from keras_het.keras_backend import check_keras_backend
+
+_logger = logging.getLogger("keras_het")
+
+
+def tell(message: object, strategy: Any, verbose: int) -> None:
+    """Logs what a callback did at level INFO, and prints it on the chief if the user wants that.
+
+    Args:
+        message: what to tell.
+        strategy: the strategy of the model.
+        verbose: the callback's argument of that name.
+    """
+    _logger.info("%s", message)
+    if verbose and getattr(strategy, "is_chief", True):
+        # Keras's progress bar may stand on the line.
+        sys.stdout.write(f"\n{message}\n")
 
 
 def distribute_strategy(model: Any) -> Any:

@@ -67,6 +67,16 @@ def is_in_fit_within_its_fit(callback: Any) -> bool:
     return len(_lists_that_call(callback)) > 1
 
 
+def callbacks_beside(callback: Any) -> list[Any]:
+    """The other callbacks of the `fit` in which Keras is calling this one.
+
+    Args:
+        callback: a `keras.callbacks.Callback`.
+    """
+    lists = _lists_that_call(callback)
+    return [each for each in lists[0].callbacks if each is not callback] if lists else []
+
+
 def _lists_that_call(callback: Any) -> list[Any]:
     """Keras's lists of callbacks that have this one and are being called, each once."""
     found: dict[int, Any] = {}

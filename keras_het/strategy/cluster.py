@@ -114,10 +114,18 @@ def choose_devices(devices: Sequence[str] | None, num_workers: int) -> tuple[str
         num_workers: number of workers of the cluster.
 
     Raises:
+        TypeError: if it is not a list of names.
         ValueError: if a device does not exist, is named twice or is of another type.
     """
     if devices is None:
         return _default_devices(num_workers)
+    if isinstance(devices, str) or not all(isinstance(device, str) for device in devices):
+        is_name = isinstance(devices, str)
+        fix = f"devices=[{devices!r}]" if is_name else f"shares={list(devices)!r}"
+        raise TypeError(
+            '`devices` must be a list of names such as ["GPU:0", "GPU:1"]; numbers, one for each '
+            f"replica, are `shares`. Received: devices={devices!r}. Did you mean {fix}?"
+        )
     names = tuple(_short_name(device) for device in devices)
     types = {name.split(":")[0] for name in names}
     if len(types) != 1 or len(set(names)) != len(names):

@@ -75,6 +75,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             environment.
 
     Raises:
+        TypeError: for devices that are not a list of names.
         ValueError: for another backend of Keras than TensorFlow, a malformed TF_CONFIG, devices
             that do not exist or are of different types, or shares that do not fit the number of
             replicas, and on every worker if the workers were started with different shares, device
@@ -149,6 +150,15 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             atexit.register(leave_together, weakref.ref(self))
         if self.is_async_worker:
             install_chief_only()
+
+    def __repr__(self) -> str:
+        names = (name.rpartition("/device:")[2] for name in self.extended.worker_devices)
+        devices = ", ".join(names)
+        shares = ", ".join(f"{weight:g}" for weight in self.shares)
+        return (
+            f"<HeterogeneousStrategy: worker {self.worker_index} of {self.num_workers}, devices "
+            f"[{devices}] here, shares [{shares}]>"
+        )
 
     @property
     def layout(self) -> ReplicaLayout:

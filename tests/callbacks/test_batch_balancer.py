@@ -256,6 +256,42 @@ def test_mistakes(strategy, arguments, error, match):
         fit(BatchBalancer(**arguments), 8, 1, strategy)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"dead_bnd": 0.1}, TypeError, r"\['dead_bnd'\].*'boa' has \['dead_band', "),
+        ({"policy": "static", "weights": (1, -2)}, ValueError, "weights|Received"),
+        ({"policy": "static", "weights": (1, 2), "max_share": [1, 2, 3]}, ValueError, "3 replicas"),
+        ({"policy": Zigzag(), "dead_band": 0.1}, TypeError, "brings its own settings"),
+        ({"dead_band": -0.1}, ValueError, "dead_band=-0.1"),
+        ({"window": 0}, ValueError, "window=0"),
+        ({"policy": "proportional", "smoothing": 2}, ValueError, "smoothing=2"),
+        ({"policy": "lb_bsp", "step_size": 0}, ValueError, "step_size=0"),
+        ({"policy": "lbb", "rapid_threshold": 0.01}, ValueError, "rapid_threshold=0.01"),
+        ({"max_share": -1}, ValueError, "max_share=-1"),
+        ({"max_share": 0}, ValueError, "max_share=0"),
+        ({"max_share": 2.5}, TypeError, "max_share=2.5"),
+        ({"max_share": "8"}, TypeError, "max_share='8'"),
+        ({"max_share": {"GPU:0": 8}}, TypeError, "GPU:0"),
+        ({"min_share": [1, -1]}, ValueError, "min_share"),
+        ({"min_share": 3, "max_share": {1: 2}}, ValueError, "of replica 1 is larger"),
+        ({"min_share": [1, 9], "max_share": [4, 8]}, ValueError, "of replica 1 is larger"),
+        ({"min_share": [1, 9], "max_share": [4, 8, 8]}, ValueError, "same number of replicas"),
+    ],
+)
+def test_mistakes_that_show_before_training(arguments, error, match):
+    with pytest.raises(error, match=match):
+        BatchBalancer(**arguments)
+
+
+def test_two_in_one_fit(strategy):
+    with strategy.scope():
+        model = dense_model()
+    two = [BatchBalancer("even"), BatchBalancer("boa")]
+    with pytest.raises(ValueError, match="Leave one of them out"):
+        model.fit(strategy.distribute(batches(16)), verbose=0, callbacks=two)
+
+
 def test_a_second_balancer_starts_anew(strategy):
     with strategy.scope():
         model = dense_model()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -9,9 +11,10 @@ import numpy as np
 import pytest
 
 import keras_het
-from keras_het.callbacks import HybridAggregation, LocalTraining
+from keras_het.callbacks import HybridAggregation, LocalTraining, local_training
+from keras_het.callbacks.model_strategy import tell
 from keras_het.strategy.parameter_service import TopKWire
-from keras_het.strategy.rules import AsyncSGD
+from keras_het.strategy.rules import AsyncSGD, DiLoCo
 
 
 @pytest.mark.parametrize("rule", ["streaming_diloco", "diloco", "sync_easgd"])
@@ -60,3 +63,59 @@ def test_one_worker_is_refused() -> None:
         model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="a cluster of one"):
         model.fit(np.ones((16, 5)), np.ones((16, 1)), verbose=0, callbacks=[LocalTraining()])
+
+
+def test_the_rule_of_a_name_takes_settings() -> None:
+    callback = LocalTraining("diloco", period=10, overlap=2)
+    rule = local_training._synchronous(callback._rule, num_workers=2)
+    assert (rule.name, rule.period, rule.overlap) == ("diloco", 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"perod": 10}, ValueError, r"unknown \['perod'\]"),
+        ({"period": 0}, ValueError, "period=0"),
+        ({"rule": DiLoCo(period=5), "period": 10}, TypeError, "brings its own settings"),
+        ({"rule": {"class_name": "diloco"}, "period": 10}, TypeError, "brings its own settings"),
+    ],
+)
+def test_wrong_settings(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        LocalTraining(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("devices", "hint"),
+    [
+        ([4, 2, 1], r"Did you mean shares=\[4, 2, 1\]"),
+        ("CPU:0", r"Did you mean devices=\['CPU:0'\]"),
+    ],
+)
+def test_devices_that_are_no_list_of_names(devices: Any, hint: str) -> None:
+    with pytest.raises(TypeError, match=hint):
+        keras_het.HeterogeneousStrategy(devices)
+
+
+def test_a_strategy_shows_its_worker_devices_and_shares(cpu_devices: list[str]) -> None:
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:2], shares=[3, 1])
+    shown = "<HeterogeneousStrategy: worker 0 of 1, devices [CPU:0, CPU:1] here, shares [3, 1]>"
+    assert repr(strategy) == shown
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_what_a_callback_tells(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, verbose: int
+) -> None:
+    caplog.set_level("INFO", "keras_het")
+    tell("a plan", SimpleNamespace(is_chief=True), verbose)
+    tell("a plan", SimpleNamespace(is_chief=False), verbose)
+    assert capsys.readouterr().out == ("\na plan\n" if verbose else "")
+    assert caplog.messages == ["a plan", "a plan"]
+
+
+def test_every_callback_takes_verbose() -> None:
+    for name in keras_het.callbacks.__all__:
+        if name != "BackupAndRestore":
+            callback = getattr(keras_het.callbacks, name)
+            assert "verbose" in inspect.signature(callback).parameters, name

@@ -32,6 +32,19 @@ def test_balance_under_noise(plant, seed):
     assert len(run.changes(50)) <= 3
 
 
+@pytest.mark.parametrize(("milliseconds", "moves"), [(0.01, False), (1.0, True)])
+def test_steps_too_short_for_a_difference_to_matter_keep_their_shares(milliseconds, moves):
+    """Half of a 0.6 ms step is nothing that anybody sees."""
+    policy = make_policy("boa", 2, 70)
+    policy.propose(-1)
+    for step in range(100):
+        shares = np.array(policy.shares)
+        policy.observe(step, shares, shares * np.array([1.0, 2.0]) * milliseconds / 1000)
+        policy.propose(step)
+    assert (policy.shares != (35, 35)) == moves
+    assert make_policy("boa", 2, 70, least_gain_seconds=0.0).shares == (35, 35)
+
+
 DYNAMIC = [
     by_speeds("1:1", (1, 1), factor=slow_down(0, 2, 60, 140)),
     by_speeds("4:2:1", (4, 2, 1), factor=slow_down(0, 3, 60, 140)),

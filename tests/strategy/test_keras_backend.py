@@ -1,5 +1,9 @@
 """On another backend Keras sees no strategy: each worker would train alone, without a word."""
 
+import os
+import subprocess
+import sys
+
 import keras
 import pytest
 
@@ -26,3 +30,14 @@ def test_callbacks_without_a_strategy_say_it_too():
         heterogeneous_strategy(model, None)
     with pytest.raises(ValueError, match=REFUSAL):
         local_replicas(model)
+
+
+@pytest.mark.parametrize("wanted", ["HeterogeneousStrategy", "callbacks.BatchBalancer"])
+def test_it_is_said_before_keras_fails_to_import_another_backend(wanted):
+    code = f"import keras_het; keras_het.{wanted}"
+    environment = {**os.environ, "KERAS_BACKEND": "no_such_backend"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert "Received: the backend 'no_such_backend'" in ended.stderr.splitlines()[-1]

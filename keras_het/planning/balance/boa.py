@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.plan_trial import PlanTrial
-from keras_het.planning.balance.policy import SharePolicy
+from keras_het.planning.balance.policy import SharePolicy, check_number
 from keras_het.planning.balance.retry import RetrySchedule
 from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.min_max import min_max_shares_linear
@@ -35,7 +35,8 @@ class BoaPolicy(SharePolicy):
     then on plans are the exact optimum. On even replicas the first split is the optimum already, so
     nothing is probed.
 
-    A plan is replaced only if the predicted gain exceeds the dead-band and what noise explains: the
+    A plan is replaced only if the predicted gain exceeds the dead-band, the least gain in seconds
+    (nobody sees less, and steps that short differ by chance) and what noise explains: the
     uncertainty of a median of the times seen with the present shares, times the expected largest of
     n normal deviates plus two. Each further plan waits for twice as many steps (hold-off), until a
     replica is found to have changed its speed. That starts over with the times since then.
@@ -53,12 +54,13 @@ class BoaPolicy(SharePolicy):
         global_batch_size: samples that shares sum to, B.
         dead_band: smallest predicted gain, as a fraction of a step's compute time.
         window: number of compute times kept for each replica.
+        least_gain_seconds: smallest predicted gain in seconds a step.
         lower: smallest share of each replica, int [n]; by default 0.
         upper: largest share of each replica, int [n]; by default no bound.
 
     Raises:
         TypeError: if a bound is not whole.
-        ValueError: if no shares satisfy the bounds.
+        ValueError: if no shares satisfy the bounds, or another number is out of its range.
 
     Reference:
         Yang, Kang and Youn, "BOA: batch orchestration algorithm for straggler mitigation of
@@ -75,11 +77,14 @@ class BoaPolicy(SharePolicy):
         *,
         dead_band: float = 0.025,
         window: int = 64,
+        least_gain_seconds: float = 1e-3,
         lower: ArrayLike | None = None,
         upper: ArrayLike | None = None,
     ) -> None:
         super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
-        self._dead_band = dead_band
+        self._dead_band = check_number("dead_band", dead_band, 0)
+        self._least_gain_seconds = check_number("least_gain_seconds", least_gain_seconds, 0)
+        check_number("window", window, 1, is_whole=True)
         self._fit = TimeModelFit(num_replicas, window)
         self._retries = RetrySchedule()
         self._trying: int | None = None
@@ -181,13 +186,13 @@ class BoaPolicy(SharePolicy):
     def _improve(self, step: int) -> BalancePlan | None:
         times = self._times(self._current)
         before = float(times.max())
-        threshold = self._threshold()
+        worthwhile = before - max(before * self._threshold(), self._least_gain_seconds)
         tried, self._trying = self._trying, None
         reason, self._changed = self._reason(tried), []
         # No shares with the same sum are faster than the smallest time of one sample more.
         more = self._times(np.minimum(self._current + 1, self._upper))
         growing = self._fit.known & (self._current < self._upper)
-        if growing.any() and float(more[growing].min()) > before * (1 - threshold):
+        if growing.any() and float(more[growing].min()) > worthwhile:
             self._stay(tried)
             return None
         shares = self._solve()
@@ -195,7 +200,7 @@ class BoaPolicy(SharePolicy):
             self._stay(tried)
             return None
         after = float(self._times(shares).max())
-        if after > before * (1 - threshold):
+        if after > worthwhile:
             self._stay(tried)
             return None
         self._schedule_retries(step, shares, tried)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.balance.policy import SharePolicy
+from keras_het.planning.balance.policy import SharePolicy, check_number
 from keras_het.planning.balance.proportional import at_least_one
 from keras_het.planning.bounded_shares import FloatArray, IntArray
 
@@ -56,6 +56,9 @@ class LbBspPolicy(SharePolicy):
         super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
         self._lower = at_least_one(self._lower, self._upper, self._total)
         self._current = self._proportional(self._first_weights())
+        if step_size is not None:
+            check_number("step_size", step_size, 1, is_whole=True)
+        check_number("window", window, 1, is_whole=True)
         self._step_size = step_size or max(1, global_batch_size // (16 * num_replicas))
         self._window = window
         self._last_move = (-1, -1)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.balance.policy import SharePolicy
+from keras_het.planning.balance.policy import SharePolicy, check_number
 from keras_het.planning.balance.proportional import at_least_one
 from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.min_max import min_max_shares_linear
@@ -71,8 +71,9 @@ class LbbPolicy(SharePolicy):
             raise ValueError(
                 f"fixed_seconds must be finite and at least 0. Received: {fixed_seconds}."
             )
-        self._fine_threshold = fine_threshold
-        self._rapid_threshold = rapid_threshold
+        self._fine_threshold = check_number("fine_threshold", fine_threshold, 0)
+        self._rapid_threshold = check_number("rapid_threshold", rapid_threshold, fine_threshold)
+        check_number("rapid_interval", rapid_interval, 1, is_whole=True)
         self._rapid_interval = rapid_interval
         self._rapid_after: int | None = None
         self._times = np.full(num_replicas, np.nan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -69,6 +71,31 @@ class BalancePolicy(Protocol):
         Args:
             samples: the new global batch size.
         """
+
+
+def check_number(
+    name: str, value: float, least: float, most: float = math.inf, *, is_whole: bool = False
+) -> float:
+    """Returns a setting of a policy if it is a number within its range.
+
+    Args:
+        name: name of the setting.
+        value: its value.
+        least: smallest value.
+        most: largest value.
+        is_whole: whether it must be a whole number.
+
+    Raises:
+        TypeError: if it is no number, or not whole.
+        ValueError: if it is not in the range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral if is_whole else Real):
+        kind = "a whole number" if is_whole else "a number"
+        raise TypeError(f"{name} must be {kind}. Received: {name}={value!r}.")
+    if not least <= value <= most:
+        span = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {span}. Received: {name}={value!r}.")
+    return value
 
 
 class SharePolicy:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.balance.policy import SharePolicy
+from keras_het.planning.balance.policy import SharePolicy, check_number
 from keras_het.planning.bounded_shares import FloatArray, IntArray
 
 
@@ -57,8 +57,9 @@ class ProportionalPolicy(SharePolicy):
         super().__init__(num_replicas, global_batch_size, lower=lower, upper=upper)
         self._lower = at_least_one(self._lower, self._upper, self._total)
         self._current = self._proportional(self._first_weights())
-        self._dead_band = dead_band
-        self._smoothing = smoothing
+        self._dead_band = check_number("dead_band", dead_band, 0)
+        self._smoothing = check_number("smoothing", smoothing, 0, 1)
+        check_number("min_steps", min_steps, 1, is_whole=True)
         self._min_steps = min_steps
         self._mean = np.full(num_replicas, np.nan)
 
