@@ -5,8 +5,13 @@ scikit-learn ships the 1797 images of 8 x 8 pixels, so nothing is downloaded.
 
 import keras
 import numpy as np
-import sklearn.datasets
 import tensorflow as tf
+from extras import MISSING
+
+try:
+    import sklearn.datasets
+except ImportError as error:
+    raise ImportError(MISSING) from error
 
 NUM_TRAIN = 1437
 NUM_CLASSES = 10

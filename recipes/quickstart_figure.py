@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
+from extras import MISSING
+
+try:
+    import matplotlib
+except ImportError as error:
+    raise ImportError(MISSING) from error
 
 matplotlib.use("Agg")  # No window: the result is a file.
 

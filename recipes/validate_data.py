@@ -9,6 +9,7 @@ Data Validation, see docs/validation.md.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import keras
@@ -44,8 +45,12 @@ def main() -> None:
 
     # The strategy comes first: a worker joins its cluster before it uses TensorFlow.
     strategy = keras_het.HeterogeneousStrategy()
-    if strategy.num_workers == 2:
-        strategy.set_shares([FAST, SLOW])
+    if strategy.num_workers != 2:
+        sys.exit(
+            "This recipe compares what a fast and a slow worker get, so it needs two. Received: "
+            f"{strategy.num_workers}. Start them: keras-het run --speeds 4,1 {sys.argv[0]}"
+        )
+    strategy.set_shares([FAST, SLOW])
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = make_model()

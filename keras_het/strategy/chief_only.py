@@ -2,18 +2,23 @@
 
 Every worker runs the same script, so every worker calls `model.save("model.keras")` and has the
 same callbacks. On the other workers those calls do nothing for a model of a
-`HeterogeneousStrategy`; models without one are not affected. Installed when a strategy over several
-workers is created.
+`HeterogeneousStrategy`, and say so once where they are a line of the script; models without one
+are not affected. Installed when a strategy over several workers is created.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
+_logger = logging.getLogger("keras_het")
+
+_FILE_OF_CALLBACK_LISTS = keras.callbacks.CallbackList.__init__.__code__.co_filename
 _SAVING = ("save", "save_weights", "export")
 _WRITING_CALLBACKS: dict[str, tuple[str, ...]] = {
     # Reading the backup at the start of training stays with every worker.
@@ -37,7 +42,7 @@ _WRITING_CALLBACKS: dict[str, tuple[str, ...]] = {
 def install_chief_only() -> None:
     """Makes models and callbacks of other workers than the chief write nothing; idempotent."""
     for name in _SAVING:
-        _replace(keras.Model, name, lambda model: model)
+        _replace(keras.Model, name, lambda model: model, says_so=True)
     for class_name, method_names in _WRITING_CALLBACKS.items():
         for name in method_names:
             _replace(getattr(keras.callbacks, class_name), name, lambda callback: callback.model)
@@ -50,17 +55,38 @@ def writes(model: Any) -> bool:
     return bool(getattr(strategy, "is_chief", True))
 
 
-def _replace(owner: Any, name: str, model_of: Callable[[Any], Any]) -> None:
+def _replace(owner: Any, name: str, model_of: Callable[[Any], Any], says_so: bool = False) -> None:
     original = getattr(owner, name)
     if hasattr(original, "chief_only"):
         return
 
     @functools.wraps(original)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if writes(model_of(self)) else None
+        if writes(model_of(self)):
+            return original(self, *args, **kwargs)
+        if says_so and not _is_called_by_callbacks():
+            _say_once(name, model_of(self).distribute_strategy.worker_index)
+        return None
 
     write.chief_only = True  # type: ignore[attr-defined]
     setattr(owner, name, write)
+
+
+def _is_called_by_callbacks() -> bool:
+    """Whether a callback such as ModelCheckpoint saves, which is not the user's own line."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _FILE_OF_CALLBACK_LISTS:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+@functools.cache
+def _say_once(name: str, worker_index: int) -> None:
+    _logger.warning(
+        "model.%s does nothing on worker %d: the chief, worker 0, writes for all workers.",
+        name,
+        worker_index,
+    )
 
 
 def _replace_set_model() -> None:

@@ -67,3 +67,9 @@ def test_the_saved_model_has_the_trained_weights(runs: Runs) -> None:
     differences = [value for name, value in chief.items() if name.startswith(OWN + "difference")]
     assert len(differences) == 4
     assert max(differences) == 0
+
+
+def test_the_other_worker_says_once_what_does_nothing(runs: Runs) -> None:
+    """`save` and `save_weights`, called by the script; not what ModelCheckpoint calls."""
+    chief, other = runs.of_workers("files")
+    assert (chief[OWN + "nothing_done"], other[OWN + "nothing_done"]) == (0, 2)
