@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import tempfile
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from keras_het.loader.host_cpus import own_cpus, own_quotas, usable_cpus
+from keras_het.loader.host_files import ignore, locked, own_folder, read_json, write_json
 from keras_het.loader.host_jobs import Entry, entry_of, part_of
 from keras_het.loader.host_reading import divide_reading
 from keras_het.planning.loader import JobModel, Reading
 
-try:
-    import fcntl
-except ImportError:  # no such lock on this operating system: every job is alone
-    fcntl = None  # type: ignore[assignment]
-
 logger = logging.getLogger("keras_het")
 
 LONGEST_SILENCE_SECONDS = 600.0
-_LONGEST_WAIT_SECONDS = 0.1
-_SECONDS_BETWEEN_TRIALS = 0.005
 
 
 class HostBudget:
@@ -58,7 +50,7 @@ class HostBudget:
         processes: ids of the other processes that competed for the same CPUs then.
 
     Raises:
-        PermissionError: if the default folder belongs to somebody else.
+        PermissionError: if others may write to the default folder, or something else is there.
     """
 
     def __init__(
@@ -72,7 +64,7 @@ class HostBudget:
         self._quotas = own_quotas() if quotas is None and cpus is None else quotas
         self._cpus = usable_cpus() if cpus is None else cpus
         self._cpu_set = frozenset(own_cpus() if cpu_set is None else cpu_set)
-        self._path = path or _own_folder() / "loaders.json"
+        self._path = path or own_folder() / "loaders.json"
         self._name = uuid.uuid4().hex
         self._part = self._cpus
         self._io_budget = io_budget
@@ -100,9 +92,6 @@ class HostBudget:
         Raises:
             OSError: if the file cannot be written.
         """
-        if fcntl is None:
-            self.reading_loaders = self._io_budget if reading is not None else None
-            return self._cpus
         own = Entry(job, self._cpus, self._cpu_set, reading, self._io_budget, self._quotas)
         try:
             jobs, processes = self._exchange(own)
@@ -116,21 +105,19 @@ class HostBudget:
 
     def leave(self) -> None:
         """Gives this job's part back to the others."""
-        if fcntl is None:
-            return
-        with contextlib.suppress(OSError), self._locked():
+        with contextlib.suppress(OSError), locked(self._path.with_suffix(".lock")):
             entries = self._read()
             entries.pop(self._name, None)
-            self._write(entries)
+            write_json(self._path, entries)
 
     def _exchange(self, own: Entry) -> tuple[dict[str, Entry], dict[str, int]]:
-        with self._locked():
+        with locked(self._path.with_suffix(".lock")):
             entries = self._read()
             process = {**_identity(os.getpid()), "written": time.time()}
             entries[self._name] = {**process, **own.to_dict()}
-            self._write(entries)
+            write_json(self._path, entries)
             # unreadable ones stay in the file: those who wrote them can read them
-            found = {name: entry_of(values) for name, values in entries.items()}
+            found = {name: entry_of(values, self._path) for name, values in entries.items()}
             jobs = {name: entry for name, entry in found.items() if entry is not None}
             reading = self._path.with_suffix(".reading")
             ceiling = divide_reading(reading, self._name, jobs, time.time())
@@ -138,56 +125,12 @@ class HostBudget:
         self.division = ceiling.number
         return jobs, {name: int(entries[name]["pid"]) for name in jobs}
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.with_suffix(".lock").open("a") as lock:
-            _lock(lock.fileno())
-            try:
-                yield  # the end of a process unlocks the file
-            finally:
-                # closing it does not: a process that was forked meanwhile holds it open too
-                fcntl.flock(lock.fileno(), fcntl.LOCK_UN)
-
     def _read(self) -> dict[str, Any]:
-        try:
-            entries = json.loads(self._path.read_text())
-            return {name: entry for name, entry in entries.items() if _is_alive(entry)}
-        except (OSError, ValueError, AttributeError):
-            return {}  # none yet, or not ours: begin anew
-
-    def _write(self, entries: dict[str, Any]) -> None:
-        # a process that is killed here leaves the old file or the new one
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(entries))
-        new.replace(self._path)
-
-
-def _lock(file: int) -> None:
-    """Locks a file; the training step waits, so that a process that is stopped must not stop it.
-
-    Raises:
-        BlockingIOError: if another process still has the lock after a while.
-    """
-    end = time.monotonic() + _LONGEST_WAIT_SECONDS
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(_SECONDS_BETWEEN_TRIALS)
-
-
-def _own_folder() -> Path:
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    folder = Path(tempfile.gettempdir()) / f"keras_het-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-        raise PermissionError(
-            f"{folder} belongs to another user. Remove it, or set TMPDIR to another folder."
-        )
-    return folder
+        entries = read_json(self._path) or {}
+        if not isinstance(entries, dict):
+            ignore(self._path, TypeError(f"entries were expected, received: {type(entries)}"))
+            return {}
+        return {name: own for name, own in entries.items() if _is_alive(own, self._path)}
 
 
 def _identity(pid: int) -> dict[str, Any]:
@@ -198,16 +141,16 @@ def _identity(pid: int) -> dict[str, Any]:
         raise OSError(f"the system does not tell when process {pid} started ({error})") from error
 
 
-def _is_alive(entry: Any) -> bool:
+def _is_alive(entry: Any, path: Path) -> bool:
     """Whether the process of an entry still trains, and is not another one with the same number."""
     try:
-        if time.time() - float(entry["written"]) > LONGEST_SILENCE_SECONDS:
+        if not abs(time.time() - float(entry["written"])) <= LONGEST_SILENCE_SECONDS:
             return False  # its training ended in an error, and the process lives on
         process = psutil.Process(int(entry["pid"]))
         same = abs(process.create_time() - float(entry["started"])) < 1.0
         return same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, RuntimeError):  # as in `_identity`
         return False
-    except (KeyError, TypeError, ValueError) as error:
-        logger.debug("An entry of another job tells no process (%r): %r", error, entry)
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        ignore(path, error, "the process of an entry")
         return False

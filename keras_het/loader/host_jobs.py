@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from keras_het.loader.bounded_division import Bound, divided
+from keras_het.loader.host_files import ignore
 from keras_het.planning.loader import JobModel, Reading
 
-logger = logging.getLogger("keras_het")
-
 _UNKNOWN = "unknown"
+_LARGEST = 1e15
+"""More than any count, or time in seconds since 1970."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,29 +66,41 @@ class Entry:
         return {_UNKNOWN: self.cpus} if self.cpus < len(self.cpu_set) else {}
 
 
-def entry_of(values: Any) -> Entry | None:
+def entry_of(values: Any, path: Path) -> Entry | None:
     """The entry that a job wrote, None if another version of this package wrote it otherwise.
 
     Args:
         values: what `Entry.to_dict` gave.
+        path: the file that has it.
     """
     try:
-        numbers = {name: float(value) for name, value in values["job"].items()}
-        if not all(0.0 <= number < math.inf for number in numbers.values()):
-            raise ValueError(f"numbers of 0 or more were expected, received: {numbers}")
-        cpu_set = frozenset(map(int, values["cpu_set"]))
+        numbers = {name: _number(value) for name, value in values["job"].items()}
+        cpu_set = frozenset(int(_number(cpu)) for cpu in values["cpu_set"])
         reading, io_budget = values["reading"], values["io_budget"]
         return Entry(
             JobModel(**numbers),
-            float(values["cpus"]),
+            _number(values["cpus"]),
             cpu_set,
-            None if reading is None else Reading(**reading),
-            None if io_budget is None else int(io_budget),
+            None if reading is None else _reading_of(reading),
+            None if io_budget is None else int(_number(io_budget, least=1)),
             _quotas_of(values.get("quotas")),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        logger.debug("An entry of another job cannot be read (%r): %r", error, values)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        ignore(path, error, "an entry of another job")
         return None
+
+
+def _number(value: Any, least: float = 0.0) -> float:
+    number = float(value)
+    if not least <= number <= _LARGEST:
+        raise ValueError(f"a number from {least:g} to {_LARGEST:g} was expected, received: {value}")
+    return number
+
+
+def _reading_of(values: Any) -> Reading:
+    numbers: dict[str, Any] = {name: _number(value) for name, value in values.items()}
+    counts = {name: int(numbers[name]) for name in ("loaders", "steps", "number")}
+    return Reading(**{**numbers, **counts})
 
 
 def _quotas_of(values: Any) -> dict[str, float] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from keras_het.loader.host_files import ignore, read_json, write_json
 from keras_het.loader.host_jobs import Entry
 from keras_het.planning.loader import Reading, ReadingCeiling
 
@@ -16,6 +18,9 @@ _LONGEST_AGE_SECONDS = 15.0
 _LONGEST_AGE_IN_WINDOWS = 4.0
 _OTHER_STEPS_OF_A_MOVE = 32
 """Of the buffer, and of the window after it."""
+_LARGEST = 1e15
+_OTHER_FORM = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading raises where another version, or somebody else, wrote the file."""
 _CLOCK_SECONDS = 1.0
 """By as much the file may be ahead of the clock."""
 
@@ -42,11 +47,13 @@ def divide_reading(path: Path, name: str, jobs: Mapping[str, Entry], now: float)
     if ceiling.newest > now + _CLOCK_SECONDS:
         logger.debug("The clock has gone back: %s is begun anew.", path)
         ceiling = ReadingCeiling(ceiling.number + 1)
-    ceiling.update(name, readings, now, min(given, default=None))
-    # a process that is killed here leaves the old file or the new one
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(ceiling.to_dict()))
-    new.replace(path)
+    try:
+        ceiling.update(name, readings, now, min(given, default=None))
+    except _OTHER_FORM as error:
+        ignore(path, error)
+        ceiling = ReadingCeiling(ceiling.number + 1)
+        ceiling.update(name, readings, now, min(given, default=None))
+    write_json(path, ceiling.to_dict())
     return ceiling
 
 
@@ -62,10 +69,23 @@ def _is_fresh(reading: Reading, now: float) -> bool:
 
 
 def _read(path: Path) -> ReadingCeiling:
+    values = read_json(path)
+    if values is None:
+        return ReadingCeiling()
     try:
-        return ReadingCeiling.from_dict(json.loads(path.read_text()))
-    except FileNotFoundError:
+        _check_numbers(values)
+        return ReadingCeiling.from_dict(values)
+    except _OTHER_FORM as error:
+        ignore(path, error)
         return ReadingCeiling()
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        logger.debug("%s is begun anew: %r", path, error)
-        return ReadingCeiling()
+
+
+def _check_numbers(values: Any) -> None:
+    """No number of a ceiling is below zero or infinite; a time that never was is -inf."""
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list):
+        for value in values:
+            _check_numbers(value)
+    elif isinstance(values, (int, float)) and not 0 <= values <= _LARGEST and values != -math.inf:
+        raise ValueError(f"a number from 0 to {_LARGEST:g} was expected, received: {values}")

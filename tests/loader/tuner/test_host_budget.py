@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from keras_het.loader import host_budget
+from keras_het.callbacks import LoaderTuner
+from keras_het.loader import host_budget, host_files
 from keras_het.loader.host_budget import HostBudget
-from keras_het.planning.loader import JobModel
+from keras_het.loader.host_share import HostShare
+from keras_het.planning.loader import JobModel, Reading
 
+READING = Reading(4, 30, 1.0, 0.5, 1.0, 2.0, 0)
 HUNGRY = JobModel(0.040, 0.002, cpu_seconds=0.040)
 SATISFIED = JobModel(0.001, 0.050, cpu_seconds=0.001)
 
@@ -266,14 +274,19 @@ def test_a_process_that_is_stopped_with_the_lock_holds_nobody_up(path, tmp_path)
 
 
 def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(path, monkeypatch):
-    lock, inherited = host_budget._lock, []
+    acquire, inherited = host_files.FileLock.acquire, []
 
-    def and_fork(file):
-        lock(file)
-        inherited.append(os.dup(file))  # what a child has of it
+    def and_fork(lock, *arguments, **options):
+        acquire(lock, *arguments, **options)
+        (file,) = {file for file in open_files() if file.endswith(".lock")}
+        inherited.append(os.dup(int(open_files()[file])))  # what a child has of it
+
+    def open_files():
+        numbers = Path("/proc/self/fd").iterdir()
+        return {os.path.realpath(number): number.name for number in numbers}
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_budget, "_lock", and_fork)
+        patch.setattr(host_files.FileLock, "acquire", and_fork)
         first = job_on(path)
         first.update(HUNGRY)
     other = job_on(path)
@@ -299,6 +312,137 @@ def test_the_file_of_each_user_is_private(tmp_path, monkeypatch):
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o077 == 0
     assert (folder / "loaders.json").exists()
+
+
+def far_nested(depth=100_000):
+    return "[" * depth + "]" * depth
+
+
+BROKEN = {
+    "nested": far_nested(),
+    "nested entries": '{"x": ' + far_nested() + "}",
+    "huge": " " * (host_files.LARGEST_BYTES + 1),
+    "a number of many digits": '{"x": {"pid": ' + "9" * 5000 + "}}",
+    "no text": b"\xff\xfe",
+    "infinite": "Infinity",
+    "empty": "",
+    "a list": "[1]",
+}
+
+
+@pytest.mark.parametrize("suffix", [".json", ".reading"])
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_file_of_another_form_is_ignored_with_one_warning(path, caplog, text, suffix):
+    file = path.with_suffix(suffix)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    job = job_on(path)
+    assert [job.update(HUNGRY, READING) for _ in range(2)] == [8.0, 8.0]
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert str(file) in record.getMessage()
+    assert json.loads(file.read_text())
+
+
+WILD = [math.inf, -math.inf, math.nan, -1, -1e300, 1e300, 10**400, 2**63, True]
+WILD += ["x", None, [], {}, [[1]]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("suffix", [".json", ".reading"])
+def test_no_value_of_another_job_ends_a_training(path, suffix, caplog):
+    """Each number and each part of the files is replaced by each wild value in turn."""
+    jobs = [job_on(path), job_on(path)]
+    file, tried = path.with_suffix(suffix), 0
+    told = [dataclasses.replace(READING, ended=time.time()) for _ in jobs]
+    for _ in range(3):
+        parts_now = [job.update(HUNGRY, own) for job, own in zip(jobs, told, strict=True)]
+    good = file.read_text()
+    for place in places_of(json.loads(good)):
+        for value in WILD:
+            values = json.loads(good)
+            *way, last = place
+            functools.reduce(lambda inner, key: inner[key], way, values)[last] = value
+            file.write_text(json.dumps(values))
+            host_files._warned.clear()
+            caplog.clear()
+            for job, own in zip(jobs, told, strict=True):
+                assert 0 < job.update(HUNGRY, own) <= 8.0
+                assert job.reading_loaders is None or job.reading_loaders >= 1
+            assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) <= 1
+            tried += 1
+    assert tried > 100 and min(parts_now) > 0
+
+
+def places_of(values, way=()):
+    pairs = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in pairs:
+        yield (*way, key)
+        if isinstance(value, (dict, list)):
+            yield from places_of(value, (*way, key))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pid": math.inf}, {"pid": -5}, {"io_budget": -5}, {"cpus": math.inf}, {"cpu_set": [-1]}],
+    ids=str,
+)
+def test_a_job_with_a_wild_value_does_not_count_with_one_warning(path, caplog, change):
+    first, second = job_on(path), job_on(path)
+    first.update(HUNGRY)
+    ((name, entry),) = json.loads(path.read_text()).items()
+    path.write_text(json.dumps({name: {**entry, **change}}))
+    for _ in range(2):
+        assert second.update(HUNGRY, READING) == 8.0
+        assert second.reading_loaders is None
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert str(path) in record.getMessage()
+
+
+def something_else(kind, place, elsewhere):
+    elsewhere.mkdir()
+    if kind == "a link":
+        place.symlink_to(elsewhere, target_is_directory=True)
+    elif kind == "a file":
+        place.write_text("mine")
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file", "a folder for all"])
+def test_what_is_in_the_place_of_the_folder_is_left_alone(kind, tmp_path, monkeypatch, caplog):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    place, elsewhere = temporary / f"keras_het-{os.getuid()}", tmp_path / "elsewhere"
+    something_else(kind, place, elsewhere)
+    before = place.lstat()
+    assert LoaderTuner()._make_budget() is None
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert str(place) in record.getMessage()
+    assert not list(elsewhere.iterdir()) and place.lstat().st_mode == before.st_mode
+    assert kind == "a file" or not list(place.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [
+        *(("a link", each) for each in (".json", ".reading", ".lock", ".json.new", ".reading.new")),
+        *(("a pipe", each) for each in (".json", ".reading", ".json.new", ".reading.new")),
+    ],
+)
+def test_what_is_in_the_place_of_a_file_is_not_followed(kind, suffix, path, tmp_path, caplog):
+    victim, place = tmp_path / "victim", path.with_suffix(suffix)
+    victim.write_text("mine")
+    if kind == "a link":
+        place.symlink_to(victim)
+    else:
+        os.mkfifo(place)
+    share = HostShare(job_on(path))
+    share.update(HUNGRY)
+    share.update(HUNGRY)
+    assert victim.read_text() == "mine"
+    warned = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(warned) == (not suffix.endswith(".new"))
 
 
 def test_an_entry_whose_process_tells_nothing_does_not_count(path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -100,14 +101,14 @@ def test_a_broken_file_of_what_was_learned_is_begun_anew(text, path):
 
 def test_an_entry_says_everything_in_json():
     entry = Entry(JOB, 8.0, frozenset({0, 1}), read(), 12)
-    assert entry_of(json.loads(json.dumps(entry.to_dict()))) == entry
+    assert entry_of(json.loads(json.dumps(entry.to_dict())), Path("file")) == entry
 
 
 @pytest.mark.parametrize("reading", [{"loaders": 1}, [1], 5, {**vars(read()), "loaders": 0}])
 def test_readings_of_another_version_do_not_count(reading, path):
     values = Entry(JOB, 8.0, frozenset({0})).to_dict()
-    assert entry_of(values) is not None
-    assert entry_of({**values, "reading": reading}) is None
+    assert entry_of(values, path) is not None
+    assert entry_of({**values, "reading": reading}, path) is None
 
 
 def tell_all(path, now, number, loaders=40, rate=50.0, idle=0.75, ages=(0.0, 0.0), step=None):
