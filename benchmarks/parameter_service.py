@@ -316,14 +316,17 @@ def remote_variables_client(size_mb: str, index: str, server: str, *clients: str
 def echo_server(size_mb: str, address: str, *_: str) -> None:
     import tensorflow as tf
 
-    from keras_het.strategy.parameter_service import Partitions
+    from keras_het.strategy.parameter_service import Partitions, Status
     from keras_het.strategy.parameter_service.function_server import FunctionServer
+    from keras_het.strategy.parameter_service.gate import Gate
 
     server = FunctionServer(address)
     size = Partitions(((_elements(size_mb),),)).sizes[0]  # of all
-    signature = [tf.TensorSpec([], tf.string), tf.TensorSpec([size], tf.float32)]
-    echo = tf.function(lambda secret, values: tf.identity(values), input_signature=signature)
-    server.register("echo", echo)
+    echo = tf.function(
+        lambda values: (tf.constant(int(Status.OK)), tf.identity(values)),
+        input_signature=[tf.TensorSpec([size], tf.float32)],
+    )
+    server.register("echo", echo, Gate(SECRET))
     server.start()
     print("ready", flush=True)
     threading.Event().wait()
@@ -347,8 +350,9 @@ def echo_client(size_mb: str, index: str, address: str, *_: str) -> None:
             earlier = calls[-PARTITIONS_UNDER_WAY:]
             waits = [earlier[0].is_ok()] if len(earlier) == PARTITIONS_UNDER_WAY else []
             with tf.control_dependencies(waits):
-                calls.append(client.call("echo", [values], tf.TensorSpec([None])))
-        return [call.get_value() for call in calls]
+                specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None]))
+                calls.append(client.call("echo", [values], specs))
+        return [call.get_value()[1] for call in calls]
 
     def run() -> None:
         if sum(int(values.shape[0]) for values in exchange(change)) != sum(sizes):

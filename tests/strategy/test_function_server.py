@@ -10,27 +10,30 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
+from keras_het.strategy.parameter_service.admission import Status
 from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
 from keras_het.strategy.parameter_service.function_server import FunctionServer
+from keras_het.strategy.parameter_service.gate import Gate
+from keras_het.strategy.parameter_service.served_function import hello_function
 
-NUMBER, TEXT = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string)
+NUMBER = tf.TensorSpec([], tf.int32)
 
 
 def serve(address, amount):
     server = FunctionServer(address)
     variable = tf.Variable(amount, trainable=False)
 
-    @tf.function(input_signature=[TEXT, NUMBER])
-    def add(credential, value):
-        return variable + value
+    @tf.function(input_signature=[NUMBER])
+    def add(value):
+        return tf.constant(int(Status.OK)), variable + value
 
-    server.register("add", add)
+    server.register("add", add, Gate(b""))
     server.start()
     return server
 
 
 def ask(client, value=1, function="add"):
-    return int(client.ask(function, [tf.constant(value)], NUMBER))
+    return int(client.ask(function, [tf.constant(value)], (NUMBER, NUMBER))[1])
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def test_an_address_in_use_is_an_error(address):
 
 def test_a_server_that_did_not_start_does_not_end_a_later_one(address):
     first = FunctionServer(address)
-    first.register("add", tf.function(lambda _, v: v, input_signature=[TEXT, NUMBER]))
+    first.register("hello", hello_function(), Gate(b""))
     host, port = address.split(":")
     listening = socket.create_server((host, int(port)))
     with pytest.raises(RuntimeError, match="Close the one of this process"):
@@ -143,8 +146,8 @@ def test_many_calls_are_under_way_at_once_in_a_graph(address):
 
     @tf.function
     def ask_all():
-        calls = [client.call("add", [tf.constant(value)], NUMBER) for value in range(5)]
-        return [call.get_value() for call in calls]
+        calls = [client.call("add", [tf.constant(value)], (NUMBER, NUMBER)) for value in range(5)]
+        return [call.get_value()[1] for call in calls]
 
     assert [int(value) for value in ask_all()] == [10, 11, 12, 13, 14]
     server.close()
@@ -153,7 +156,7 @@ def test_many_calls_are_under_way_at_once_in_a_graph(address):
 def test_an_answer_that_is_dropped_while_a_function_is_traced_leaves_no_trace(address):
     server = serve(address, 10)
     client = FunctionClient(address, b"", 10)
-    answers = [client.call("add", [tf.constant(1)], NUMBER)]
+    answers = [client.call("add", [tf.constant(1)], (NUMBER, NUMBER))]
     assert bool(answers[0].is_ok())
 
     @tf.function

@@ -9,7 +9,6 @@ import tensorflow as tf
 from addresses import free_address
 
 from keras_het.strategy.parameter_service import (
-    NO_ANSWER,
     FloatWire,
     ParameterClient,
     ParameterService,
@@ -272,7 +271,7 @@ def test_a_wrong_credential_is_refused(service, proof):
     with pytest.raises(PermissionError, match="secret, model"):
         connect(service, proof=proof)
     client = connect(service)
-    client._services[0].credential = tf.constant(proof)  # says hello well and then tries
+    client._services[0].credential = proof  # says hello well and then tries
     for answer in (
         client.push(ramp(), tf.zeros([3], tf.int64), 8, zeros()),
         client.pull(zeros()),
@@ -285,7 +284,7 @@ def test_a_wrong_credential_is_refused(service, proof):
 @pytest.mark.parametrize("ask", ["export", "latest_sequence", "close_training"])
 def test_a_later_refusal_is_no_answer(service, ask):
     client = connect(service)
-    client._services[0].credential = tf.constant(b"of another training")
+    client._services[0].credential = b"of another training"
     with pytest.raises(ConnectionError, match=r"REFUSED.*serves another training now"):
         getattr(client, ask)()
 
@@ -294,7 +293,7 @@ def test_a_push_of_another_size_changes_nothing(service):
     client = connect(service)
     longer = [tf.ones([size + 1]) for size in PARTITIONS.sizes]
     answer = client.push(longer, tf.zeros([3], tf.int64), 8, zeros())
-    np.testing.assert_array_equal(answer.statuses, [NO_ANSWER] * 3)
+    np.testing.assert_array_equal(answer.statuses, [Status.REFUSED] * 3)
     np.testing.assert_array_equal(service.versions(), [0] * 3)
     np.testing.assert_array_equal(service.center()[1], np.ones(5))
 

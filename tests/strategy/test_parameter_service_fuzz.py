@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from wrong_tokens import wrong_token
 
 from keras_het import private_api
 from keras_het.strategy.parameter_service import (
@@ -17,6 +18,7 @@ from keras_het.strategy.parameter_service import (
     TopKWire,
     credential,
 )
+from keras_het.strategy.parameter_service.gate import token
 from keras_het.strategy.rules import AsyncSGD, RoundRobinEASGD
 
 PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
@@ -36,17 +38,13 @@ class Fuzzer:
         self.accepted = []
         self.sent = 0
 
-    def credential(self):
-        wrong = [b"", GOOD[:-1], GOOD + b"\0", bytes(self.random.integers(0, 256, 32).tolist())]
-        return wrong[self.random.integers(len(wrong))]
-
     def request(self):
         """A method and its arguments; one or more of them are wrong."""
         part = int(self.random.integers(2))
         size = PARTITIONS.sizes[part]
         change = self.random.normal(size=size).astype("float32")
         arguments = {
-            "credential": GOOD,
+            "token": token(GOOD, f"push_{size}", tf.timestamp()),
             "part": np.int32(part),
             "client": np.int32(self.random.integers(NUM_CLIENTS)),
             "samples": np.float32(self.random.integers(1, 9)),
@@ -56,7 +54,7 @@ class Fuzzer:
         }
         kind = self.random.integers(11)
         if kind == 0:
-            arguments["credential"] = self.credential()
+            arguments["token"] = wrong_token(self.random, GOOD, f"push_{size}")
         elif kind == 1:
             arguments["client"] = np.int32(self.random.choice([-1, NUM_CLIENTS, 2**31 - 1]))
         elif kind == 2:
@@ -76,8 +74,12 @@ class Fuzzer:
         elif kind == 9 and self.random.integers(4) == 0:
             return f"push_{size + 1}", self.message(arguments)
         elif kind == 9:
-            arguments["part"] = np.int32(self.random.choice([-1, 2, 2**31 - 1, -(2**31)]))
+            arguments["part"] = self.wrong_number()
         return f"push_{size}", self.message(arguments, spoils=kind in (5, 6))
+
+    def wrong_number(self):
+        wrong = [-1, 2, 2**31 - 1, -(2**31), [], [0], [[1]], [0, 1]]
+        return np.array(wrong[self.random.integers(len(wrong))], np.int32)
 
     def message(self, arguments, spoils=False):
         """What is sent; the change, if it was not left out, in the format of messages."""

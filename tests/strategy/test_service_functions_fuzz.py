@@ -7,14 +7,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from wrong_tokens import wrong_token
 
+from keras_het import private_api
+from keras_het.strategy.hybrid import link_rates
+from keras_het.strategy.hybrid.hosted_parts import HostedParts
 from keras_het.strategy.hybrid.offers import Offers, make_offer
 from keras_het.strategy.hybrid.service_spec import ServiceSpec
 from keras_het.strategy.hybrid.serving import ServingProcess
 from keras_het.strategy.parameter_service import ParameterService, Partitions, Status, credential
-from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
+from keras_het.strategy.parameter_service.admission import SECRET_VARIABLE
+from keras_het.strategy.parameter_service.function_client import (
+    FunctionClient,
+    NoAnswerError,
+    error_of,
+)
 from keras_het.strategy.parameter_service.function_server import FunctionServer
-from keras_het.strategy.parameter_service.gate import Gate
+from keras_het.strategy.parameter_service.gate import LONGEST_AGE_SECONDS, Gate, token
 from keras_het.strategy.parameter_service.sample_ledger import (
     LARGEST_EPOCH,
     Presence,
@@ -22,21 +31,16 @@ from keras_het.strategy.parameter_service.sample_ledger import (
     Stage,
     TrainingFacts,
 )
+from keras_het.strategy.parameter_service.served_function import hello_function
 from keras_het.strategy.rules import AsyncSGD, Signal
+from keras_het.strategy.summation.group_size import GroupSize
+from keras_het.strategy.summation.service import SummationService
 
 PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
 SECRET = b"0123456789abcdef"
 GOOD = credential(SECRET, "model")
-NUM_CLIENTS, NUM_BAD = 3, 600
+NUM_CLIENTS, NUM_BAD, UNAVAILABLE = 3, 600, 14
 STATUS = tf.TensorSpec([], tf.int32)
-NUMBERS = tf.TensorSpec(None, tf.float64)
-BOOL = (STATUS, tf.TensorSpec([], tf.bool))
-FLOATS = {
-    "ledger_lead": (STATUS, NUMBERS),
-    "ledger_pace": (STATUS, NUMBERS, NUMBERS),
-    "export_7": (STATUS, tf.TensorSpec(None, tf.int64), tf.TensorSpec([], tf.string)),
-    "push_7": (STATUS, tf.TensorSpec(None, tf.int64), tf.TensorSpec(None, tf.float32)),
-}
 
 
 class Requests:
@@ -49,10 +53,10 @@ class Requests:
         """Credential, function and arguments."""
         function, arguments, wrong = self.one_of(self.kinds())
         if not wrong or self.random.integers(3) == 0:
-            return self.wrong_credential(), function, arguments
+            return wrong_token(self.random, GOOD, function), function, arguments
         place, value = self.one_of(wrong)
         arguments[place] = value
-        return GOOD, function, arguments
+        return token(GOOD, function, tf.timestamp()), function, arguments
 
     def kinds(self):
         """Functions, good arguments, and what is wrong in the place of one of them."""
@@ -109,19 +113,29 @@ class Requests:
     def of_a_partition(self, kind):
         """The number of the partition comes before the other arguments."""
         function, arguments, wrong = kind
-        bad_number = np.int32(self.one_of([-1, 2, 2**31 - 1, -(2**31)]))
+        bad_number = np.int32(self.one_of([-1, 2, 2**31 - 1, -(2**31), [], [1], [[1]]]))
         wrong = [(place + 1, value) for place, value in wrong]
         return function, [np.int32(1), *arguments], [(0, bad_number), *wrong]
 
     def one_of(self, choices):
         return choices[self.random.integers(len(choices))]
 
-    def wrong_credential(self):
-        return self.one_of([b"", GOOD[:-1], GOOD + b"\0", bytes(self.random.bytes(32))])
+
+@pytest.fixture
+def registered(monkeypatch):
+    """What servers answer with behind their check, by name."""
+    functions, register = {}, FunctionServer.register
+
+    def note(server, name, function, *others):
+        functions[name] = function.get_concrete_function()
+        register(server, name, function, *others)
+
+    monkeypatch.setattr(FunctionServer, "register", note)
+    return functions
 
 
 @pytest.fixture
-def service(cpu_devices):
+def service(cpu_devices, registered):
     server = FunctionServer(free_address())
     rule = AsyncSGD(0.1, momentum=0.5)
     parameters = ParameterService(
@@ -140,58 +154,152 @@ def snapshot(parameters, ledger):
     return [*parameters.center(), *state.values(), *[v.numpy() for v in variables]]
 
 
-def test_bad_requests_change_nothing(service):
+def test_bad_requests_change_nothing(registered, service):
     parameters, ledger, server = service
+    outputs = {name: function.structured_outputs for name, function in registered.items()}
     before, requests = snapshot(parameters, ledger), Requests(seed=3)
-    clients, accepted = {}, []
+    rpc, accepted = private_api.RpcClient(server.address, "fuzzer", timeout_in_ms=20_000), []
     for _ in range(NUM_BAD):
         proof, function, arguments = requests.make()
-        if proof not in clients:
-            clients[proof] = FunctionClient(server.address, proof, 20)
-        specs = {"ledger_claim": (STATUS, None, None)}.get(function, (STATUS, None))
-        specs = STATUS if function in ("restore_7", "set_state_7") else specs
-        specs = tf.nest.map_structure(lambda spec: spec or tf.TensorSpec(None, tf.int64), specs)
-        if function == "signal_7":
-            specs = (STATUS, STATUS)
-        elif function == "close_7":
-            specs = BOOL
-        elif function in FLOATS:
-            specs = FLOATS[function]
-        answer = clients[proof].call(function, [tf.constant(a) for a in arguments], specs)
+        tensors = [tf.constant(argument) for argument in (proof, *arguments)]
+        answer = rpc.call(function, tensors, output_specs=outputs[function])
         if bool(answer.is_ok()):
             status = tf.nest.flatten(answer.get_value())[0]
             if int(status) in (Status.OK, Status.WAIT):
-                accepted.append((proof == GOOD, function, arguments))
+                accepted.append((proof, function, arguments))
     assert accepted == []
     for now, then in zip(snapshot(parameters, ledger), before, strict=True):
         np.testing.assert_array_equal(now, then)
     # none that failed in its middle has kept the lock
     arguments = [tf.constant(number) for number in (1, 1, int(Signal.NOTHING))]
-    assert int(clients[GOOD].ask("signal_7", arguments, (STATUS, STATUS))[0]) == Status.OK
+    client = FunctionClient(server.address, GOOD, 20)
+    assert int(client.ask("signal_7", arguments, (STATUS, STATUS))[0]) == Status.OK
     server.close()
 
 
-def test_the_same_requests_without_a_fault_are_accepted(service):
+def test_the_same_requests_without_a_fault_are_accepted(registered, service):
     """The fuzzer's requests fail for the fault that they have, and for nothing else."""
     parameters, ledger, server = service
+    outputs = {name: function.structured_outputs for name, function in registered.items()}
     client = FunctionClient(server.address, GOOD, 20)
-    pairs = (STATUS, tf.TensorSpec(None, tf.int64))
-    specs = {
-        "restore_7": STATUS,
-        "set_state_7": STATUS,
-        "signal_7": (STATUS, STATUS),
-        "ledger_claim": (STATUS, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64)),
-        "ledger_report": pairs,
-        "latest_7": pairs,
-        "close_7": BOOL,
-        **FLOATS,
-    }
     for function, arguments, _ in Requests(seed=4).kinds():
-        answer = client.ask(function, [tf.constant(a) for a in arguments], specs[function])
+        answer = client.ask(function, [tf.constant(a) for a in arguments], outputs[function])
         assert int(tf.nest.flatten(answer)[0]) == Status.OK
     assert ledger.claimed.tolist() == [0, 1, 0] and ledger.used.tolist() == [3, 3, 0]
     assert ledger.stage == Stage.CLOSED
     assert np.abs(parameters.center()[0]).max() > 0
+    server.close()
+
+
+def parts_of_a_hybrid_training(address):
+    """What such a process answers with, and what may not change."""
+    parts = HostedParts(address, 0, dataclasses.replace(spec(), state_shapes=((3,),)), SECRET)
+    offers = Offers(SECRET)
+    offers.register_on(parts.server)
+    parts.start()
+    of_parts = [*parts.weights._parts, *parts.state._parts]
+    owners = (*of_parts, parts.ledger, parts, offers)
+    return parts, [variable for owner in owners for variable in variables_of(owner)]
+
+
+def summation_machine(address):
+    group_size = GroupSize(2, 1)
+    service = SummationService(address, 2, GOOD, 4, group_size)
+    service.start()
+    return service, [*variables_of(service._table), *variables_of(group_size)]
+
+
+def link_rates_of_a_leader(address):
+    return link_rates._start_server(address, GOOD), []
+
+
+def variables_of(owner):
+    return [value for value in vars(owner).values() if isinstance(value, tf.Variable)]
+
+
+DTYPES = (tf.int32, tf.int64, tf.float32, tf.float64, tf.string, tf.bool, tf.complex64)
+SHAPES = ([], [0], [1], [2], [1, 1], [0, 3], [1, 0], [2, 2], [1] * 8)
+
+
+def messages(specs, proof):
+    """For each argument, the token too, other ranks, lengths and types; and one too few."""
+    specs = [tf.TensorSpec([], tf.string), *specs]
+    shapes = [[3 if size is None else size for size in spec.shape] for spec in specs]
+    good = [proof, *map(tf.zeros, shapes[1:], [spec.dtype for spec in specs[1:]])]
+    for place, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
+        near = [[shape[0] - 1], [shape[0] + 1], [1, *shape], [*shape, 1]] if shape else []
+        others = [other for other in (*SHAPES, *near) if not spec.shape.is_compatible_with(other)]
+        wrong = (
+            [tf.fill(other, proof) for other in others]
+            if place == 0
+            else [tf.zeros(other, spec.dtype) for other in others]
+        )
+        wrong += [tf.zeros(shape, dtype) for dtype in DTYPES if dtype != spec.dtype]
+        yield from ([*good[:place], value, *good[place + 1 :]] for value in wrong)
+    yield good[:-1]
+
+
+@pytest.mark.quick("summation_machine", "link_rates_of_a_leader")
+@pytest.mark.parametrize(
+    "start",
+    [parts_of_a_hybrid_training, summation_machine, link_rates_of_a_leader],
+    ids=lambda start: start.__name__,
+)
+def test_no_shape_or_type_of_any_argument_is_trusted(cpu_devices, registered, monkeypatch, start):
+    """The token is right, so that only the check of shapes stands before the function."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
+    register = FunctionServer.register
+    monkeypatch.setattr(
+        FunctionServer,
+        "register",
+        lambda server, name, function, gate, *others: register(
+            server, name, function, Gate(GOOD), *others
+        ),
+    )
+    address = free_address()
+    server, kept = start(address)
+    before = [variable.numpy() for variable in kept]
+    rpc, accepted = private_api.RpcClient(address, start.__name__, timeout_in_ms=20_000), []
+    for name, function in registered.items():
+        specs, _ = function.structured_input_signature
+        for message in messages(specs, token(GOOD, name, tf.timestamp())):
+            answer = rpc.call(name, message, output_specs=function.structured_outputs)
+            code, text = error_of(answer)
+            assert code != UNAVAILABLE, (name, message, text)
+            if code == 0 and int(tf.nest.flatten(answer.get_value())[0]) != Status.REFUSED:
+                accepted.append((name, message))
+    assert accepted == [] and registered
+    for variable, value in zip(kept, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    server.close()
+
+
+def test_a_token_opens_one_function_for_a_while(cpu_devices):
+    gate, now = Gate(GOOD), float(tf.timestamp())
+
+    def admits(function, at):
+        return bool(gate.admits(token(GOOD, function, at), "push"))
+
+    assert admits("push", now)
+    assert not admits("pull", now)
+    edge = LONGEST_AGE_SECONDS - 5
+    assert admits("push", now - edge) and admits("push", now + edge)
+    assert not admits("push", now - edge - 10) and not admits("push", now + edge + 10)
+    random = np.random.default_rng(3)
+    for _ in range(60):
+        assert not bool(gate.admits(wrong_token(random, GOOD, "push"), "push"))
+
+
+def test_a_worker_whose_clock_is_wrong_asks_for_the_time(cpu_devices):
+    server = FunctionServer(free_address())
+    server.register("hello", hello_function(), Gate(GOOD))
+    server.start()
+    wrong = FunctionClient(server.address, GOOD, 20)
+    wrong._clock_ahead = -10_000.0  # as if its own clock were ahead by as much
+    assert int(wrong.ask("hello", [], STATUS)) == Status.OK
+    assert abs(wrong._clock_ahead) < LONGEST_AGE_SECONDS / 2
+    stranger = FunctionClient(server.address, GOOD[:-1], 20)
+    assert int(stranger.ask("hello", [], STATUS)) == Status.REFUSED
     server.close()
 
 

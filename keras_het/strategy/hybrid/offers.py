@@ -39,15 +39,12 @@ class Offers:
             server: where it listens.
         """
 
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.string)])
-        def offer(proof: Any, text: Any) -> Any:
-            def take() -> Any:
-                self._text.assign(text)
-                return tf.constant(int(Status.OK))
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
+        def offer(text: Any) -> Any:
+            self._text.assign(text)
+            return tf.constant(int(Status.OK))
 
-            return tf.cond(self._gate.admits(proof), take, lambda: tf.constant(int(Status.REFUSED)))
-
-        server.register(OFFER, offer)
+        server.register(OFFER, offer, self._gate)
 
     @property
     def is_pending(self) -> bool:

@@ -11,9 +11,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.parameter_service.part import Part
-
-_REFUSED = ""
-"""A credential that no service admits."""
+from keras_het.strategy.parameter_service.served_function import refusal
 
 
 class BoundFunction:
@@ -70,8 +68,8 @@ class PartFunction:
     def served(self, parts: Mapping[int, Part], num_partitions: int) -> Any:
         """One `tf.function` for several partitions, which is told the number of one.
 
-        It takes it after the credential. The credential of a request for a partition that is not
-        among them is replaced by one that is refused.
+        It takes it before the other arguments, and answers with `Status.REFUSED` and zeros, or
+        nothing, for a partition that is not among them.
 
         Args:
             parts: of one kind, by the number of the partition.
@@ -80,7 +78,7 @@ class PartFunction:
         bound = [self.of(part) for part in parts.values()]
         places = np.full(num_partitions, -1, np.int32)
         places[list(parts)] = range(len(bound))
-        (credential, *rest), _ = bound[0].function.structured_input_signature
+        specs, _ = bound[0].function.structured_input_signature
         is_shared = all(each.function is bound[0].function for each in bound)
         of_all = zip(*(each.captures for each in bound), strict=True) if is_shared else ()
         captures = [tf.stack(of_each) for of_each in of_all]
@@ -92,14 +90,14 @@ class PartFunction:
             branches = [functools.partial(each, *arguments) for each in bound]
             return tf.switch_case(place, branches)
 
-        @tf.function(
-            input_signature=[credential, tf.TensorSpec([], tf.int32), *rest], autograph=False
-        )
-        def serve(credential: Any, number: Any, *arguments: Any) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.int32), *specs], autograph=False)
+        def serve(number: Any, *arguments: Any) -> Any:
             in_range = (number >= 0) & (number < num_partitions)
             place = tf.gather(places, tf.where(in_range, number, 0))
-            is_held = in_range & (place >= 0)
-            admitted = tf.where(is_held, credential, _REFUSED)
-            return run(tf.maximum(place, 0), admitted, *arguments)
+            return tf.cond(
+                in_range & (place >= 0),
+                lambda: run(place, *arguments),
+                lambda: refusal(bound[0].function.structured_outputs),
+            )
 
         return serve

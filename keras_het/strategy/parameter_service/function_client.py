@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import Any
 
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.strategy.parameter_service.admission import Status
+from keras_het.strategy.parameter_service.function_server import CLOCK
+from keras_het.strategy.parameter_service.gate import LONGEST_AGE_SECONDS, token
 
 _INVALID_ARGUMENT = 3
 
@@ -35,14 +39,15 @@ class FunctionClient:
 
     Args:
         address: "host:port" of the server.
-        credential: sent as every call's first argument.
+        credential: as the server has it; every call carries a token that is made of it.
         timeout_seconds: for each call.
     """
 
     def __init__(self, address: str, credential: bytes, timeout_seconds: float) -> None:
         self.address = address
         self.timeout_seconds = timeout_seconds
-        self.credential = tf.constant(credential)
+        self.credential = credential
+        self._clock_ahead = 0.0
         # TensorFlow shares clients of one name, and frees them with the first of their owners.
         name = f"keras_het_{uuid.uuid4().hex}"
         self._rpc: Any = private_api.RpcClient(
@@ -67,9 +72,11 @@ class FunctionClient:
             TensorFlow's status-or-value, which is there when the answer is.
         """
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        with tf.device("CPU:0"):
+            proof = token(self.credential, function, tf.timestamp() + self._clock_ahead)
         return self._rpc.call(
             function,
-            [self.credential, *arguments],
+            [proof, *arguments],
             output_specs=specs,
             timeout_in_ms=_milliseconds(seconds),
         )
@@ -79,10 +86,25 @@ class FunctionClient:
     ) -> Any:
         """Sends a call as `call` does, and waits for the answer.
 
+        Where it is refused because the server's clock shows another time, that time is used from
+        now on.
+
         Raises:
             NoAnswerError: if there is none in time.
         """
-        return self.value(self.call(function, arguments, specs, timeout_seconds), timeout_seconds)
+        answer = self.value(self.call(function, arguments, specs, timeout_seconds), timeout_seconds)
+        if _is_refused(answer) and self._has_set_clock():
+            call = self.call(function, arguments, specs, timeout_seconds)
+            answer = self.value(call, timeout_seconds)
+        return answer
+
+    def _has_set_clock(self) -> bool:
+        """Asks for the server's time; whether it is another one than was known."""
+        call = self._rpc.call(CLOCK, [], output_specs=tf.TensorSpec([], tf.float64))
+        ahead = float(self.value(call)) - time.time()
+        is_other = abs(ahead - self._clock_ahead) > LONGEST_AGE_SECONDS / 2
+        self._clock_ahead = ahead if is_other else self._clock_ahead
+        return is_other
 
     def value(self, answer: Any, timeout_seconds: float | None = None) -> Any:
         """Waits for the answer to a `call`.
@@ -109,6 +131,10 @@ def error_of(answer: Any) -> tuple[int, str]:
     """Code and text of what came in the place of an answer."""
     code, message = answer.get_error()
     return int(code), message.numpy().decode(errors="replace")
+
+
+def _is_refused(answer: Any) -> bool:
+    return int(tf.nest.flatten(answer)[0]) == Status.REFUSED
 
 
 def _milliseconds(seconds: Any) -> Any:

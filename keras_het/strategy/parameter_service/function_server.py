@@ -8,12 +8,17 @@ import gc
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.strategy.parameter_service.gate import Gate
+from keras_het.strategy.parameter_service.served_function import served_function
 
+CLOCK = "clock"
+"""Tells everybody the server's time, float64 seconds since 1970; it takes nothing."""
 _LONGEST_START_SECONDS = 60.0
 _LONGEST_END_SECONDS = 5.0
 _POLL_SECONDS = 0.005
@@ -49,14 +54,19 @@ class FunctionServer:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="keras_het-server", daemon=True)
 
-    def register(self, name: str, function: Any) -> None:
+    def register(
+        self, name: str, function: Any, gate: Gate, refused: Callable[[], Any] | None = None
+    ) -> None:
         """Adds a function; only before `start`.
 
         Args:
             name: that clients call it by.
-            function: `tf.function` with an input signature.
+            function: as for `served_function`: what a request carries reaches it only if shapes
+                and token are right.
+            gate: who is let in.
+            refused: gives the status for everybody else; `Status.REFUSED` by default.
         """
-        self._methods[name] = function
+        self._methods[name] = served_function(name, function, gate, refused)
 
     def start(self) -> None:
         """Starts to answer; returns when it does.
@@ -114,6 +124,7 @@ class FunctionServer:
         def serve() -> Any:
             for name, function in self._methods.items():
                 self._server.register(name, function)
+            self._server.register(CLOCK, _clock)
             self._server.start()
             self._is_started.assign(True)
             return self._end.dequeue()
@@ -124,6 +135,11 @@ class FunctionServer:
             pass  # closed
         except Exception as error:
             self._error = error
+
+
+@tf.function(input_signature=[])
+def _clock() -> Any:
+    return tf.timestamp()
 
 
 _listening: list[FunctionServer] = []

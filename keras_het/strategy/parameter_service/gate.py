@@ -1,34 +1,82 @@
-"""Compares credentials in the graph, in a time that says nothing about them."""
+"""What a request carries to prove that its sender knows the credential."""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import Any
 
 import tensorflow as tf
 
+LONGEST_AGE_SECONDS = 600.0
+"""By as much the times of a token and of the server may differ, both ways."""
+_TIME_DIGITS, _CODE_DIGITS = 16, 19
+_BUCKETS = 2**62
 
-class Gate:
-    """Admits requests that carry a credential.
 
-    Hashes under a key that nobody knows are compared, not the bytes one by one: how long the
-    comparison takes says nothing about the credential.
+def token(credential: bytes, function: str, now: Any) -> Any:
+    r"""A time, and a code that only who knows the credential can make of time and function.
+
+    .. math:: \mathrm{token} = t \,\Vert\, \mathrm{SipHash}_k(t \,\Vert\, \mathrm{function})
+
+    with a key k that is made of the credential. So the credential does not travel, and what a
+    listener records of one function does not open another, nor the same one after
+    `LONGEST_AGE_SECONDS`.
 
     Args:
-        credential: what every request must carry.
+        credential: shared with the server.
+        function: the name under which it is called.
+        now: time on the server's clock, seconds since 1970, number or float64 scalar.
+
+    Returns:
+        String scalar.
+
+    Reference:
+        Aumasson and Bernstein, "SipHash: a fast short-input PRF", INDOCRYPT 2012.
+    """
+    milliseconds = tf.cast(tf.convert_to_tensor(now, tf.float64) * 1000, tf.int64)
+    time = tf.strings.as_string(milliseconds, width=_TIME_DIGITS, fill="0")
+    return time + _code(_key_of(credential), time, function)
+
+
+class Gate:
+    """Admits requests whose token was made with a credential, not long ago.
+
+    Hashes under a key that nobody knows are compared, not the characters one by one: how long the
+    comparison takes says nothing about the right code.
+
+    Args:
+        credential: of those who may call.
     """
 
     def __init__(self, credential: bytes) -> None:
-        self._key = [secrets.randbits(63), secrets.randbits(63)]
-        self._expected = int(self._hash(tf.constant(credential)))
+        self._key = _key_of(credential)
+        self._own_key = [secrets.randbits(63), secrets.randbits(63)]
 
-    def admits(self, credential: Any) -> Any:
-        """Whether a request may pass, bool scalar.
+    def admits(self, token: Any, function: str) -> Any:
+        """Whether a request may pass, bool scalar; in a graph or eagerly.
 
         Args:
-            credential: what it carries, string scalar.
+            token: what it carries, string scalar; anything, until this says yes.
+            function: the name under which it was called.
         """
-        return tf.equal(self._hash(credential), self._expected)
+        time = tf.strings.substr(token, 0, _TIME_DIGITS)
+        code = _code(self._key, time, function)
+        is_made_here = tf.equal(self._hash(token), self._hash(time + code))
+        # only digits reach the conversion, which fails for anything else
+        milliseconds = tf.strings.to_number(tf.where(is_made_here, time, "0"), tf.int64)
+        age = tf.timestamp() - tf.cast(milliseconds, tf.float64) / 1000
+        return is_made_here & (tf.abs(age) <= LONGEST_AGE_SECONDS)
 
-    def _hash(self, credential: Any) -> Any:
-        return tf.strings.to_hash_bucket_strong(credential, 2**62, key=self._key)
+    def _hash(self, text: Any) -> Any:
+        return tf.strings.to_hash_bucket_strong(text, _BUCKETS, key=self._own_key)
+
+
+def _key_of(credential: bytes) -> list[int]:
+    digest = hashlib.sha256(b"keras_het token 1" + credential).digest()
+    return [int.from_bytes(part, "big") >> 1 for part in (digest[:8], digest[8:16])]
+
+
+def _code(key: list[int], time: Any, function: str) -> Any:
+    code = tf.strings.to_hash_bucket_strong(time + function, _BUCKETS, key=key)
+    return tf.strings.as_string(code, width=_CODE_DIGITS, fill="0")

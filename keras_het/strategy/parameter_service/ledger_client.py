@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class LedgerClient:
         Raises:
             ServiceLostError: if there is no answer in time.
         """
-        status, first, granted = self._admitted(answer)
+        status, first, granted = self._admitted(lambda: self._service.value(answer))
         return Status(int(status)), int(first), int(granted)
 
     def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
@@ -152,15 +152,16 @@ class LedgerClient:
             ServiceLostError: if there is no answer in time.
             PermissionError: if the ledger refuses this worker.
         """
-        return self._admitted(self._start(method, arguments, specs))
+        name, message = f"{PREFIX}{method}", [self._client, *arguments]
+        return self._admitted(lambda: self._service.ask(name, message, specs))
 
     def _start(self, method: str, arguments: list[Any], specs: Any) -> Any:
         return self._service.call(f"{PREFIX}{method}", [self._client, *arguments], specs)
 
-    def _admitted(self, answer: Any) -> Any:
+    def _admitted(self, wait: Callable[[], Any]) -> Any:
         """Waits for an answer, and checks that the ledger lets this worker in."""
         try:
-            values = self._service.value(answer)
+            values = wait()
         except NoAnswerError as error:
             raise ServiceLostError(
                 f"The parameter service at {error} Its process may be gone; give "

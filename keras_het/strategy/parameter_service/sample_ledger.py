@@ -68,7 +68,6 @@ class SampleLedger:
     """
 
     def __init__(self, server: Any, gate: Gate, num_clients: int) -> None:
-        self._gate = gate
         self._num_clients = num_clients
         with tf.init_scope(), tf.device("CPU:0"):
             self._next = _variable(tf.zeros([LARGEST_EPOCH], tf.int64))
@@ -89,10 +88,10 @@ class SampleLedger:
             self._lock = tf.CriticalSection(shared_name="keras_het_ledger")
         self._claim = self._claim_function()
         self._pace = self._pace_function()
-        server.register(f"{PREFIX}claim", self._remote_claim_function())
-        server.register(f"{PREFIX}report", self._report_function())
-        server.register(f"{PREFIX}lead", self._lead_function())
-        server.register(f"{PREFIX}pace", self._remote_pace_function())
+        server.register(f"{PREFIX}claim", self._remote_claim_function(), gate)
+        server.register(f"{PREFIX}report", self._report_function(), gate, self._refused)
+        server.register(f"{PREFIX}lead", self._lead_function(), gate)
+        server.register(f"{PREFIX}pace", self._remote_pace_function(), gate)
 
     def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
         """The sync group begins an epoch.
@@ -195,14 +194,13 @@ class SampleLedger:
     def _remote_claim_function(self) -> Any:
         @tf.function(
             input_signature=[
-                tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.int64),
                 tf.TensorSpec([], tf.int64),
             ],
             autograph=False,
         )
-        def remote_claim(credential: Any, client: Any, epoch: Any, count: Any) -> Any:
+        def remote_claim(client: Any, epoch: Any, count: Any) -> Any:
             nothing = tf.constant(0, tf.int64)
 
             def refuse(status: Status) -> Any:
@@ -216,13 +214,9 @@ class SampleLedger:
             known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
             running = tf.equal(self._stage, int(Stage.RUNNING)) & (epoch <= self._epoch + 1)
             return tf.cond(
-                self._gate.admits(credential),
-                lambda: tf.cond(
-                    known,
-                    lambda: tf.cond(running, take, lambda: refuse(Status.WAIT)),
-                    lambda: refuse(Status.UNKNOWN_CLIENT),
-                ),
-                lambda: refuse(Status.REFUSED),
+                known,
+                lambda: tf.cond(running, take, lambda: refuse(Status.WAIT)),
+                lambda: refuse(Status.UNKNOWN_CLIENT),
             )
 
         return remote_claim
@@ -230,14 +224,13 @@ class SampleLedger:
     def _report_function(self) -> Any:
         @tf.function(
             input_signature=[
-                tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([2], tf.int64),
                 tf.TensorSpec([], tf.int32),
             ],
             autograph=False,
         )
-        def report(credential: Any, client: Any, used: Any, presence: Any) -> Any:
+        def report(client: Any, used: Any, presence: Any) -> Any:
             known = (client >= 0) & (client < self._num_clients) & tf.reduce_all(used >= 0)
             known &= (presence >= 0) & (presence <= max(Presence))
 
@@ -251,15 +244,7 @@ class SampleLedger:
                 with tf.control_dependencies(notes):
                     return tf.constant(int(Status.OK))
 
-            def status() -> Any:
-                return tf.cond(known, note, lambda: tf.constant(int(Status.UNKNOWN_CLIENT)))
-
-            def stranger() -> Any:
-                # A worker of the next training may ask before this one is gone.
-                closed = tf.equal(self._stage, int(Stage.CLOSED))
-                return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
-
-            code = tf.cond(self._gate.admits(credential), status, stranger)
+            code = tf.cond(known, note, lambda: tf.constant(int(Status.UNKNOWN_CLIENT)))
             with tf.control_dependencies([code]):
                 admitted = tf.equal(code, int(Status.OK))
                 numbers = [self._epoch.read_value(), *(f.read_value() for f in self._facts())]
@@ -268,6 +253,11 @@ class SampleLedger:
                 return code, tf.where(admitted, facts, tf.fill([8], tf.constant(-1, tf.int64)))
 
         return report
+
+    def _refused(self) -> Any:
+        """A worker of the next training may ask before this one is gone."""
+        closed = tf.equal(self._stage, int(Stage.CLOSED))
+        return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
 
     def _pace_function(self) -> Any:
         @tf.function(
@@ -291,32 +281,26 @@ class SampleLedger:
     def _remote_pace_function(self) -> Any:
         @tf.function(
             input_signature=[
-                tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([PACE_NUMBERS], tf.float64),
             ],
             autograph=False,
         )
-        def remote_pace(credential: Any, client: Any, pace: Any) -> Any:
-            def refuse(status: Status) -> Any:
-                nothing = tf.zeros([self._num_clients], tf.float64)
+        def remote_pace(client: Any, pace: Any) -> Any:
+            def unknown() -> Any:
                 return (
-                    tf.constant(int(status)),
+                    tf.constant(int(Status.UNKNOWN_CLIENT)),
                     tf.zeros([self._num_clients, PACE_NUMBERS], tf.float64),
-                    nothing,
+                    tf.zeros([self._num_clients], tf.float64),
                 )
 
             known = (client >= 0) & (client < self._num_clients)
             known &= tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
             known &= (pace[1] >= 1) & (pace[2] >= 0) & (pace[3] >= 0)
             return tf.cond(
-                self._gate.admits(credential),
-                lambda: tf.cond(
-                    known,
-                    lambda: (tf.constant(int(Status.OK)), *self._pace(client, pace)),
-                    lambda: refuse(Status.UNKNOWN_CLIENT),
-                ),
-                lambda: refuse(Status.REFUSED),
+                known,
+                lambda: (tf.constant(int(Status.OK)), *self._pace(client, pace)),
+                unknown,
             )
 
         return remote_pace
@@ -324,14 +308,13 @@ class SampleLedger:
     def _lead_function(self) -> Any:
         @tf.function(
             input_signature=[
-                tf.TensorSpec([], tf.string),
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([2], tf.int64),
                 tf.TensorSpec([8], tf.int64),
             ],
             autograph=False,
         )
-        def lead(credential: Any, client: Any, used: Any, facts: Any) -> Any:
+        def lead(client: Any, used: Any, facts: Any) -> Any:
             """Sets the facts, unless the stage is negative, and tells what clients are doing."""
             stage, taken_until, epoch, *numbers = tf.unstack(facts)
 
@@ -360,7 +343,7 @@ class SampleLedger:
             known = tf.equal(client, 0) & tf.reduce_all(used >= 0) & (stage <= int(Stage.CLOSED))
             known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
             return tf.cond(
-                self._gate.admits(credential) & known,
+                known,
                 take,
                 lambda: (tf.constant(int(Status.REFUSED)), tf.zeros([0, 6], tf.float64)),
             )

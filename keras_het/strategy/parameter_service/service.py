@@ -18,6 +18,7 @@ from keras_het.strategy.parameter_service.gate import Gate
 from keras_het.strategy.parameter_service.part import Part
 from keras_het.strategy.parameter_service.partitions import Partitions
 from keras_het.strategy.parameter_service.saved_state import check_values
+from keras_het.strategy.parameter_service.served_function import hello_function
 from keras_het.strategy.parameter_service.state_functions import (
     export_function,
     set_state_function,
@@ -101,7 +102,6 @@ class ParameterService:
         self.partitions = partitions
         self._rule = rule
         self._num_clients = num_clients
-        self._gate = Gate(credential)
         self._has_warned = False
         self.indices = tuple(range(len(partitions.sizes)) if indices is None else indices)
         locks = number_of_locks()
@@ -117,13 +117,14 @@ class ParameterService:
                 for i in self.indices
             ]
         self._server = FunctionServer(address) if server is None else server
+        gate = Gate(credential)
         # One partition a call: with several critical sections in one, TensorFlow waits forever.
         for name, make in self._served().items():
             function = PartFunction(make)
             for size, parts in self._parts_of_each_size().items():
                 served = function.served(parts, len(partitions.sizes))
-                self._server.register(f"{prefix}{name}_{size}", served)
-        self._server.register(f"{prefix}hello", self._hello_function())
+                self._server.register(f"{prefix}{name}_{size}", served, gate)
+        self._server.register(f"{prefix}hello", hello_function(), gate)
 
     def _served(self) -> dict[str, Any]:
         """What clients call for a partition: name, and what makes the function of one."""
@@ -131,9 +132,9 @@ class ParameterService:
             "push": self._push_function,
             "pull": self._pull_function,
             "center": functools.partial(self._pull_function, exact=True),
-            "export": functools.partial(export_function, self._gate),
+            "export": export_function,
             "restore": self._restore_function,
-            "set_state": functools.partial(set_state_function, self._gate),
+            "set_state": set_state_function,
             "signal": self._signal_function,
             "latest": self._latest_function,
             "close": self._close_function,
@@ -284,33 +285,22 @@ class ParameterService:
 
         return exchange
 
-    def _hello_function(self) -> Any:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
-        def hello(credential: Any) -> Any:
-            refused = tf.constant(int(Status.REFUSED))
-            return tf.where(self._gate.admits(credential), int(Status.OK), refused)
-
-        return hello
-
     def _pull_function(self, part: Part, exact: bool = False) -> Any:
         encode = tf.identity if exact else self._wire.encode_answer
 
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
-        def pull(credential: Any) -> Any:
+        @tf.function(input_signature=[], autograph=False)
+        def pull() -> Any:
             def read() -> Any:
                 center = encode(part.center.read_value())
                 return tf.identity(status), part.version.read_value(), center
 
-            status = _first_failed(
-                (self._gate.admits(credential), Status.REFUSED), _there_is_a_center(part)
-            )
+            status = _first_failed(_there_is_a_center(part))
             return tf.cond(_is_ok(status), read, lambda: nothing(status))
 
         return pull
 
     def _push_function(self, part: Part) -> Any:
         signature = [
-            tf.TensorSpec([], tf.string),
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.float32),
             tf.TensorSpec([], tf.int64),
@@ -319,13 +309,8 @@ class ParameterService:
         ]
 
         @tf.function(input_signature=signature, autograph=False)
-        def push(
-            credential: Any, client: Any, samples: Any, version: Any, sequence: Any, *sent: Any
-        ) -> Any:
-            # a message may have another shape than the function was traced for
-            pairs = zip(sent, self._wire.signature(part.size), strict=True)
-            vectors = [tf.ensure_shape(values, spec.shape) for values, spec in pairs]
-            change = Change(self._wire.decode(vectors, part.size))
+        def push(client: Any, samples: Any, version: Any, sequence: Any, *sent: Any) -> Any:
+            change = Change(self._wire.decode(list(sent), part.size))
 
             def update() -> Any:
                 taken, new_version, answer = self._updates.take(
@@ -346,7 +331,6 @@ class ParameterService:
             known &= (sequence >= 0) & ((samples >= 0) | tf.math.is_nan(samples))
             # one branch for all: TensorFlow takes a while for each
             status = _first_failed(
-                (self._gate.admits(credential), Status.REFUSED),
                 (known, Status.UNKNOWN_CLIENT),
                 _there_is_a_center(part),
                 (finite, Status.NOT_FINITE),
@@ -370,18 +354,14 @@ class ParameterService:
 
     def _signal_function(self, part: Part) -> Any:
         @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.string),
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([], tf.int32),
-            ],
+            input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32)],
             autograph=False,
         )
-        def signal(credential: Any, client: Any, signal: Any) -> Any:
+        def signal(client: Any, signal: Any) -> Any:
             known = (client >= 0) & (client < self._num_clients)
             known &= (signal >= 0) & (signal <= max(Signal))
             return tf.cond(
-                self._gate.admits(credential) & known,
+                known,
                 lambda: (tf.constant(int(Status.OK)), self._signal(part, client, signal)),
                 lambda: (tf.constant(int(Status.REFUSED)), tf.constant(0)),
             )
@@ -395,24 +375,20 @@ class ParameterService:
             return tf.equal(part.under_way.read_value(), 0)
 
     def _close_function(self, part: Part) -> Any:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
-        def close(credential: Any) -> Any:
-            admitted = self._gate.admits(credential)
-            is_done = tf.cond(admitted, lambda: self._close(part), lambda: tf.constant(False))
-            refused = tf.constant(int(Status.REFUSED))
-            return tf.where(admitted, int(Status.OK), refused), is_done
+        @tf.function(input_signature=[], autograph=False)
+        def close() -> Any:
+            is_done = self._close(part)
+            with tf.control_dependencies([is_done]):
+                return tf.constant(int(Status.OK)), tf.identity(is_done)
 
         return close
 
     def _latest_function(self, part: Part) -> Any:
-        @tf.function(
-            input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int32)],
-            autograph=False,
-        )
-        def latest(credential: Any, client: Any) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
+        def latest(client: Any) -> Any:
             known = (client >= 0) & (client < self._num_clients)
             return tf.cond(
-                self._gate.admits(credential) & known,
+                known,
                 lambda: (tf.constant(int(Status.OK)), part.sequences[client]),
                 lambda: (tf.constant(int(Status.REFUSED)), tf.constant(0, tf.int64)),
             )
@@ -420,37 +396,23 @@ class ParameterService:
         return latest
 
     def _restore_function(self, part: Part) -> Any:
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.string),
-                tf.TensorSpec([part.size], tf.float32),
-            ],
-            autograph=False,
-        )
-        def restore(credential: Any, center: Any) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([part.size], tf.float32)], autograph=False)
+        def restore(center: Any) -> Any:
             def take() -> Any:
                 with tf.control_dependencies([part.set_center(center)]):
                     return tf.constant(int(Status.OK))
 
             finite = tf.reduce_all(tf.math.is_finite(center))
-            return tf.cond(
-                self._gate.admits(credential),
-                lambda: tf.cond(finite, take, lambda: tf.constant(int(Status.NOT_FINITE))),
-                lambda: tf.constant(int(Status.REFUSED)),
-            )
+            return tf.cond(finite, take, lambda: tf.constant(int(Status.NOT_FINITE)))
 
         return restore
 
     def _turn_function(self, part: Part) -> Any:
         @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.string),
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([], tf.int64),
-            ],
+            input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)],
             autograph=False,
         )
-        def turn(credential: Any, client: Any, version: Any) -> Any:
+        def turn(client: Any, version: Any) -> Any:
             """Whether a push would be told to wait, without its values."""
 
             def may_send() -> Any:
@@ -465,7 +427,7 @@ class ParameterService:
 
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
             return tf.cond(
-                self._gate.admits(credential) & known,
+                known,
                 lambda: part.lock.execute(may_send),
                 lambda: tf.constant(int(Status.REFUSED)),
             )

@@ -7,26 +7,24 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.strategy.parameter_service.admission import Status
-from keras_het.strategy.parameter_service.gate import Gate
 from keras_het.strategy.parameter_service.part import Part
 
 _PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
 
 
-def export_function(gate: Gate, part: Part) -> Any:
+def export_function(part: Part) -> Any:
     """Answers with sizes of the variables and a piece of one.
 
     Args:
-        gate: who is let in.
         part: the partition.
     """
     sizes = part.state_sizes
 
-    @tf.function(input_signature=[tf.TensorSpec([], tf.string), *_PLACE], autograph=False)
-    def export(credential: Any, place: Any, start: Any) -> Any:
+    @tf.function(input_signature=_PLACE, autograph=False)
+    def export(place: Any, start: Any) -> Any:
         known = (place >= 0) & (place < len(sizes)) & (start >= 0)
         return tf.cond(
-            gate.admits(credential) & known,
+            known,
             lambda: (
                 tf.constant(int(Status.OK)),
                 tf.constant(sizes, tf.int64),
@@ -42,16 +40,14 @@ def export_function(gate: Gate, part: Part) -> Any:
     return export
 
 
-def set_state_function(gate: Gate, part: Part) -> Any:
+def set_state_function(part: Part) -> Any:
     """Takes a piece of a variable, of a partition of the same sizes.
 
     Args:
-        gate: who is let in.
         part: the partition.
     """
     sizes = part.state_sizes
     signature = [
-        tf.TensorSpec([], tf.string),
         tf.TensorSpec([None], tf.int64),
         *_PLACE,
         tf.TensorSpec([], tf.string),
@@ -66,7 +62,7 @@ def set_state_function(gate: Gate, part: Part) -> Any:
         )
 
     @tf.function(input_signature=signature, autograph=False)
-    def set_state(credential: Any, saved_sizes: Any, place: Any, start: Any, piece: Any) -> Any:
+    def set_state(saved_sizes: Any, place: Any, start: Any, piece: Any) -> Any:
         def take() -> Any:
             # two pieces of a variable are under way at a time
             taken = part.lock.execute(lambda: part.set_state_piece(place, start, piece))
@@ -74,7 +70,7 @@ def set_state_function(gate: Gate, part: Part) -> Any:
 
         known = (place >= 0) & (place < len(sizes)) & (start >= 0) & fits(saved_sizes)
         return tf.cond(
-            gate.admits(credential) & known,
+            known,
             take,
             lambda: tf.constant(int(Status.REFUSED)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -49,16 +50,15 @@ class GroupSize:
             server: where it listens.
         """
 
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string), _SPEC])
-        def tell(proof: Any, num_workers: Any) -> Any:
+        @tf.function(input_signature=[_SPEC], autograph=False)
+        def tell(num_workers: Any) -> Any:
             def take() -> Any:
                 self._wanted.assign(num_workers)
                 return tf.constant(int(Status.OK))
 
-            may_tell = self._gate.admits(proof) & (num_workers > 1)
-            return tf.cond(may_tell, take, lambda: tf.constant(int(Status.REFUSED)))
+            return tf.cond(num_workers > 1, take, lambda: tf.constant(int(Status.REFUSED)))
 
-        server.register(_NAME, tell)
+        server.register(_NAME, tell, self._gate)
 
 
 def tell_group_size(addresses: Sequence[str], num_workers: int, proof: bytes) -> None:
@@ -96,9 +96,9 @@ def _wait_for(address: str, proof: bytes) -> None:
     client = FunctionClient(address, proof, 1.0)  # TensorFlow crashes if it goes before its call
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        call = client.call("sum_hello", [], _SPEC)
-        if bool(call.is_ok()) and int(call.get_value()) == Status.OK:
-            return
+        with contextlib.suppress(NoAnswerError):
+            if int(client.ask("sum_hello", [], _SPEC)) == Status.OK:
+                return
         time.sleep(_POLL_SECONDS)
     raise ConnectionError(
         f"The summation machine at {address} does not sum for the new group. Received: no answer "

@@ -15,6 +15,7 @@ from keras_het.strategy.parameter_service.admission import (
 )
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.parameter_service.gate import Gate
+from keras_het.strategy.parameter_service.served_function import hello_function
 from keras_het.strategy.summation.group_size import GroupSize
 from keras_het.strategy.summation.slots import NUM_SLOTS, SlotTable
 
@@ -60,7 +61,6 @@ class SummationService:
         group_size: GroupSize | None = None,
     ) -> None:
         self.address = address
-        self._gate = Gate(credential)
         self._table = SlotTable(num_workers, num_slots)
         self._exchange = tf.function(
             self._table.exchange,
@@ -74,9 +74,10 @@ class SummationService:
             ],
         )
         self._server = FunctionServer(address)
-        self._server.register("sum_hello", self._hello_function())
-        self._server.register("sum_join", self._join_function())
-        self._server.register("sum_exchange", self._exchange_function())
+        gate = Gate(credential)
+        self._server.register("sum_hello", hello_function(), gate)
+        self._server.register("sum_join", self._join_function(), gate)
+        self._server.register("sum_exchange", self._exchange_function(), gate)
         if group_size is not None:
             group_size.register_on(self._server)
 
@@ -108,34 +109,21 @@ class SummationService:
         is_ok, total = self._exchange(run, slot, worker, step, values)
         return _status(is_ok), total
 
-    def _hello_function(self) -> Any:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
-        def hello(credential: Any) -> Any:
-            return _status(self._gate.admits(credential))
-
-        return hello
-
     def _join_function(self) -> Any:
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64)])
-        def join(credential: Any, run: Any) -> Any:
-            may_join = self._gate.admits(credential) & tf.not_equal(run, 0)
+        @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
+        def join(run: Any) -> Any:
+            may_join = tf.not_equal(run, 0)
             joined = tf.cond(may_join, lambda: self._table.join(run), lambda: tf.constant(False))
             return _status(joined)
 
         return join
 
     def _exchange_function(self) -> Any:
-        @tf.function(
-            input_signature=[tf.TensorSpec([], tf.string), *self._exchange.input_signature]
-        )
-        def exchange(
-            credential: Any, run: Any, slot: Any, worker: Any, step: Any, values: Any
-        ) -> Any:
-            is_ok, total = tf.cond(
-                self._gate.admits(credential),
-                lambda: self._exchange(run, slot, worker, step, values),
-                lambda: (tf.constant(False), tf.zeros([0])),
-            )
+        signature = self._exchange.input_signature
+
+        @tf.function(input_signature=signature, autograph=False)
+        def exchange(run: Any, slot: Any, worker: Any, step: Any, values: Any) -> Any:
+            is_ok, total = self._exchange(run, slot, worker, step, values)
             return _status(is_ok), total
 
         return exchange

@@ -84,8 +84,6 @@ class SlotTable:
             Whether the contribution was due, and the sum; empty if it was not.
         """
         with tf.device("CPU:0"):
-            # a message may have another shape than the function was traced for
-            values = tf.ensure_shape(values, [None])
             return self._exchange_in_range(run, slot, worker, step, values)
 
     def _exchange_in_range(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> Any:

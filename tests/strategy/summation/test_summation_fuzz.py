@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from addresses import free_address
+from wrong_tokens import wrong_token
 
 from keras_het import private_api
 from keras_het.strategy.parameter_service import Status, credential
+from keras_het.strategy.parameter_service.gate import token
 from keras_het.strategy.summation.service import SummationService
 
 GOOD = credential(b"a secret of these tests", "summation")
@@ -17,6 +19,10 @@ ROUNDS, BAD_A_ROUND, TIMEOUT = 12, 50, 60.0
 STATUS = tf.TensorSpec([], tf.int32)
 SPECS = {"sum_exchange": (STATUS, tf.TensorSpec(None, tf.float32)), "sum_join": STATUS}
 EXTREMES = [np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 1e-37, -0.0]
+
+
+def good_token(function):
+    return token(GOOD, function, tf.timestamp())
 
 
 class Requests:
@@ -37,7 +43,7 @@ class Requests:
         slot = int(self.random.integers(NUM_SLOTS))
         due = int(latest[slot]) + 1
         arguments = {
-            "credential": GOOD,
+            "token": good_token("sum_exchange"),
             "run": np.int64(RUN),
             "slot": np.int32(slot),
             "worker": np.int32(self.random.integers(NUM_WORKERS)),
@@ -51,14 +57,14 @@ class Requests:
     def bad_joins(self):
         run = np.int64(self.random.integers(-(2**62), 2**62))
         return [
-            (GOOD, np.int64(0)),
-            (self.wrong_credential(), run),
-            (self.wrong_credential(), np.int64(RUN)),
-            (GOOD, np.int32(1)),
-            (GOOD, np.float32(np.nan)),
-            (GOOD, np.array([run])),
-            (GOOD,),
-            (run, GOOD),
+            (good_token("sum_join"), np.int64(0)),
+            (wrong_token(self.random, GOOD, "sum_join"), run),
+            (wrong_token(self.random, GOOD, "sum_join"), np.int64(RUN)),
+            (good_token("sum_join"), np.int32(1)),
+            (good_token("sum_join"), np.float32(np.nan)),
+            (good_token("sum_join"), np.array([run])),
+            (good_token("sum_join"),),
+            (run, good_token("sum_join")),
         ]
 
     def bad_values(self, due):
@@ -66,7 +72,7 @@ class Requests:
         far = self.random.integers(2, 2**61)
         values = self.values(5)
         return {
-            "credential": [self.wrong_credential(), None, np.int64(0)],
+            "token": [wrong_token(self.random, GOOD, "sum_exchange"), None, np.int64(0)],
             "run": [*map(np.int64, (0, -RUN, RUN + 1, 2**63 - 1, -(2**63))), np.int32(RUN), None],
             "slot": [*map(np.int32, (-1, NUM_SLOTS, 2**31 - 1, -(2**31))), np.int64(0), None],
             "worker": [*map(np.int32, (-1, NUM_WORKERS, 2**31 - 1, -(2**31))), np.int64(0), None],
@@ -79,9 +85,6 @@ class Requests:
 
     def one_of(self, choices):
         return choices[self.random.integers(len(choices))]
-
-    def wrong_credential(self):
-        return self.one_of([b"", GOOD[:-1], GOOD + b"\0", bytes(self.random.bytes(32))])
 
 
 @pytest.fixture
@@ -109,7 +112,7 @@ class Client:
 
     def exchange(self, run, slot, worker, step, values):
         numbers = [np.int64(run), np.int32(slot), np.int32(worker), np.int64(step)]
-        return self.call("sum_exchange", [GOOD, *numbers, values])
+        return self.call("sum_exchange", [good_token("sum_exchange"), *numbers, values])
 
 
 def snapshot(service, has_sums):
@@ -145,7 +148,7 @@ def sum_all(client, pool, run, steps, random):
 def test_bad_requests_change_nothing(service, seed):
     client, requests = Client(service), Requests(seed)
     steps, accepted = [0] * NUM_SLOTS, []
-    assert client.call("sum_join", [GOOD, np.int64(RUN)])[0] == Status.OK
+    assert client.call("sum_join", [good_token("sum_join"), np.int64(RUN)])[0] == Status.OK
     with ThreadPoolExecutor(NUM_WORKERS) as pool:
         for number in range(ROUNDS):
             before = snapshot(service, has_sums=number > 1)  # of odd and even steps
@@ -158,5 +161,5 @@ def test_bad_requests_change_nothing(service, seed):
             assert snapshot(service, has_sums=number > 1) == before
             sum_all(client, pool, RUN, steps, requests)
         # the next run finds nothing of this one
-        assert client.call("sum_join", [GOOD, np.int64(RUN + 1)])[0] == Status.OK
+        assert client.call("sum_join", [good_token("sum_join"), np.int64(RUN + 1)])[0] == Status.OK
         sum_all(client, pool, RUN + 1, [0] * NUM_SLOTS, requests)
