@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het import private_api
 from keras_het.loader import rows
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.pipeline_form import PipelineForm
@@ -73,8 +74,11 @@ def build_local_pipeline(
     parallel = {"num_parallel_calls": 2, "deterministic": True} if works else {}
     # what waits for orders must be a sequential map, and what reads from it must not hold a lock
     # meanwhile: a parallel map does not, a parallel interleave would block finished steps
-    local_batches = batches.map(cut).map(finish, **parallel).prefetch(max(lookahead, 1))
-    return local_batches.with_options(_in_order(form.options))
+    own_rows = batches.map(cut)
+    finished = own_rows.map(finish, **parallel)
+    for mapped in (own_rows, finished):
+        private_api.free_graph_with(mapped)
+    return finished.prefetch(max(lookahead, 1)).with_options(_in_order(form.options))
 
 
 def _cut_function(

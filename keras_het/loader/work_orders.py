@@ -83,7 +83,7 @@ class WorkOrders:
         sizes = tf.cond(
             tf.equal(rows, header[0]),
             lambda: shares,
-            lambda: tf.numpy_function(_sizes, [rows, weights], tf.int64),
+            lambda: _sizes_in_graph(rows, weights),
         )
         return tf.ensure_shape(sizes, [self._num_replicas]), tf.equal(header[1], 1)
 
@@ -103,3 +103,12 @@ def _sizes(rows: Any, weights: Any) -> Any:
     if not weights.any():
         return np.zeros(len(weights), np.int64)
     return np.asarray(apportion(int(rows), weights.tolist()), np.int64)
+
+
+# Traced once: TensorFlow keeps the Python function of each trace until the process ends.
+@tf.function(
+    input_signature=[tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.float64)],
+    autograph=False,
+)
+def _sizes_in_graph(rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    return tf.numpy_function(_sizes, [rows, weights], tf.int64)
