@@ -47,11 +47,16 @@ from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.experimental.rpc import rpc_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.framework import func_graph, random_seed
+from tensorflow.python.framework import composite_tensor, func_graph, random_seed
 from tensorflow.python.framework import type_spec as type_spec_lib
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
+from tensorflow.python.types import distribute as distribute_types
 
+CompositeTensor = composite_tensor.CompositeTensor
 ConcreteFunction = concrete_function.ConcreteFunction
+# What AutoGraph turns a loop over into one of the graph; Keras asks for its subclass
+# tf.distribute.DistributedIterator, and steps through anything else in Python.
+IteratorInterface = distribute_types.Iterator
 Mirrored = distribute_values.Mirrored
 PerReplica = distribute_values.PerReplica
 StrategyExtended = distribute_lib.StrategyExtendedV2
@@ -68,10 +73,12 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "CollectiveKeys",
     "CommunicationOptions",
+    "CompositeTensor",
     "ConcreteFunction",
     "CondBranchFuncGraph",
     "EpochLoop",
     "FuncGraph",
+    "IteratorInterface",
     "KerasTensorFlowVariable",
     "Mirrored",
     "PerReplica",

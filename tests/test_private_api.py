@@ -14,6 +14,8 @@ import pytest
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.loader.in_graph import GraphDataset, GraphIterator
+from keras_het.loader.step_iterator import StepIterator
 from keras_het.strategy import keras_hooks
 
 PACKAGE = Path(private_api.__file__).parent
@@ -155,6 +157,19 @@ def test_signature(owner, name, parameters):
 def test_every_exported_symbol_exists():
     missing = [name for name in private_api.__all__ if not hasattr(private_api, name)]
     assert not missing
+
+
+def test_distributed_input_is_iterated_as_keras_and_autograph_expect():
+    """Keras passes its subclass into a graph, and AutoGraph makes a loop of the interface."""
+    assert issubclass(tf.distribute.DistributedIterator, private_api.IteratorInterface)
+    assert issubclass(StepIterator, private_api.IteratorInterface)
+    assert not issubclass(StepIterator, tf.distribute.DistributedIterator)
+    source = inspect.getsource(private_api.keras_tf_trainer)
+    assert "tf.distribute.DistributedIterator" in source
+    for kind in (GraphIterator, GraphDataset):
+        assert issubclass(kind, private_api.CompositeTensor)  # so that a graph finds its tensors
+    assert issubclass(GraphIterator, tf.distribute.DistributedIterator)
+    assert issubclass(GraphDataset, tf.distribute.DistributedDataset)
 
 
 def test_every_hook_has_a_place_and_is_listed_above():

@@ -6,12 +6,14 @@ import abc
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.in_graph import GraphDataset, InputSpec, number_of
 from keras_het.loader.pass_counter import PassCounter
 from keras_het.loader.run import Run
 from keras_het.loader.step_iterator import StepIterator, Wrap
@@ -32,7 +34,8 @@ class DistributedSteps(adapter.DistributedDataset):
         element_spec: specs of the batch of one replica.
         cardinality: steps in an epoch, or one of tf.data's two negative constants.
         wrap: makes what the training step gets from the local batches and all sizes. If it has a
-            method `bound_to`, what that returns for this data set is used.
+            method `bound_to`, what that returns for this data set is used; `element_spec` of it
+            makes the type of that of the type of a batch.
         can_rewind: whether an epoch may be handed over after a look.
         draws_once: whether the source can be drawn from once only: a new pass would go without
             what this one has read ahead.
@@ -53,9 +56,10 @@ class DistributedSteps(adapter.DistributedDataset):
         draws_once: bool = False,
     ) -> None:
         self.samples_delivered = 0
-        self._spec = element_spec
         self._steps = np.int64(cardinality)
         self._wrap: Wrap = wrap.bound_to(self) if hasattr(wrap, "bound_to") else wrap
+        to_element = getattr(self._wrap, "element_spec", lambda spec: spec)
+        self._element_spec = to_element(element_spec)
         self._can_rewind = can_rewind
         self._draws_once = draws_once
         self._passes = passes or PassCounter()
@@ -67,8 +71,32 @@ class DistributedSteps(adapter.DistributedDataset):
 
     @property
     def element_spec(self) -> Any:
-        """Specs of the batch of one replica; the number of rows is None."""
-        return self._spec
+        """The type of the elements; the number of rows is None."""
+        return self._element_spec
+
+    @property
+    def _type_spec(self) -> InputSpec:
+        return InputSpec(self._element_spec, is_iterator=False)
+
+    def __tf_tracing_type__(self, context: Any) -> InputSpec:
+        del context
+        return self._type_spec
+
+    def reduce(self, initial_state: Any, reduce_fn: Callable[[Any, Any], Any]) -> Any:
+        """Folds a function over all elements; AutoGraph makes it of `for batch in data_set`.
+
+        Args:
+            initial_state: any structure of tensors.
+            reduce_fn: makes the next state of a state and an element.
+        """
+        if not tf.executing_eagerly():
+            return self._in_graph().reduce(initial_state, reduce_fn)
+        for element in self:
+            initial_state = reduce_fn(initial_state, element)
+        return initial_state
+
+    def _in_graph(self) -> GraphDataset:
+        return GraphDataset(tf.constant(number_of(self), tf.int64), self._element_spec)
 
     @property
     def takes_keras_arrays(self) -> bool:
@@ -123,7 +151,9 @@ class DistributedSteps(adapter.DistributedDataset):
             return self._passes.before(None), 0
         return self._passes.before(run.number), run.first_step + run.delivered
 
-    def __iter__(self) -> StepIterator:
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly():
+            return iter(self._in_graph())
         number = self._passes.reserve()
         return StepIterator(functools.partial(self._open, number), self._drop, self._wrap, self)
 

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_het import private_api
+from keras_het.loader.in_graph import GraphIterator, InputSpec, number_of
 from keras_het.loader.run import Run
 
 Wrap = Callable[[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"], Any]
 """Makes what the training step gets from the local batches and all sizes."""
 
 
-class StepIterator:
-    """Iterates over one epoch in Python, one element for each step.
+class StepIterator(private_api.IteratorInterface):
+    """Iterates over one epoch in Python, one element for each step; in a graph too.
 
     Keras runs `for step, data in zip(range(steps_per_execution), iterator)` for an iterator that is
     not one of TensorFlow's: it calls `iter()` on it at the start of each execution. An execution
@@ -74,16 +76,53 @@ class StepIterator:
         """
         return self._run.fingerprint if self._run else None
 
-    def __iter__(self) -> StepIterator:
+    @property
+    def element_spec(self) -> Any:
+        """The type of the elements, such as the `input_signature` of a `tf.function` needs."""
+        return self.source.element_spec
+
+    @property
+    def _type_spec(self) -> InputSpec:
+        return InputSpec(self.element_spec, is_iterator=True)
+
+    def __tf_tracing_type__(self, context: Any) -> InputSpec:
+        del context
+        return self._type_spec
+
+    def get_next(self) -> Any:
+        """The next element, as `next` gives it.
+
+        Raises:
+            tf.errors.OutOfRangeError: at the end; in a graph, when that runs.
+        """
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next()
+        try:
+            return next(self)
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
+
+    def get_next_as_optional(self) -> Any:
+        """The next element as a `tf.experimental.Optional`, empty at the end."""
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next_as_optional()
+        try:
+            return tf.experimental.Optional.from_value(self.get_next())
+        except tf.errors.OutOfRangeError:
+            return tf.experimental.Optional.empty(self.element_spec)
+
+    def _in_graph(self) -> GraphIterator:
+        return GraphIterator(tf.constant(number_of(self), tf.int64), self.element_spec)
+
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly():
+            return self._in_graph()
         self._first_of_execution = True
         return self
 
     def __next__(self) -> Any:
         if not tf.executing_eagerly():
-            raise RuntimeError(
-                "Distributed input can be iterated in Python only. Received: a step inside a "
-                "tf.function. Iterate outside and pass each element to the function."
-            )
+            return self.get_next()
         start = time.perf_counter()
         if self._run is None:
             self._run = self._open_run()

@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.keras_arrays import with_repeatable_order
+from keras_het.planning import ReplicaLayout
 from keras_het.strategy import agreement
-from keras_het.strategy.uneven_per_replica import wrap_shares
+from keras_het.strategy.uneven_per_replica import wrap_shares, wrapped_spec
 
 
 class DataPath:
@@ -115,9 +116,15 @@ class DataPath:
             agreement.check_same_order(strategy.extended, dataset.fingerprint or 0)
 
     @property
+    def layout(self) -> ReplicaLayout:
+        """The strategy's."""
+        layout: ReplicaLayout = self._get_strategy().layout
+        return layout
+
+    @property
     def own_replicas(self) -> slice:
         """This worker's places among the shares of all replicas."""
-        local = self._get_strategy().layout.local_replicas
+        local = self.layout.local_replicas
         return slice(local.start, local.stop)
 
     def _get_strategy(self) -> Any:
@@ -142,6 +149,15 @@ class _Wrapper:
     def bound_to(self, dataset: Any) -> _Wrapper:
         """The wrapper of a data set, which holds this one."""
         return _Wrapper(self._data_path, dataset)
+
+    def element_spec(self, spec: Any) -> Any:
+        """The type of what this makes.
+
+        Args:
+            spec: types of the batch of one replica.
+        """
+        layout = self._data_path.layout
+        return wrapped_spec(spec, len(layout.local_replicas), layout.num_replicas)
 
     def __call__(self, local_batches: list[Any], sizes: np.ndarray) -> Any:
         self._data_path.latest_shares = tuple(sizes.tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout, apportion
 from keras_het.strategy import agreement, cluster
+from keras_het.strategy.average_loss import check_caller, install_average_loss
 from keras_het.strategy.chief_only import install_chief_only
 from keras_het.strategy.cluster_config import ClusterConfig
 from keras_het.strategy.compute_times import ComputeTimes
@@ -150,6 +152,15 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             atexit.register(leave_together, weakref.ref(self))
         if self.is_async_worker:
             install_chief_only()
+        install_average_loss()
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas of all workers of the sync group."""
+        count: int = super().num_replicas_in_sync
+        if count > 1:
+            check_caller(sys._getframe(1).f_code.co_name)
+        return count
 
     def __repr__(self) -> str:
         names = (name.rpartition("/device:")[2] for name in self.extended.worker_devices)

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.loader import tf_data_adapter as adapter
 
 
 class UnevenPerReplica(private_api.PerReplica):
@@ -129,6 +130,22 @@ def _wrap_leaf(values: Sequence[Any], sizes: Any) -> Any:
     # an Optional, which Keras makes of a generator's None.
     is_absent = values[0] is None or isinstance(values[0], tf.experimental.Optional)
     return None if is_absent else UnevenPerReplica(values, sizes)
+
+
+def wrapped_spec(spec: Any, num_local: int, num_replicas: int) -> Any:
+    """The type of what `wrap_shares` builds.
+
+    Args:
+        spec: types of the batch of one replica, in any nested structure.
+        num_local: number of local replicas.
+        num_replicas: number of all replicas.
+    """
+
+    def of_leaf(leaf: Any) -> UnevenPerReplicaSpec | None:
+        is_absent = leaf is None or isinstance(leaf, tf.OptionalSpec) or adapter.is_none(leaf)
+        return None if is_absent else UnevenPerReplicaSpec((leaf,) * num_local, num_replicas)
+
+    return tf.nest.map_structure(of_leaf, spec)
 
 
 def find_sizes(structure: Any) -> Any:

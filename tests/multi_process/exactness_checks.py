@@ -236,6 +236,61 @@ def custom_training_loop(run: Recording) -> None:
 
 
 @check
+def loops_in_functions(run: Recording) -> None:
+    """The ways of TensorFlow's guides to iterate, one after the other, on one model."""
+    run.set_shares([4, 0, 1])
+    strategy = run.strategy or tf.distribute.get_strategy()
+
+    def make_model() -> Any:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    model = run.build(make_model)
+
+    def replica_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            errors = tf.reduce_sum(tf.square(model(x, training=True) - y), axis=1)
+            loss = tf.nn.compute_average_loss(errors)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    def step(batch: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(replica_step, args=batch), axis=None)
+
+    @tf.function
+    def epoch(dataset: Any) -> Any:
+        total = 0.0
+        for batch in dataset:
+            total += step(batch)
+        return total
+
+    @tf.function
+    def step_of(iterator: Any) -> Any:
+        return step(next(iterator))
+
+    @tf.function
+    def rest(iterator: Any) -> Any:
+        total = 0.0
+        for _ in tf.range(100):
+            optional = iterator.get_next_as_optional()
+            if not optional.has_value():
+                break
+            total += step(optional.get_value())
+        return total
+
+    dataset = strategy.experimental_distribute_dataset(batches())
+    run.keep("epochs", [epoch(dataset), epoch(dataset)])
+    iterator = iter(dataset)
+    run.keep("steps", [step_of(iterator), rest(iterator)])
+    by_signature = tf.function(step, input_signature=[dataset.element_spec])
+    run.keep("by_signature", [by_signature(batch) for batch in dataset])
+    run.keep_model(model)
+
+
+@check
 def collectives_in_replica_context(run: Recording) -> None:
     if run.strategy is None:
         return

@@ -1,0 +1,201 @@
+"""Distributed input inside of a `tf.function`: each step is fetched from Python by the graph."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+
+_END = "End of the data."
+_numbers = itertools.count(1)
+_inputs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def number_of(source: Any) -> int:
+    """The number by which a graph finds a data set or an iterator as long as that exists.
+
+    Args:
+        source: the data set or iterator; it gets an attribute `graph_number`.
+    """
+    number: int | None = getattr(source, "graph_number", None)
+    if number is None:
+        number = source.graph_number = next(_numbers)
+        _inputs[number] = source
+    return number
+
+
+class InputSpec(tf.TypeSpec):
+    """The type of a distributed data set or iterator: a function is traced once for all of a type.
+
+    Args:
+        element_spec: the type of its elements.
+        is_iterator: whether it is an iterator.
+    """
+
+    __slots__ = ["_element_spec", "_is_iterator"]
+
+    def __init__(self, element_spec: Any, is_iterator: bool) -> None:
+        self._element_spec, self._is_iterator = element_spec, is_iterator
+
+    @property
+    def value_type(self) -> Any:
+        """The type in a graph."""
+        return GraphIterator if self._is_iterator else GraphDataset
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return (self._element_spec, self._is_iterator)
+
+    @property
+    def _component_specs(self) -> Any:
+        return tf.TensorSpec([], tf.int64)
+
+    def _to_components(self, value: Any) -> Any:
+        if isinstance(value, (GraphDataset, GraphIterator)):
+            return value.number
+        return tf.constant(number_of(value), tf.int64)
+
+    def _from_components(self, components: Any) -> Any:
+        return self.value_type(components, self._element_spec)
+
+
+class GraphIterator(tf.distribute.DistributedIterator, private_api.CompositeTensor):
+    """An iterator in a graph.
+
+    Args:
+        number: its number, int64 scalar.
+        element_spec: the type of its elements.
+    """
+
+    def __init__(self, number: Any, element_spec: Any) -> None:
+        self.number, self._element_spec = number, element_spec
+
+    @property
+    def element_spec(self) -> Any:
+        """The type of its elements."""
+        return self._element_spec
+
+    @property
+    def _type_spec(self) -> InputSpec:
+        return InputSpec(self._element_spec, is_iterator=True)
+
+    def __tf_tracing_type__(self, context: Any) -> InputSpec:
+        del context
+        return self._type_spec
+
+    def __iter__(self) -> GraphIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self.get_next()
+
+    def get_next(self) -> Any:
+        """The next element; `OutOfRangeError` at the end, when the graph runs."""
+        return self._fetch(may_end=False)[1]
+
+    def get_next_as_optional(self) -> Any:
+        """The next element as a `tf.experimental.Optional`, empty at the end."""
+        has_value, element = self._fetch(may_end=True)
+        return tf.cond(
+            has_value,
+            lambda: tf.experimental.Optional.from_value(element),
+            lambda: tf.experimental.Optional.empty(self._element_spec),
+        )
+
+    def _fetch(self, may_end: bool) -> tuple[Any, Any]:
+        specs = tf.nest.flatten(self._element_spec, expand_composites=True)
+        present = [spec for spec in specs if spec is not None]
+
+        def fetch(number: Any) -> list[Any]:
+            try:
+                element = next(_find(number))
+            except (StopIteration, tf.errors.OutOfRangeError) as error:
+                if not may_end:
+                    raise StopIteration(_END) from error  # OutOfRangeError in the graph
+                empty = [tf.zeros([n or 0 for n in s.shape], s.dtype) for s in present]
+                return [tf.constant(False), *empty]
+            leaves = tf.nest.flatten(element, expand_composites=True)
+            return [tf.constant(True), *(leaf for leaf in leaves if leaf is not None)]
+
+        dtypes = [tf.bool, *(spec.dtype for spec in present)]
+        with tf.device("CPU:0"):
+            has_value, *fetched = tf.py_function(fetch, [self.number], dtypes)
+        has_value.set_shape([])
+        for tensor, spec in zip(fetched, present, strict=True):
+            tensor.set_shape(spec.shape)
+        tensors = iter(fetched)
+        leaves = [None if spec is None else next(tensors) for spec in specs]
+        element = tf.nest.pack_sequence_as(self._element_spec, leaves, expand_composites=True)
+        return has_value, element
+
+
+class GraphDataset(tf.distribute.DistributedDataset, private_api.CompositeTensor):
+    """A distributed data set in a graph.
+
+    Args:
+        number: its number, int64 scalar.
+        element_spec: the type of its elements.
+    """
+
+    def __init__(self, number: Any, element_spec: Any) -> None:
+        self.number, self._element_spec = number, element_spec
+
+    @property
+    def element_spec(self) -> Any:
+        """The type of its elements."""
+        return self._element_spec
+
+    @property
+    def _type_spec(self) -> InputSpec:
+        return InputSpec(self._element_spec, is_iterator=False)
+
+    def __tf_tracing_type__(self, context: Any) -> InputSpec:
+        del context
+        return self._type_spec
+
+    def __iter__(self) -> GraphIterator:
+        held: list[Any] = []  # one for each place in a graph, until it opens the next
+
+        def open_pass(number: Any) -> Any:
+            held[:] = [iter(_find(number))]
+            return tf.constant(number_of(held[0]), tf.int64)
+
+        with tf.device("CPU:0"):
+            number = tf.py_function(open_pass, [self.number], tf.int64)
+        number.set_shape([])
+        return GraphIterator(number, self._element_spec)
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Folds a function over all elements; AutoGraph makes it of `for batch in data_set`.
+
+        Args:
+            initial_state: any structure of tensors.
+            reduce_func: makes the next state of a state and an element.
+        """
+        iterator = iter(self)
+
+        def body(state: Any, optional: Any) -> tuple[Any, Any]:
+            state = reduce_func(state, optional.get_value())
+            return state, iterator.get_next_as_optional()
+
+        state, _ = tf.while_loop(
+            lambda state, optional: optional.has_value(),
+            body,
+            (initial_state, iterator.get_next_as_optional()),
+            parallel_iterations=1,
+        )
+        return state
+
+
+def _find(number: Any) -> Any:
+    source = _inputs.get(int(number))
+    if source is None:
+        raise RuntimeError(
+            "The data set or iterator that this function was given no longer exists. Keep a "
+            "reference to it while the function runs."
+        )
+    return source

@@ -1,0 +1,363 @@
+"""Every way of `tf.distribute` to iterate a distributed data set, with unequal shares.
+
+Each walks over the same seven samples in global batches of three and sums what the replicas get, so
+that a sample that is lost, repeated or out of order shows.
+"""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import DEVICES, three_replicas
+
+from keras_het.loader import in_graph
+
+SAMPLES = np.arange(7, dtype=np.int64)
+BATCH = 3
+SUMS = [0 + 1 + 2, 3 + 4 + 5, 6]
+
+
+@pytest.fixture
+def strategy(cpu_devices):
+    strategy = three_replicas()
+    strategy.set_shares((3, 0, 1))
+    return strategy
+
+
+def distribute(strategy, samples=SAMPLES, batch=BATCH):
+    return strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices(samples).batch(batch)
+    )
+
+
+def summed(strategy, batch):
+    return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+
+
+def for_in_function(strategy, dataset):
+    @tf.function
+    def loop(dataset):
+        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
+        for batch in dataset:
+            sums = sums.write(sums.size(), summed(strategy, batch))
+        return sums.stack()
+
+    return loop(dataset).numpy().tolist()
+
+
+def for_over_a_captured_dataset(strategy, dataset):
+    total = tf.Variable(tf.zeros([0], tf.int64), shape=[None])
+
+    @tf.function
+    def loop():
+        for batch in dataset:
+            total.assign(tf.concat([total, [summed(strategy, batch)]], axis=0))
+
+    loop()
+    return total.numpy().tolist()
+
+
+def for_over_an_iterator(strategy, dataset):
+    @tf.function
+    def loop(iterator):
+        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
+        for batch in iterator:
+            sums = sums.write(sums.size(), summed(strategy, batch))
+        return sums.stack()
+
+    return loop(iter(dataset)).numpy().tolist()
+
+
+def for_over_a_captured_iterator(strategy, dataset):
+    iterator = iter(dataset)
+
+    @tf.function
+    def loop():
+        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
+        for batch in iterator:
+            sums = sums.write(sums.size(), summed(strategy, batch))
+        return sums.stack()
+
+    return loop().numpy().tolist()
+
+
+def break_in_a_loop_over_an_iterator(strategy, dataset):
+    @tf.function
+    def loop(iterator, last):
+        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
+        for batch in iterator:
+            sums = sums.write(sums.size(), summed(strategy, batch))
+            if sums.size() >= last:
+                break
+        return sums.stack()
+
+    iterator = iter(dataset)
+    return [*loop(iterator, tf.constant(2)).numpy(), int(summed(strategy, next(iterator)))]
+
+
+def steps_of_a_range(strategy, dataset):
+    @tf.function
+    def loop(iterator):
+        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
+        for step in tf.range(3):
+            sums = sums.write(step, summed(strategy, next(iterator)))
+        return sums.stack()
+
+    return loop(iter(dataset)).numpy().tolist()
+
+
+def next_in_function(strategy, dataset):
+    @tf.function
+    def step(iterator):
+        return summed(strategy, next(iterator))
+
+    iterator = iter(dataset)
+    return [int(step(iterator)) for _ in SUMS]
+
+
+def get_next_in_function(strategy, dataset):
+    @tf.function
+    def step(iterator):
+        return summed(strategy, iterator.get_next())
+
+    iterator = iter(dataset)
+    return [int(step(iterator)) for _ in SUMS]
+
+
+def get_next_eagerly(strategy, dataset):
+    iterator, sums = iter(dataset), []
+    with pytest.raises(tf.errors.OutOfRangeError):
+        while True:
+            sums.append(int(summed(strategy, iterator.get_next())))
+    return sums
+
+
+def optional_eagerly(strategy, dataset):
+    iterator, sums = iter(dataset), []
+    optional = iterator.get_next_as_optional()
+    while optional.has_value():
+        sums.append(int(summed(strategy, optional.get_value())))
+        optional = iterator.get_next_as_optional()
+    return sums
+
+
+def optional_in_function(strategy, dataset):
+    @tf.function
+    def loop(iterator):
+        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
+        for _ in tf.range(10):
+            optional = iterator.get_next_as_optional()
+            if not optional.has_value():
+                break
+            sums = sums.write(sums.size(), summed(strategy, optional.get_value()))
+        return sums.stack()
+
+    return loop(iter(dataset)).numpy().tolist()
+
+
+def iter_in_function(strategy, dataset):
+    @tf.function
+    def loop(dataset):
+        iterator = iter(dataset)
+        return [summed(strategy, next(iterator)) for _ in SUMS]
+
+    return [int(value) for value in loop(dataset)]
+
+
+def input_signature(strategy, dataset):
+    @tf.function(input_signature=[dataset.element_spec])
+    def step(batch):
+        return summed(strategy, batch)
+
+    iterator = iter(dataset)
+    assert iterator.element_spec == dataset.element_spec
+    return [int(step(batch)) for batch in iterator]
+
+
+def signature_of_an_iterator(strategy, dataset):
+    iterator = iter(dataset)
+
+    @tf.function(input_signature=[iterator._type_spec])
+    def step(iterator):
+        return summed(strategy, next(iterator))
+
+    return [int(step(iterator)) for _ in SUMS]
+
+
+def in_python(strategy, dataset):
+    return [int(summed(strategy, batch)) for batch in dataset]
+
+
+WAYS = (
+    for_in_function, for_over_a_captured_dataset, for_over_an_iterator,
+    for_over_a_captured_iterator, break_in_a_loop_over_an_iterator, steps_of_a_range,
+    next_in_function, get_next_in_function, get_next_eagerly, optional_eagerly,
+    optional_in_function, iter_in_function, input_signature, signature_of_an_iterator, in_python,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_sample_once_in_order(strategy, way):
+    dataset = distribute(strategy)
+    assert way(strategy, dataset) == SUMS
+    assert way(strategy, dataset) == SUMS  # the next pass
+
+
+def test_the_end_inside_a_function_is_an_error_or_an_empty_optional(strategy):
+    @tf.function
+    def step(iterator):
+        return summed(strategy, next(iterator))
+
+    iterator = iter(distribute(strategy))
+    with pytest.raises(tf.errors.OutOfRangeError):
+        for _ in range(4):
+            step(iterator)
+    assert not iterator.get_next_as_optional().has_value()
+    with pytest.raises(tf.errors.OutOfRangeError):
+        step(iterator)
+
+
+def test_functions_are_traced_once_whatever_is_iterated(strategy):
+    traces = []
+
+    @tf.function
+    def epoch(dataset):
+        traces.append("epoch")
+        total = tf.constant(0, tf.int64)
+        for batch in dataset:
+            total += summed(strategy, batch)
+        return total
+
+    @tf.function
+    def step(iterator):
+        traces.append("step")
+        return summed(strategy, next(iterator))
+
+    for shares in ((3, 0, 1), (1, 1, 1), (0, 1, 0)):
+        strategy.set_shares(shares)
+        for size in (7, 5):
+            dataset = distribute(strategy, SAMPLES[:size])
+            assert int(epoch(dataset)) == SAMPLES[:size].sum()
+            assert int(step(iter(dataset))) == SAMPLES[:3].sum()
+    assert traces == ["epoch", "step"]
+
+
+def structured():
+    ragged = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7], [8, 9], [10]], tf.int64)
+    return tf.data.Dataset.zip(
+        {
+            "dense": tf.data.Dataset.from_tensor_slices(np.ones((7, 2, 3), "float32")),
+            "ragged": tf.data.Dataset.from_tensor_slices(ragged),
+            "sparse": tf.data.Dataset.from_tensor_slices(tf.sparse.eye(7, 4)),
+            "text": tf.data.Dataset.from_tensor_slices([f"{n}" for n in range(7)]),
+            "flag": tf.data.Dataset.from_tensor_slices([True, False] * 3 + [True]),
+        }
+    )
+
+
+def test_elements_of_every_type(strategy):
+    """Ragged and sparse tensors, texts and flags, in dictionaries and tuples."""
+    dataset = strategy.experimental_distribute_dataset(
+        structured().batch(BATCH).map(lambda batch: (batch, batch["dense"]))
+    )
+
+    def of_a_replica(batch, dense):
+        return (
+            tf.reduce_sum(dense + batch["dense"]),
+            tf.reduce_sum(batch["ragged"]),
+            tf.reduce_sum(batch["sparse"].values),
+            tf.strings.length(tf.strings.reduce_join(batch["text"])),
+            tf.reduce_sum(tf.cast(batch["flag"], tf.int32)),
+        )
+
+    @tf.function
+    def loop(dataset):
+        totals = (0.0, tf.constant(0, tf.int64), 0.0, 0, 0)
+        for batch in dataset:
+            found = strategy.run(of_a_replica, args=batch)
+            found = [strategy.reduce("SUM", each, axis=None) for each in found]
+            totals = tuple(total + each for total, each in zip(totals, found))  # noqa: B905
+        return totals
+
+    assert [float(total) for total in loop(dataset)] == [84.0, 55.0, 4.0, 7.0, 4.0]
+
+
+def test_sizes_that_change_with_each_batch(strategy):
+    """Functions of the number of rows, which differs between replicas and steps."""
+    dataset = distribute(strategy, np.arange(10, dtype=np.int64), 4)
+
+    @tf.function
+    def loop(iterator):
+        found = tf.TensorArray(tf.int32, 0, dynamic_size=True)
+        for batch in iterator:
+            rows = strategy.run(
+                lambda part: tf.size(tf.reshape(part, [-1, 1]))[None], args=(batch,)
+            )
+            found = found.write(found.size(), strategy.gather(rows, axis=0))
+        return found.concat()
+
+    rows = loop(iter(dataset)).numpy().reshape(3, 3)
+    assert rows.sum(axis=1).tolist() == [4, 4, 2]
+    assert (rows[:, 1] == 0).all() and (rows[:, 0] >= rows[:, 2]).all()
+
+
+def test_nothing_keeps_an_input_that_nobody_has(strategy):
+    dataset = distribute(strategy)
+    iterator = iter(dataset)
+
+    @tf.function(autograph=False)  # AutoGraph keeps frames that it has seen
+    def step(iterator):
+        return summed(strategy, next(iterator))
+
+    step(iterator)
+    numbers = {in_graph.number_of(dataset), in_graph.number_of(iterator)}
+    known = weakref.ref(iterator)
+    del dataset, iterator
+    gc.collect()
+    assert known() is None and not numbers & set(in_graph._inputs)
+
+
+def average_losses(strategy, samples, **options):
+    losses = []
+
+    def step(batch):
+        return tf.nn.compute_average_loss(tf.square(batch), **options)
+
+    @tf.function
+    def run(batch):
+        return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+
+    for batch in distribute(strategy, samples):
+        losses.append(float(run(batch)))
+    return losses
+
+
+@pytest.mark.parametrize("shares", [(3, 0, 1), (1, 1, 1), (0, 1, 0), (5, 2, 1)])
+def test_average_loss_divides_by_the_samples_of_all_replicas(strategy, shares):
+    strategy.set_shares(shares)
+    samples = np.arange(7, dtype=np.float64)
+    expected = [np.mean(np.square(samples[at : at + BATCH])) for at in (0, 3, 6)]
+    np.testing.assert_allclose(average_losses(strategy, samples), expected, rtol=1e-12)
+    given = average_losses(strategy, samples, global_batch_size=BATCH)
+    np.testing.assert_allclose(given, [*expected[:2], 12.0], rtol=1e-12)
+
+
+def test_average_loss_of_other_strategies_is_tensorflows(strategy):
+    stock = tf.distribute.MirroredStrategy(
+        DEVICES, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    values = stock.run(lambda: tf.nn.compute_average_loss(tf.constant([1.0, 2.0])))
+    assert float(stock.experimental_local_results(values)[0]) == 0.5
+    assert float(tf.nn.compute_average_loss(tf.constant([1.0, 2.0]))) == 1.5
+    with strategy.scope(), pytest.raises(RuntimeError, match="cross replica context"):
+        tf.nn.compute_average_loss(tf.constant([1.0, 2.0]))
+
+
+def test_tensorflows_own_function_imported_by_name_is_an_error(strategy):
+    by_name = tf.nn.compute_average_loss.__wrapped__
+    with pytest.raises(ValueError, match="imported by name"):
+        strategy.run(lambda: by_name(tf.constant([1.0, 2.0])))
+    values = strategy.run(lambda: by_name(tf.constant([1.0, 2.0]), global_batch_size=6))
+    assert float(strategy.experimental_local_results(values)[0]) == 0.5
