@@ -198,6 +198,7 @@ WAYS = (
 )  # fmt: skip
 
 
+@pytest.mark.quick("for_in_function", "next_in_function", "for_over_an_iterator")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_sample_once_in_order(strategy, way):
     dataset = distribute(strategy)
@@ -219,6 +220,38 @@ def test_the_end_inside_a_function_is_an_error_or_an_empty_optional(strategy):
         step(iterator)
 
 
+@pytest.mark.full
+def test_two_loops_with_state_over_one_data_set(strategy):
+    """A loop that changes values, means over rows, and one that changes a variable only."""
+    with strategy.scope():
+        counted = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+
+    @tf.function
+    def loops(dataset):
+        product = tf.constant(1.0, tf.float64)
+        for batch in dataset:
+            product *= tf.cast(strategy.reduce("MEAN", batch, axis=0), tf.float64)
+        for batch in dataset:
+            strategy.run(lambda part: counted.assign_add(1 + 0 * tf.size(part)), args=(batch,))
+        return product
+
+    assert float(loops(distribute(strategy))) == 1.0 * 4.0 * 6.0
+    assert int(counted.numpy()) == 3
+
+
+@pytest.mark.full
+def test_an_iterator_goes_on_within_a_loop_over_another_data_set(strategy):
+    @tf.function
+    def loop(iterator):
+        total = summed(strategy, next(iterator))
+        for factor in tf.data.Dataset.range(10, 12):
+            total += factor * summed(strategy, next(iterator))
+        return total
+
+    assert int(loop(iter(distribute(strategy)))) == SUMS[0] + 10 * SUMS[1] + 11 * SUMS[2]
+
+
+@pytest.mark.full
 def test_functions_are_traced_once_whatever_is_iterated(strategy):
     traces = []
 
@@ -257,6 +290,7 @@ def structured():
     )
 
 
+@pytest.mark.full
 def test_elements_of_every_type(strategy):
     """Ragged and sparse tensors, texts and flags, in dictionaries and tuples."""
     dataset = strategy.experimental_distribute_dataset(
@@ -284,6 +318,7 @@ def test_elements_of_every_type(strategy):
     assert [float(total) for total in loop(dataset)] == [84.0, 55.0, 4.0, 7.0, 4.0]
 
 
+@pytest.mark.full
 def test_sizes_that_change_with_each_batch(strategy):
     """Functions of the number of rows, which differs between replicas and steps."""
     dataset = distribute(strategy, np.arange(10, dtype=np.int64), 4)
@@ -334,7 +369,12 @@ def average_losses(strategy, samples, **options):
     return losses
 
 
-@pytest.mark.parametrize("shares", [(3, 0, 1), (1, 1, 1), (0, 1, 0), (5, 2, 1)])
+@pytest.mark.quick("3_0_1")
+@pytest.mark.parametrize(
+    "shares",
+    [(3, 0, 1), (1, 1, 1), (0, 1, 0), (5, 2, 1)],
+    ids=lambda shares: "_".join(map(str, shares)),
+)
 def test_average_loss_divides_by_the_samples_of_all_replicas(strategy, shares):
     strategy.set_shares(shares)
     samples = np.arange(7, dtype=np.float64)
