@@ -237,9 +237,3 @@ def test_parts_with_different_numbers_of_rows_are_refused():
     build = lambda: tf.data.Dataset.from_tensors((np.zeros([4, 2]), np.zeros([3])))  # noqa: E731
     with pytest.raises(ValueError, match="different numbers of rows"):
         next(iter(make_workers(build, (1,), [[1]])[0]))
-
-
-def test_iteration_inside_a_function_is_refused():
-    iterator = iter(make_workers(lambda: indices().batch(2), (1,), [[1]])[0])
-    with pytest.raises(RuntimeError, match=r"inside a tf\.function"):
-        tf.function(lambda: next(iterator))()
