@@ -64,6 +64,7 @@ CollectiveKeys = cross_device_utils.CollectiveKeys
 CommunicationOptions = collective_util.Options
 FuncGraph = func_graph.FuncGraph
 RpcServer = rpc_ops.GrpcServer
+TensorFlowTrainer = keras_tf_trainer.TensorFlowTrainer
 UnchangedElementsDataset = dataset_ops.UnaryUnchangedStructureDataset
 regroup = distribute_utils.regroup
 type_spec_from_value = type_spec_lib.type_spec_from_value
@@ -85,6 +86,7 @@ __all__ = [
     "RpcClient",
     "RpcServer",
     "StrategyExtended",
+    "TensorFlowTrainer",
     "UnchangedElementsDataset",
     "abort_collectives",
     "bind_captures",
@@ -92,9 +94,11 @@ __all__ = [
     "distribute_lib",
     "distribute_utils",
     "distribute_values",
+    "distributed_data_of",
+    "epoch_steps_of",
     "free_graph_with",
     "function_being_traced",
-    "global_seed_is_set",
+    "global_seed",
     "iterated_data_set",
     "iterator_model",
     "keras_base_optimizer",
@@ -233,12 +237,12 @@ def model_of_step(function: Any) -> Any:
 
 def runs_keras_train_step(function: Any) -> bool:
     """Tells whether a bound `train_step` is Keras's own."""
-    return getattr(function, "__func__", None) is keras_tf_trainer.TensorFlowTrainer.train_step
+    return getattr(function, "__func__", None) is TensorFlowTrainer.train_step
 
 
 def is_stock_train_step(function: Any) -> bool:
     """Tells whether a bound `train_step`, and how it computes metrics, are Keras's own."""
-    trainer = keras_tf_trainer.TensorFlowTrainer
+    trainer = TensorFlowTrainer
     model = getattr(function, "__self__", None)
     return (
         runs_keras_train_step(function)
@@ -315,14 +319,25 @@ def _epoch_iterator_of_fit(model: Any) -> Any:
     return None
 
 
+def distributed_data_of(iterator: Any) -> Any:
+    """The distributed data set that an `EpochIterator` of `fit` or `evaluate` reads, or None."""
+    return getattr(iterator, "_distributed_dataset", None)
+
+
+def epoch_steps_of(iterator: Any) -> int | None:
+    """`steps_per_epoch` of the `EpochIterator` that a weak reference names, None without one."""
+    return getattr(iterator(), "steps_per_epoch", None)
+
+
 def learning_rate_of(optimizer: Any) -> Any:
     """Returns what a Keras optimizer keeps of its rate: a variable, a schedule or a function."""
     return optimizer._learning_rate
 
 
-def global_seed_is_set() -> bool:
-    """Tells whether `tf.random.set_seed` was called in this process."""
-    return eager_context.global_seed() is not None
+def global_seed() -> int | None:
+    """Returns what `tf.random.set_seed` was given in this process, None if it was not called."""
+    seed: int | None = eager_context.global_seed()
+    return seed
 
 
 def operation_seeds(seed: int) -> tuple[int, int]:
@@ -337,7 +352,7 @@ def operation_seed_state() -> Any:
     Returns:
         A state for `separate_operation_seeds`; None without a global seed, where none is taken.
     """
-    return eager_context.context()._rng.getstate() if global_seed_is_set() else None
+    return eager_context.context()._rng.getstate() if global_seed() is not None else None
 
 
 @contextlib.contextmanager

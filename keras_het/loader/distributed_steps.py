@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +13,7 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.in_graph import GraphDataset, InputSpec, number_of
-from keras_het.loader.pass_counter import PassCounter
+from keras_het.loader.pass_counter import Pass, PassCounter
 from keras_het.loader.run import Run
 from keras_het.loader.step_iterator import StepIterator, Wrap
 
@@ -36,13 +35,16 @@ class DistributedSteps(adapter.DistributedDataset):
         wrap: makes what the training step gets from the local batches and all sizes. If it has a
             method `bound_to`, what that returns for this data set is used; `element_spec` of it
             makes the type of that of the type of a batch.
-        can_rewind: whether an epoch may be handed over after a look.
-        draws_once: whether the source can be drawn from once only: a new pass would go without
-            what this one has read ahead.
+        may_be_looked_at: whether the first element may be drawn to build a model, before the source
+            is told that its epoch begins; after a look the epoch is handed over.
+        draws_once: whether what a pass has read cannot be had again: a new pass would go without,
+            or find its source changed.
         passes: counts the passes over the source, which other instances may have started.
 
     Attributes:
         samples_delivered: samples of all of its batches so far, over all replicas.
+        may_be_looked_at: whether Keras may draw an element before the first epoch begins.
+        epoch_steps: gives the steps of an epoch that Keras was told, None if it was not.
     """
 
     # The parent's constructor builds TensorFlow's own input pipeline, which ours replaces.
@@ -51,7 +53,7 @@ class DistributedSteps(adapter.DistributedDataset):
         element_spec: Any,
         cardinality: int,
         wrap: Wrap,
-        can_rewind: bool,
+        may_be_looked_at: bool = True,
         passes: PassCounter | None = None,
         draws_once: bool = False,
     ) -> None:
@@ -60,7 +62,8 @@ class DistributedSteps(adapter.DistributedDataset):
         self._wrap: Wrap = wrap.bound_to(self) if hasattr(wrap, "bound_to") else wrap
         to_element = getattr(self._wrap, "element_spec", lambda spec: spec)
         self._element_spec = to_element(element_spec)
-        self._can_rewind = can_rewind
+        self.may_be_looked_at = may_be_looked_at
+        self.epoch_steps: Callable[[], int | None] = lambda: None
         self._draws_once = draws_once
         self._passes = passes or PassCounter()
         self._first_step = 0
@@ -139,12 +142,12 @@ class DistributedSteps(adapter.DistributedDataset):
         return self._last
 
     @property
-    def position(self) -> tuple[tuple[bool, ...], int]:
+    def position(self) -> tuple[tuple[Pass, ...], int]:
         """Where the data set is: what `start_at` needs to go on from here.
 
         Returns:
-            The passes that are behind, each with whether it was iterated, and the steps of the
-            present pass that are behind.
+            The passes that are behind, each with whether it was iterated (or how many steps, if it
+            was left before its end), and the steps of the present pass that are behind.
         """
         run = self._last
         if run is None or run.ended or run is self._looked_at:
@@ -157,7 +160,7 @@ class DistributedSteps(adapter.DistributedDataset):
         number = self._passes.reserve()
         return StepIterator(functools.partial(self._open, number), self._drop, self._wrap, self)
 
-    def start_at(self, passes: int | Sequence[bool], step: int) -> None:
+    def start_at(self, passes: int | Sequence[Pass], step: int) -> None:
         """Makes the next passes continue where an earlier process stopped.
 
         Shuffles continue as after `passes`, and the first `step` global batches of the next one are
@@ -176,11 +179,14 @@ class DistributedSteps(adapter.DistributedDataset):
             raise ValueError(
                 f"passes and step must be zero or more. Received: passes={passes}, step={step}."
             )
-        gone_by = (True,) * passes if isinstance(passes, int) else tuple(map(bool, passes))
+        gone_by = (True,) * passes if isinstance(passes, int) else tuple(passes)
         if self._draws_once and self._looked_at is not None:
             self._go_on_at(self._looked_at, gone_by, step)
             return
         self._seek(gone_by)
+        shuffle = self._shuffle()
+        if shuffle is not None:
+            self._passes.is_at(shuffle, len(gone_by))
         if self._looked_at is not None:
             self._looked_at.close()
         self._looked_at = self._last = None
@@ -203,18 +209,22 @@ class DistributedSteps(adapter.DistributedDataset):
             logger.info("The pipeline cannot go back: shares change in its first steps.")
 
     @abc.abstractmethod
-    def _seek(self, passes: tuple[bool, ...]) -> None:
+    def _seek(self, passes: tuple[Pass, ...]) -> None:
         """Makes the next pass the one after `passes`."""
 
     @abc.abstractmethod
-    def _let_go_by(self, passes: Iterable[bool]) -> None:
+    def _shuffle(self) -> Any:
+        """The node on whose orders that of a pass depends, None if nothing reshuffles."""
+
+    @abc.abstractmethod
+    def _let_go_by(self, passes: Iterable[Pass]) -> None:
         """Lets passes go by before the next one."""
 
     @abc.abstractmethod
     def _new_run(self, number: int, first_step: int) -> Run:
         """Starts a pass."""
 
-    def _go_on_at(self, run: Run, passes: tuple[bool, ...], step: int) -> None:
+    def _go_on_at(self, run: Run, passes: tuple[Pass, ...], step: int) -> None:
         """Makes the pass that was looked at the one after `passes`, and goes on in it."""
         if step < run.first_step:
             raise ValueError(
@@ -224,7 +234,7 @@ class DistributedSteps(adapter.DistributedDataset):
             )
         run.leave_out(step - run.first_step)
         self._passes.set_to(passes)
-        run.number, _ = self._passes.start(len(passes))
+        run.number = self._passes.start(len(passes))
         self._passes.give_back(run.number)
         run.on_end = functools.partial(self._passes.finish, run.number)
 
@@ -232,8 +242,10 @@ class DistributedSteps(adapter.DistributedDataset):
         run, self._looked_at = self._looked_at, None
         if run is None:
             self._runs_started += 1
-            number, unused = self._passes.start(self._pass_to_start(number))
-            self._let_go_by([False] * unused)
+            number = self._passes.start(self._pass_to_start(number))
+            shuffle = self._shuffle()
+            if shuffle is not None:
+                self._let_go_by(self._passes.catch_up(shuffle, number))
             run = self._new_run(number, self._first_step)
             run.on_end = functools.partial(self._passes.finish, number)
             self._first_step = 0
@@ -251,16 +263,11 @@ class DistributedSteps(adapter.DistributedDataset):
         single |= run.first_step > 0 and run.ended and run.was_executed
         if self._steps < 0 and run.ended and run.first_step == 0 and run.delivered == 1:
             self._steps = np.int64(1)
-        if self._can_rewind and run is self._last and not single and run.rewind():
+        if self.may_be_looked_at and run is self._last and not single and run.rewind():
             self._looked_at = run
             self._passes.give_back(run.number)
             return
+        if not run.ended:
+            self._passes.leave(run.number, run.first_step + run.delivered)
         if run is self._last:
             self._last_fingerprint, self._last = run.fingerprint, None
-            if not self._can_rewind and not single and run.delivered == 1 and not run.was_asked_on:
-                self._start_again(run)
-
-    def _start_again(self, run: Run) -> None:
-        """After a look at a source that cannot be rewound: the next pass is this one again."""
-        with contextlib.suppress(ValueError):  # then its shuffles have moved on
-            self.start_at(self._passes.before(run.number), run.first_step)

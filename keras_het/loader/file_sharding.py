@@ -10,8 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.loader import rows
+from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.loader.file_run import FileRun
+from keras_het.loader.pass_counter import Pass
 from keras_het.loader.pipeline_run import Weights
 from keras_het.loader.replay import advance, fresh_copy
 from keras_het.loader.step_iterator import Wrap
@@ -94,7 +96,7 @@ class FileShardedDataset(DistributedSteps):
         chunks = self._chunks(self._first)
         self._empty = rows.slice_rows(next(iter(chunks)), 0, 0)
         steps = -(-sum(self._samples) // global_batch_size)
-        super().__init__(rows.relax_rows(chunks.element_spec), steps, wrap, can_rewind=True)
+        super().__init__(rows.relax_rows(chunks.element_spec), steps, wrap)
         logger.info("Input by files: worker %d reads %d.", layout.worker_index, len(own))
 
     def map(self, function: Callable[..., Any], **_: Any) -> FileShardedDataset:
@@ -111,7 +113,11 @@ class FileShardedDataset(DistributedSteps):
         chunks = mapped._chunks(self._first)
         mapped._empty = rows.slice_rows(next(iter(chunks)), 0, 0)
         DistributedSteps.__init__(
-            mapped, rows.relax_rows(chunks.element_spec), int(self._steps), self._wrap, True
+            mapped,
+            rows.relax_rows(chunks.element_spec),
+            int(self._steps),
+            self._wrap,
+            passes=self._passes,
         )
         return mapped
 
@@ -158,11 +164,14 @@ class FileShardedDataset(DistributedSteps):
         mine = self._layout.worker_index
         return remaining, self._samples[mine] - remaining[mine]
 
-    def _seek(self, passes: tuple[bool, ...]) -> None:
+    def _seek(self, passes: tuple[Pass, ...]) -> None:
         self._own = fresh_copy(self._own)
         advance(self._own, passes)
 
-    def _let_go_by(self, passes: Iterable[bool]) -> None:
+    def _shuffle(self) -> Any:
+        return adapter.first_reshuffled(self._own)
+
+    def _let_go_by(self, passes: Iterable[Pass]) -> None:
         advance(self._own, passes)
 
 

@@ -19,12 +19,13 @@ from keras_het.loader.claims import Claims
 from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.loader.local_pipeline import build_local_pipeline, global_batches, whole_batches
 from keras_het.loader.order_tuning import OrderTuning
+from keras_het.loader.pass_counter import Pass
 from keras_het.loader.pipeline_form import PipelineForm, with_batch_size
 from keras_het.loader.pipeline_run import PipelineRun, Weights
 from keras_het.loader.replay import advance, fresh_copy, nests_shuffles, starts_once
 from keras_het.loader.run import Run
 from keras_het.loader.sliced_run import SlicedRun
-from keras_het.loader.source_memory import is_shared, recall, remember
+from keras_het.loader.source_memory import recall, remember
 from keras_het.loader.step_iterator import Wrap
 from keras_het.loader.work_orders import WorkOrders
 from keras_het.planning.replica_layout import ReplicaLayout
@@ -115,13 +116,10 @@ class GlobalOrderDataset(DistributedSteps):
             rows.relax_rows(self._batch_spec()),
             int(global_batches(self.form).cardinality()),
             wrap,
-            # one that can be drawn from again may have been told meanwhile that its epoch is over
-            can_rewind=not any(
-                adapter.draws_from_generator(node) and not adapter.is_keras_generator(node)
-                for node in upstream
-            ),
+            may_be_looked_at=not any(map(adapter.is_keras_py_dataset, upstream)),
             passes=passes,
-            draws_once=any(map(adapter.is_keras_generator, upstream)),
+            draws_once=any(map(adapter.is_keras_generator, upstream))
+            or (self.only_slices and any(map(adapter.draws_from_generator, upstream))),
         )
         self._warn_of_changing_order(upstream)
         logger.info("Input in %s mode: %s.", self.mode, self.reason)
@@ -178,7 +176,7 @@ class GlobalOrderDataset(DistributedSteps):
         own = sum(weights[local.start : local.stop])
         return float(own / sum(weights) * self.layout.num_workers) if any(weights) else 1.0
 
-    def passes_before(self, run: Run) -> tuple[bool, ...]:
+    def passes_before(self, run: Run) -> tuple[Pass, ...]:
         """The passes before a running one, each with whether it was iterated."""
         return self._passes.before(run.number)
 
@@ -194,7 +192,7 @@ class GlobalOrderDataset(DistributedSteps):
         """
         batches = global_batches(self.form)
         if starts_once(batches):
-            return nests_shuffles(batches) and is_shared(*self._source)
+            return nests_shuffles(batches) and len(self._passes.inputs) > 1
         others = self._passes.unfinished - {run.number}
         return bool(others) or len(self._passes.gone_by) > run.number + 1
 
@@ -207,6 +205,9 @@ class GlobalOrderDataset(DistributedSteps):
         if self._last is not None:
             # those of other inputs, such as an evaluation within the epoch
             advance(global_batches(form), self._passes.gone_by[self._last.number + 1 :])
+            shuffle = adapter.first_reshuffled(form.stream)
+            if shuffle is not None:
+                self._passes.is_at(shuffle, len(self._passes.gone_by))
         remember(*self._source, form)
         self.follow(form)
 
@@ -269,6 +270,9 @@ class GlobalOrderDataset(DistributedSteps):
                 raise
         else:
             self._passes.set_to(before)
+            shuffle = self._shuffle()
+            if shuffle is not None:
+                self._passes.is_at(shuffle, len(before))
         return len(before)
 
     def _new_run(self, number: int, first_step: int) -> Run:
@@ -298,6 +302,7 @@ class GlobalOrderDataset(DistributedSteps):
             self.lookahead,
             self.form.batch_size or 0,
             give_back=functools.partial(_keep_idle, idle, self.form, pipeline, orders),
+            epoch_steps=_nothing if self.form.reads_ahead else self.epoch_steps,
             **arguments,
         )
 
@@ -342,7 +347,7 @@ class GlobalOrderDataset(DistributedSteps):
         )
         return pipeline, orders
 
-    def _seek(self, passes: tuple[bool, ...]) -> None:
+    def _seek(self, passes: tuple[Pass, ...]) -> None:
         try:
             stream = fresh_copy(self.form.stream)
         except ValueError:
@@ -355,7 +360,10 @@ class GlobalOrderDataset(DistributedSteps):
             self.follow(form)
         advance(global_batches(self.form), passes)
 
-    def _let_go_by(self, passes: Iterable[bool]) -> None:
+    def _shuffle(self) -> Any:
+        return adapter.first_reshuffled(self.form.stream)
+
+    def _let_go_by(self, passes: Iterable[Pass]) -> None:
         advance(global_batches(self.form), passes)
 
     def _warn_of_changing_order(self, upstream: list[Any]) -> None:
@@ -380,6 +388,10 @@ def _check_arguments(dataset: Any, global_batch_size: int | None, lookahead: int
         raise ValueError(f"global_batch_size must be 1 or more. Received: {global_batch_size}.")
     if lookahead < 0:
         raise ValueError(f"lookahead must be zero or more steps. Received: {lookahead}.")
+
+
+def _nothing() -> None:
+    """No bound."""
 
 
 def _keep_idle(

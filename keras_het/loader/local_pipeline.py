@@ -31,13 +31,15 @@ def whole_batches(form: PipelineForm, lookahead: int, skip: int = 0, prefetch: i
         form: the recognised pipeline of the user.
         lookahead: batches to prepare ahead.
         skip: global batches to leave out at the start.
-        prefetch: batches to prepare ahead if that is more than `lookahead`.
+        prefetch: batches to prepare ahead if that is more than `lookahead`; none are where the
+            form does not read ahead.
 
     Returns:
         A data set with the elements of the user's.
     """
     batches = form.stream.skip(skip) if skip else form.stream
-    return batches.prefetch(max(lookahead, prefetch, 1)).with_options(_in_order(form.options))
+    ahead = max(lookahead, prefetch, 1) if form.reads_ahead else 0
+    return (batches.prefetch(ahead) if ahead else batches).with_options(_in_order(form.options))
 
 
 def build_local_pipeline(
@@ -65,7 +67,11 @@ def build_local_pipeline(
     batches = global_batches(form)
     if skip:
         batches = batches.skip(skip)
-    if form.mode == "element":
+    if not form.reads_ahead:
+        # zip() asks from left to right: a batch is read after its order was taken
+        taken = tf.data.Dataset.range(tf.int64.max).map(lambda _: orders.take())
+        batches = tf.data.Dataset.zip((taken, batches))
+    elif form.mode == "element":
         # read the next samples while the maps of this step run
         batches = batches.prefetch(1)
     cut = _cut_function(batches.element_spec, form, layout, orders)
@@ -90,7 +96,8 @@ def _cut_function(
     @tf.autograph.experimental.do_not_convert
     def cut(*arguments: Any) -> tuple[Any, Any, Any]:
         batch = arguments if is_tuple else arguments[0]
-        return _own_rows(batch, form, layout, orders)
+        order, batch = (orders.take(), batch) if form.reads_ahead else batch
+        return _own_rows(batch, form, layout, orders, order)
 
     return cut
 
@@ -114,12 +121,12 @@ def _finish_function(
 
 
 def _own_rows(
-    batch: Any, form: PipelineForm, layout: ReplicaLayout, orders: WorkOrders
+    batch: Any, form: PipelineForm, layout: ReplicaLayout, orders: WorkOrders, order: Any
 ) -> tuple[Any, Any, Any]:
     """Own rows of a global batch before their maps, the sizes, and the batch's fingerprint."""
     cut, rest = batch if form.gathers_indices else (batch, None)
     total = rows.count_rows(cut)
-    sizes, wants_fingerprint = orders.take(total)
+    sizes, wants_fingerprint = orders.sizes(order, total)
     local = layout.local_replicas
     start = tf.reduce_sum(sizes[: local.start])
     count = tf.reduce_sum(sizes[local.start : local.stop])

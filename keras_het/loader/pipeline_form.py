@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.replay import starts_once
 
 Dataset = adapter.Dataset
 
@@ -35,6 +36,10 @@ class PipelineForm:
         options: the user's options.
         autotuned_calls: parallel calls of `element_maps` that are left to AUTOTUNE, the number of
             cores if it is None.
+        reads_ahead: whether batches may be made before they are asked for. Not where that shows: a
+            generator may share what it draws from with other readers, and is told that its epoch
+            ends; a `repeat` takes the next order of a shuffle, which a later pass then has not. In
+            slice mode a `prefetch` of the user's allows it.
     """
 
     mode: str
@@ -49,6 +54,7 @@ class PipelineForm:
     arrays: tuple[tf.Tensor, ...] = ()
     sample_spec: Any = None
     autotuned_calls: int | None = None
+    reads_ahead: bool = True
 
     @property
     def only_slices(self) -> bool:
@@ -81,15 +87,18 @@ def recognise(dataset: Dataset) -> PipelineForm:
         row_functions = (adapter.map_function(node), *row_functions)
         reason = "Keras arrays: each worker gathers only its own rows by their indices"
         return _slices(adapter.inputs_of(node)[0], reason, row_functions, options, True)
+    shows = any(map(adapter.draws_from_generator, adapter.upstream_of(dataset)))
+    shows |= not starts_once(dataset)
     if not adapter.is_batch(node):
         reason = f"the global batch comes from {type(node).__name__}, not from a plain batch()"
-        return _slices(dataset, reason, (), options)
+        return _slices(dataset, reason, (), options, reads_ahead=not shows)
     size, drop_remainder = adapter.batch_arguments(node)
     own = _own_work(adapter.inputs_of(node)[0])
     threads = options.threading.private_threadpool_size
     if size is None or not own.reasons:
         reason = "no map of single samples with fixed dense input shapes right before batch()"
-        return _slices(node, reason, row_functions, options)
+        reads_ahead = not shows or any(map(adapter.is_prefetch, _nodes_until(dataset, node)))
+        return _slices(node, reason, row_functions, options, reads_ahead=reads_ahead)
     return PipelineForm(
         mode="element",
         reason=f"{' and '.join(own.reasons)} only where the sample is used",
@@ -104,6 +113,7 @@ def recognise(dataset: Dataset) -> PipelineForm:
         sample_spec=own.sample_spec,
         # as many as the tuner that found them had; else as many as CPUs, on however many threads
         autotuned_calls=2 * threads if threads else None,
+        reads_ahead=starts_once(own.stream),
     )
 
 
@@ -137,11 +147,20 @@ def _slices(
     row_functions: tuple[Callable[..., Any], ...],
     options: tf.data.Options,
     gathers_indices: bool = False,
+    reads_ahead: bool = True,
 ) -> PipelineForm:
     size = adapter.batch_arguments(stream)[0] if adapter.is_batch(stream) else None
-    return PipelineForm(
+    form = PipelineForm(
         "slice", reason, stream, (), size, False, row_functions, gathers_indices, options
     )
+    return dataclasses.replace(form, reads_ahead=reads_ahead)
+
+
+def _nodes_until(node: Dataset, last: Dataset) -> Iterator[Dataset]:
+    """The nodes from the end of a pipeline to one that it reads from, which is not among them."""
+    while node is not last:
+        yield node
+        node = adapter.inputs_of(node)[0]
 
 
 def _before_row_functions(

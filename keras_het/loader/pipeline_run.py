@@ -31,6 +31,8 @@ class PipelineRun(Run):
         wants_fingerprint: whether to hash the first batch.
         keep_alive: what holds the functions that `pipeline` calls.
         give_back: called when the iterator is gone and the pipeline can run again.
+        epoch_steps: gives the steps of an epoch, beyond which nothing is ordered before the next
+            one begins; None for no such bound.
 
     Attributes:
         latest_weights: share weights of the step that was ordered last.
@@ -50,8 +52,11 @@ class PipelineRun(Run):
         wants_fingerprint: bool,
         give_back: Callable[[], None],
         keep_alive: Any,
+        epoch_steps: Callable[[], int | None] = lambda: None,
     ) -> None:
         super().__init__(number, first_step, num_steps)
+        self._lookahead = lookahead
+        self._epoch_steps = epoch_steps
         self._orders = orders
         self._weights = weights
         self._rows = batch_rows
@@ -60,8 +65,7 @@ class PipelineRun(Run):
         self._ordered = 0
         self._successor: Successor | None = None
         self.latest_weights: Sequence[float] = ()
-        for _ in range(lookahead):
-            self._order_step()
+        self._order_until(lookahead)
         self._iterator = HeldIterator(pipeline, keep_alive)
         _alive.add(self)
 
@@ -105,7 +109,7 @@ class PipelineRun(Run):
         self._successor = successor
 
     def _produce(self) -> Element:
-        self._order_step()
+        self._order_until(self.delivered + 1 + self._lookahead)
         successor = self._successor
         if successor is not None and self.first_step + self.delivered == successor.position:
             self._continue_in(successor)
@@ -145,6 +149,15 @@ class PipelineRun(Run):
     def abandon(self) -> None:
         """Wakes up a waiting pipeline for good, at the end of the process."""
         self._orders.close()
+
+    def _order_until(self, steps: int) -> None:
+        """Orders the steps of this run up to a number of them, but not those of a later epoch."""
+        length = self._epoch_steps()
+        if length:
+            at = self.first_step + self.delivered
+            steps = min(steps, at - at % length + length - self.first_step)
+        while self._ordered < steps:
+            self._order_step()
 
     def _order_step(self) -> None:
         first = self._wants_fingerprint and self._ordered == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.pass_counter import Pass
 
 Dataset = adapter.Dataset
 
@@ -37,17 +39,17 @@ def fresh_copy(dataset: Dataset) -> Dataset:
     return adapter.rebuild_on(dataset, fresh_copy(adapter.inputs_of(dataset)[0]))
 
 
-def advance(dataset: Dataset, passes: Iterable[bool]) -> None:
+def advance(dataset: Dataset, passes: Iterable[Pass]) -> None:
     """Lets passes over the data go by, as cheaply as the pipeline allows.
 
     A shuffle's order depends on how often it was started before. Where a pass starts each shuffle
     once, starting is enough; a shuffle that reads from another starts that with its first element;
-    under anything else (`repeat` starts its source several times) the passes are run in full. A
-    pass that was not iterated is only started.
+    under anything else (`repeat` starts its source several times) the passes are run as far as they
+    went. A pass that was not iterated is only started.
 
     Args:
-        dataset: pipeline whose shuffles are to move on.
-        passes: for each pass, whether it was iterated.
+        dataset: pipeline of global batches whose shuffles are to move on.
+        passes: for each pass, whether it was iterated; the number of its steps if it was left.
     """
     shuffles = [node for node in adapter.upstream_of(dataset) if adapter.is_reshuffled(node)]
     if not shuffles:
@@ -60,7 +62,10 @@ def advance(dataset: Dataset, passes: Iterable[bool]) -> None:
         if not iterated:
             continue
         if not starts_once(dataset):
-            for _ in iterator:
+            # how far a pass over infinite data went that still runs, nobody knows
+            is_known = iterated is not True or dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+            steps = None if iterated is True and is_known else int(iterated)
+            for _ in itertools.islice(iterator, steps):
                 pass
         elif nests_shuffles(dataset):
             next(iterator, None)

@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from typing import Any, Protocol
 
+from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.pass_counter import PassCounter
 from keras_het.loader.pipeline_form import PipelineForm, recognise, with_batch_size
@@ -29,6 +30,9 @@ class Known:
 
 # A second `fit` on the same data set object goes on with its shuffle orders, as stock Keras does.
 _known: weakref.WeakKeyDictionary[Any, dict[int | None, Known]] = weakref.WeakKeyDictionary()
+# Data sets that read from one shuffle share its orders: `take` and `skip` of it, and those that
+# Keras makes in each `fit` with class weights.
+_passes: weakref.WeakKeyDictionary[Any, PassCounter] = weakref.WeakKeyDictionary()
 
 
 def recall(
@@ -50,12 +54,18 @@ def recall(
         parts = dataset.current if isinstance(dataset, AdjustablePipeline) else dataset
         form = recognise(parts.batch(global_batch_size) if global_batch_size else parts)
     if known is None:
-        known = Known(None, PassCounter())
+        known = Known(None, _passes_of(dataset))
         _known[dataset][global_batch_size] = known
     if form.mode == "element":  # the stream of a slice form may be the data set itself
         known.form = form
     known.inputs.add(reader)
+    known.passes.inputs.add(reader)
     return form, known.passes
+
+
+def _passes_of(dataset: Any) -> PassCounter:
+    shuffle = adapter.first_reshuffled(dataset)
+    return PassCounter() if shuffle is None else _passes.setdefault(shuffle, PassCounter())
 
 
 def remember(dataset: Any, global_batch_size: int | None, form: PipelineForm) -> None:
@@ -73,14 +83,3 @@ def remember(dataset: Any, global_batch_size: int | None, form: PipelineForm) ->
             known.form = form
         for each in list(known.inputs):
             each.follow(form)
-
-
-def is_shared(dataset: Any, global_batch_size: int | None) -> bool:
-    """Whether several inputs take passes of a data set.
-
-    Args:
-        dataset: as for `recall`.
-        global_batch_size: as for `recall`.
-    """
-    known = _known.get(dataset, {}).get(global_batch_size)
-    return known is not None and len(known.inputs) > 1

@@ -157,6 +157,11 @@ def is_batch(node: Dataset) -> bool:
     return isinstance(node, _BATCHES)
 
 
+def is_prefetch(node: Dataset) -> bool:
+    """Whether `node` is a `prefetch`."""
+    return isinstance(node, prefetch_op._PrefetchDataset)
+
+
 def is_prefetch_or_options(node: Dataset) -> bool:
     """Whether `node` changes neither the elements nor which of them come."""
     return isinstance(node, (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset))
@@ -175,6 +180,11 @@ def commutes_with_map(node: Dataset) -> bool:
 def is_reshuffled(node: Dataset) -> bool:
     """Whether `node` is a `shuffle` whose order differs between iterations."""
     return isinstance(node, shuffle_op._ShuffleDataset) and bool(node._reshuffle_each_iteration)
+
+
+def first_reshuffled(dataset: Dataset) -> Dataset | None:
+    """The last of a pipeline's reshuffling shuffles, on whose orders that of a pass depends."""
+    return next(filter(is_reshuffled, upstream_of(dataset)), None)
 
 
 def is_shuffle(node: Dataset) -> bool:
@@ -347,12 +357,15 @@ class KerasArrays(NamedTuple):
     """What Keras was given as arrays.
 
     Attributes:
-        arrays: dense tensors of equal length, in the structure of an element.
+        arrays: dense tensors of equal length, in the structure of an element; None if they are not
+            all dense.
+        samples: their length.
         batch_size: samples of a full batch.
-        is_shuffled: whether every epoch has another order.
+        is_shuffled: whether every epoch has another order of samples.
     """
 
     arrays: Any
+    samples: int
     batch_size: int
     is_shuffled: bool
 
@@ -360,7 +373,7 @@ class KerasArrays(NamedTuple):
 def keras_arrays(node: Dataset) -> KerasArrays | None:
     """What is behind a `map` of `keras_array_indices`, None for any other node.
 
-    None also where the arrays are not dense, or Keras cuts them in another way than it is known to.
+    None also where Keras cuts or shuffles the arrays in another way than it is known to.
     """
     if not keras_array_indices(node):
         return None
@@ -370,15 +383,29 @@ def keras_arrays(node: Dataset) -> KerasArrays | None:
     maps = [each for each in upstream_of(indices) if hasattr(each, "_map_func")]
     cuts = [each for each in maps if _is_keras_function(each, place, "slice_batch_indices")]
     orders = [each for each in maps if _is_keras_function(each, place, "permutation")]
-    is_dense = all(type(spec) is tf.TensorSpec for spec in tf.nest.flatten(source.element_spec))
-    if not is_dense or len(cuts) != 1 or len(orders) != 1:
+    if len(cuts) != 1 or len(orders) != 1:
         return None
     batch_size = _closed_over(map_function(cuts[0]), "batch_size")
-    if not isinstance(batch_size, (int, np.integer)):
+    samples = _closed_over(map_function(orders[0]), "num_samples")
+    # not the operation that shuffles, which differs between versions of Keras
+    shuffle = _closed_over(map_function(orders[0]), "shuffle")
+    sizes_are_known = all(isinstance(size, (int, np.integer)) for size in (batch_size, samples))
+    if not sizes_are_known or shuffle not in (False, True, "batch"):
         return None
+    is_dense = all(type(spec) is tf.TensorSpec for spec in tf.nest.flatten(source.element_spec))
     arrays = tf.nest.pack_sequence_as(source.element_spec, list(source._tensors))
-    is_shuffled = "RandomShuffle" in operations_in_functions(orders[0])
-    return KerasArrays(arrays, int(batch_size), is_shuffled)
+    return KerasArrays(arrays if is_dense else None, samples, int(batch_size), shuffle is True)
+
+
+def with_keras_indices(node: Dataset, indices: Dataset) -> Dataset:
+    """The rows that a `map` of `keras_array_indices` gathers, at other batches of indices.
+
+    Args:
+        node: the `map`.
+        indices: data set of int64 indices of shape [batch].
+    """
+    _, arrays = inputs_of(inputs_of(node)[0])
+    return AppliedMap(node, tf.data.Dataset.zip((indices, arrays)))
 
 
 def keras_class_weight(node: Dataset) -> bool:
@@ -452,15 +479,27 @@ def draws_from_generator(node: Dataset) -> bool:
 def is_keras_generator(node: Dataset) -> bool:
     """Whether `node` draws from a Python generator that was given to `fit` itself.
 
-    It can be drawn from once only, and Keras never tells it that an epoch is over.
+    It can be drawn from once only.
     """
+    return _drawn_function(node).startswith("GeneratorDataAdapter.")
+
+
+def is_keras_py_dataset(node: Dataset) -> bool:
+    """Whether `node` draws from a `keras.utils.PyDataset`.
+
+    Keras tells it when an epoch begins and ends, and its iterators share one queue of batches.
+    """
+    return _drawn_function(node).startswith("PyDatasetAdapter.")
+
+
+def _drawn_function(node: Dataset) -> str:
+    """Qualified name of what `node` draws from, if it is a `Dataset.from_generator`, else ""."""
     if not draws_from_generator(node):
-        return False
+        return ""
     function: Any = map_function(node)
     for name in ("get_iterator_id_fn", "generator_state"):
         function = _closed_over(function, name)
-    place = getattr(getattr(function, "_generator", None), "__qualname__", "")
-    return str(place).startswith("GeneratorDataAdapter.")
+    return str(getattr(getattr(function, "_generator", None), "__qualname__", ""))
 
 
 def _closed_over(function: Any, name: str) -> Any:

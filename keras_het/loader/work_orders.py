@@ -69,17 +69,22 @@ class WorkOrders:
         with tf.device("CPU:0"):
             return [tf.constant(part) for part in (values, shares, header)]
 
-    def take(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Inside a pipeline: waits for the next order and applies it to a batch.
+    def take(self) -> Any:
+        """Inside a pipeline: waits for the next order, and gives it for `sizes`."""
+        return self._queue.dequeue()
+
+    def sizes(self, order: Any, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Inside a pipeline: applies an order to a batch.
 
         Args:
+            order: what `take` gave.
             rows: rows of the global batch, int64 scalar.
 
         Returns:
             Sizes, int64 of shape [num_replicas], equal to `apportion(rows, weights)`; and whether
             the batch is to be hashed, a boolean scalar.
         """
-        weights, shares, header = self._queue.dequeue()
+        weights, shares, header = order
         sizes = tf.cond(
             tf.equal(rows, header[0]),
             lambda: shares,

@@ -49,6 +49,14 @@ def check_agreement(extended: Any, weights: Sequence[float], aggregation: object
             )
 
 
+_drawn_seeds: set[int] = set()
+
+
+def seed_was_drawn() -> bool:
+    """Tells whether TensorFlow's global seed is one that all workers were given, not the user's."""
+    return private_api.global_seed() in _drawn_seeds
+
+
 def share_random_seed(extended: Any) -> None:
     """Gives all workers one random seed if the user has set none.
 
@@ -59,10 +67,12 @@ def share_random_seed(extended: Any) -> None:
         extended: the strategy's `HeterogeneousExtended`.
     """
     drawn = np.array([secrets.randbelow(2**31)], np.int64)
-    is_set = np.array([private_api.global_seed_is_set()], np.int64)
+    is_users = private_api.global_seed() is not None and not seed_was_drawn()
+    is_set = np.array([is_users], np.int64)
     seeds = extended.gather_over_workers(np.concatenate([drawn, is_set])).reshape(-1, 2)
     if not seeds[:, 1].any():
         keras.utils.set_random_seed(int(seeds[0, 0]))
+        _drawn_seeds.add(int(seeds[0, 0]))
 
 
 def check_same_order(extended: Any, fingerprint: int) -> None:

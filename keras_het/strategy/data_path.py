@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
-from keras_het.loader.keras_arrays import with_repeatable_order
+from keras_het.loader.keras_arrays import with_order_of_epoch, with_repeatable_order
 from keras_het.planning import ReplicaLayout
 from keras_het.strategy import agreement
 from keras_het.strategy.uneven_per_replica import wrap_shares, wrapped_spec
@@ -33,6 +33,7 @@ class DataPath:
         # of which data set.
         self.claims_source: Callable[[], Any] | None = None
         self._claimed: weakref.ref[Any] | None = None
+        self._num_distributed = 0
         self._latest_built: weakref.ref[Any] | None = None
 
     def distribute(
@@ -41,6 +42,10 @@ class DataPath:
         """Gives every replica its share of one global order; see `Strategy.distribute`."""
         if self._get_strategy().num_async_workers:
             dataset = with_repeatable_order(dataset)
+        elif agreement.seed_was_drawn():
+            # the seed is not the user's, and must not make epochs alike
+            dataset = with_order_of_epoch(dataset, seed=self._num_distributed)
+            self._num_distributed += 1
         return self._build(
             GlobalOrderDataset,
             dataset,

@@ -39,6 +39,7 @@ from keras_het.strategy.summation import (
     read_aggregation,
     start_summation,
 )
+from keras_het.strategy.symbolic_build import install_symbolic_build
 from keras_het.strategy.uneven_per_replica import UnevenPerReplica
 
 _logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         aggregation: str | Summation = "all_reduce",
     ) -> None:
         check_keras_backend(keras.backend.backend())
+        install_symbolic_build()
         summation = read_aggregation(aggregation)
         self._collective_key_base = cluster.next_collective_key_base()
         self._emulated_devices = read_emulated_devices()

@@ -117,7 +117,7 @@ def looked_at():
             yield X[2 * number : 2 * number + 2], Y[2 * number : 2 * number + 2]
 
     source = data_adapters.get_data_adapter(generate())
-    (worker,) = make_workers(source.get_tf_dataset, (2,), weights)
+    (worker,) = make_workers(lambda: source.get_tf_dataset().prefetch(4), (2,), weights)
     next(iter(worker))
     assert is_ahead.wait(30)
     return worker, weights

@@ -29,8 +29,15 @@ def unseeded_numpy_shuffle(run: Recording) -> None:
         still.compile(keras.optimizers.SGD(0.0), "mse")
         model = small_model(keras.optimizers.SGD(0.1), keras.layers.Dropout(0.5))
     # Without learning, the mean loss of an epoch does not depend on the order: each sample once.
-    history = still.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    means: list[float] = []
+    end = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda _, logs: means.append(logs["loss"])
+    )
+    history = still.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[end])
     run.keep("history_without_learning", np.array(history.history["loss"]))
+    first, second = np.split(np.array(means), 2)
+    run.keep("epochs_differ", np.any(np.abs(first[:-1] - second[:-1]) > 1e-5))
+    run.keep(ONLY_WORKERS + "orders", np.array(means))
     losses = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
     run.keep(ONLY_WORKERS + "history", np.array(losses))
     for position, variable in enumerate(model.weights):

@@ -70,11 +70,12 @@ def test_different_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     used: list[int] = []
     monkeypatch.setattr(keras.utils, "set_random_seed", used.append)
+    monkeypatch.setattr(agreement, "_drawn_seeds", set())
     return used
 
 
 def share_seed(monkeypatch: pytest.MonkeyPatch, own_is_set: bool, others_are_set: Any) -> None:
-    monkeypatch.setattr(agreement.private_api, "global_seed_is_set", lambda: own_is_set)
+    monkeypatch.setattr(agreement.private_api, "global_seed", lambda: 5 if own_is_set else None)
     first, last = others_are_set
     everyone = [np.array([123, first]), np.array([456, last])]
     agreement.share_random_seed(Cluster(lambda own: [everyone[0], own, everyone[1]]))
@@ -97,7 +98,7 @@ def test_a_seed_of_the_user_stays(
 
 def test_the_drawn_seed_differs_between_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr(agreement.private_api, "global_seed_is_set", lambda: True)
+    monkeypatch.setattr(agreement.private_api, "global_seed", lambda: 5)
     for _ in range(4):
         agreement.share_random_seed(Cluster(lambda own: [drawn.append(int(own[0])) or own] * 3))
     assert len(set(drawn)) > 1
@@ -115,6 +116,6 @@ def test_another_order_names_the_workers_that_differ_from_the_chief() -> None:
 
 def test_tensorflow_tells_whether_a_seed_is_set() -> None:
     tf.random.set_seed(3)
-    assert agreement.private_api.global_seed_is_set()
+    assert agreement.private_api.global_seed() is not None
     tf.random.set_seed(None)
-    assert not agreement.private_api.global_seed_is_set()
+    assert agreement.private_api.global_seed() is None

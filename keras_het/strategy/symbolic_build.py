@@ -1,0 +1,42 @@
+"""Builds models from the specs of data that may not be looked at before its first epoch.
+
+Keras draws an element to learn the shapes of a batch, in each `fit` and `evaluate` under a strategy
+and in none on one device. Data that is told when its epochs begin and end, or that shuffles then,
+would go on where the look has left it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.loader.distributed_steps import DistributedSteps
+
+
+def install_symbolic_build() -> None:
+    """Makes Keras leave such data alone; idempotent. Other data and strategies are not affected."""
+    trainer = private_api.TensorFlowTrainer
+    original = trainer._maybe_symbolic_build
+    if hasattr(original, "may_leave_data_alone"):
+        return
+
+    @functools.wraps(original)
+    def build(model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        data = private_api.distributed_data_of(iterator)
+        if isinstance(data, DistributedSteps):
+            data.epoch_steps = functools.partial(private_api.epoch_steps_of, weakref.ref(iterator))
+        if isinstance(data, DistributedSteps) and not data.may_be_looked_at:
+            iterator, data_batch = None, tf.nest.map_structure(_shape_and_type, data.element_spec)
+        return original(model, iterator=iterator, data_batch=data_batch)
+
+    build.may_leave_data_alone = True  # type: ignore[attr-defined]
+    trainer._maybe_symbolic_build = build
+
+
+def _shape_and_type(spec: Any) -> Any:
+    """A spec as Keras reads a tensor; None where an element has no tensor."""
+    return spec if hasattr(spec, "dtype") else None

@@ -1,0 +1,348 @@
+"""Each epoch has the batches that one device sees, in the order in which one device sees them.
+
+Models do not learn; the loss of a step tells which samples its batch had. Iterators of these data
+share what they draw from: a queue of batches, a shuffle that reshuffles, a generator. A strategy
+that makes one iterator more, looks at an element or reads too far ahead changes later epochs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_het import HeterogeneousStrategy
+
+BATCH = 8
+CODES = np.random.RandomState(0).rand(10_000).astype("float32")
+WEIGHTS = {0: 1.0, 1: 2.0}
+
+
+class Seen(keras.callbacks.Callback):
+    """The mean code of each batch, epoch by epoch, validations apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[list[float]] = []
+        self.validations: list[list[float]] = []
+        self._sum = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._begin(self.epochs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._note(self.epochs[-1], logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._begin(self.validations)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._note(self.validations[-1], logs)
+
+    def _begin(self, kept: list[list[float]]) -> None:
+        kept.append([])
+        self._sum = 0.0
+
+    def _note(self, kept: list[float], logs: Any) -> None:
+        total = float(logs["loss"]) * (len(kept) + 1)
+        kept.append(round(total - self._sum, 4))
+        self._sum = total
+
+
+def seen(train: Callable[[Any, Any], None], strategy: Any) -> tuple[Any, Any]:
+    keras.utils.set_random_seed(7)
+
+    def build() -> Any:
+        zeros = keras.layers.Dense(1, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((2,)), zeros])
+        model.compile(keras.optimizers.SGD(0.0), "mae")
+        return model
+
+    if strategy is None:
+        model = build()
+    else:
+        with strategy.scope():
+            model = build()
+    callback = Seen()
+    train(model, callback)
+    return callback.epochs, callback.validations
+
+
+def assert_same_order(train: Callable[[Any, Any], None]) -> None:
+    """Compares what one device sees with what two unequal replicas see."""
+    strategy = HeterogeneousStrategy(devices=["CPU:0", "CPU:1"], shares=[3, 1])
+    expected = seen(train, None)
+    assert seen(train, strategy) == expected
+    assert len({*itertools.chain(*expected[0])}) > 2  # batches can be told apart
+
+
+def samples(ids: Any) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones((len(ids), 2), "float32"), CODES[np.asarray(ids)][:, None]
+
+
+class Sequence(keras.utils.PyDataset):
+    """Batches of five, or of infinitely many, that change when an epoch ends (or begins)."""
+
+    def __init__(
+        self, length: int | None = 5, first: int = 0, reshuffles: str = "end", **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.ids = np.arange(first, first + 5 * BATCH)
+        self._length, self._reshuffles = length, reshuffles
+        self._random = np.random.RandomState(3)
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        start = BATCH * (index % 5)
+        return samples(self.ids[start : start + BATCH])
+
+    def on_epoch_begin(self) -> None:
+        if "begin" in self._reshuffles:
+            self._random.shuffle(self.ids)
+
+    def on_epoch_end(self) -> None:
+        if "end" in self._reshuffles:
+            self._random.shuffle(self.ids)
+
+
+SEQUENCES = {
+    "in_this_thread": {"workers": 0},
+    "one_thread": {"workers": 1},
+    "two_threads": {"workers": 2},
+    "four_threads": {"workers": 4},
+    "short_queue": {"workers": 2, "max_queue_size": 1},
+    "one_process": {"workers": 1, "use_multiprocessing": True},
+    "two_processes": {"workers": 2, "use_multiprocessing": True},
+}
+
+
+def some(*quick: str) -> Any:
+    def mark(test: Any) -> Any:
+        return pytest.mark.quick(*quick)(pytest.mark.parametrize("kind", SEQUENCES)(test))
+
+    return mark
+
+
+@some("one_thread", "two_threads")
+def test_sequences_that_are_shuffled_and_reshuffle(kind: str) -> None:
+    def train(model: Any, seen: Any) -> None:
+        data, other = Sequence(**SEQUENCES[kind]), Sequence(first=100, **SEQUENCES[kind])
+        for _ in range(2):
+            model.fit(data, epochs=2, validation_data=other, verbose=0, callbacks=[seen])
+        model.evaluate(data, verbose=0, callbacks=[seen])
+
+    assert_same_order(train)
+
+
+@some("two_threads")
+def test_infinite_sequences(kind: str) -> None:
+    def train(model: Any, seen: Any) -> None:
+        kept = {"reshuffles": "", **SEQUENCES[kind]}
+        model.fit(
+            Sequence(None, **kept),
+            epochs=4,
+            steps_per_epoch=3,
+            validation_data=Sequence(None, first=100, **kept),
+            validation_steps=2,
+            validation_freq=2,
+            verbose=0,
+            callbacks=[seen],
+        )
+
+    assert_same_order(train)
+
+
+# not the short queue: between two such epochs Keras waits 0.1 s for what its thread still puts there
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [2, 7])
+@pytest.mark.parametrize("kind", [kind for kind in SEQUENCES if kind != "short_queue"])
+def test_epochs_of_other_lengths_than_the_sequence(kind: str, steps: int) -> None:
+    def train(model: Any, seen: Any) -> None:
+        data = Sequence(reshuffles="", **SEQUENCES[kind])
+        options = {"epochs": 4, "steps_per_epoch": steps, "shuffle": False, "verbose": 0}
+        model.fit(data, callbacks=[seen], **options)
+
+    assert_same_order(train)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["in_this_thread", "one_thread"])  # Keras's threads race it
+def test_a_sequence_that_reshuffles_at_the_begin(kind: str) -> None:
+    def train(model: Any, seen: Any) -> None:
+        data = Sequence(reshuffles="begin end", **SEQUENCES[kind])
+        model.fit(data, epochs=3, validation_data=data, verbose=0, callbacks=[seen])
+
+    assert_same_order(train)
+
+
+@some("two_threads")
+def test_sequences_with_class_weights(kind: str) -> None:
+    def train(model: Any, seen: Any) -> None:
+        data = Sequence(**SEQUENCES[kind])
+        model.fit(data, epochs=3, class_weight=WEIGHTS, verbose=0, callbacks=[seen])
+
+    assert_same_order(train)
+
+
+def test_a_sequence_builds_a_model_that_is_not_built() -> None:
+    strategy = HeterogeneousStrategy(devices=["CPU:0", "CPU:1"], shares=[0, 1])
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(3, kernel_regularizer="l2")])
+        model.add(keras.layers.Dense(1))
+        model.compile("sgd", "mae", weighted_metrics=["mse"])
+    model.fit(Sequence(workers=2), epochs=1, verbose=0)
+    assert model.layers[0].kernel.shape == (2, 3)
+
+
+def drawn_batches(number: int | None = 5) -> Iterator[Any]:
+    """Draws from NumPy's generator: each look at it shows."""
+    for _ in itertools.count() if number is None else range(number):
+        yield samples(np.random.randint(0, 1000, BATCH))
+
+
+def on_demand(dataset: Any) -> Any:
+    """Without the prefetch that tf.data's autotuner puts at the end, as far as it likes."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def from_generator(number: int | None = 5) -> Any:
+    signature = (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1]))
+    return on_demand(
+        tf.data.Dataset.from_generator(lambda: drawn_batches(number), output_signature=signature)
+    )
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "given": (lambda: drawn_batches(None), {"steps_per_epoch": 3}),
+    "given_finite": (lambda: drawn_batches(), {}),
+    "from_generator": (from_generator, {}),
+    "from_infinite_generator": (lambda: from_generator(None), {"steps_per_epoch": 3}),
+    "batched": (lambda: from_generator().unbatch().batch(4), {}),
+    "mapped": (lambda: from_generator().unbatch().map(lambda x, y: (x, 2 * y)).batch(4), {}),
+}
+
+
+@pytest.mark.quick("from_generator")
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_are_started_once_an_epoch(kind: str) -> None:
+    make, options = GENERATORS[kind]
+
+    def train(model: Any, seen: Any) -> None:
+        model.fit(make(), epochs=3, verbose=0, callbacks=[seen], **options)
+
+    assert_same_order(train)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reads", ["validates_between", "trains_again"])
+def test_fits_that_share_one_generator(reads: str) -> None:
+    def train(model: Any, seen: Any) -> None:
+        endless, signature = (
+            drawn_batches(None),
+            (tf.TensorSpec([None, 2]), tf.TensorSpec([None, 1])),
+        )
+        options: dict[str, Any] = {"steps_per_epoch": 3, "verbose": 0, "callbacks": [seen]}
+        data = tf.data.Dataset.from_generator(lambda: endless, output_signature=signature)
+        data = on_demand(data)
+        if reads == "validates_between":
+            options.update(validation_data=data, validation_steps=2)
+        for _ in range(2):
+            model.fit(data, epochs=2, **options)
+
+    assert_same_order(train)
+
+
+def shuffled(number: int = 40, **options: Any) -> Any:
+    samples_of_all = tf.data.Dataset.from_tensor_slices(samples(np.arange(number)))
+    return on_demand(samples_of_all).shuffle(number, **{"seed": 1, **options})
+
+
+def fits_in_a_row(make: Callable[[], Any], **options: Any) -> Callable[[Any, Any], None]:
+    def train(model: Any, seen: Any) -> None:
+        data = make()
+        steps = {"steps": 2} if "steps_per_epoch" in options else {}
+        for _ in range(2):
+            model.fit(data, epochs=2, verbose=0, callbacks=[seen], **options)
+            model.evaluate(data, verbose=0, callbacks=[seen], **steps)
+
+    return train
+
+
+def with_validation(make: Callable[[], Any], **options: Any) -> Callable[[Any, Any], None]:
+    def train(model: Any, seen: Any) -> None:
+        data = {"x": make(), "validation_data": make()}
+        model.fit(**data, epochs=5, verbose=0, callbacks=[seen], **options)
+
+    return train
+
+
+def one_shuffle(parts: Callable[[Any], list[Any]]) -> Callable[[Any, Any], None]:
+    """Trains on one part of a shuffled data set, validates on another, then trains on a third."""
+
+    def train(model: Any, seen: Any) -> None:
+        first, validation, second = parts(shuffled(64))
+        options = {"validation_data": validation, "verbose": 0, "callbacks": [seen]}
+        model.fit(first, epochs=3, **options)
+        model.fit(second, epochs=2, **options)
+
+    return train
+
+
+INFINITE = {"steps_per_epoch": 3}
+DATA_SETS: dict[str, Callable[[Any, Any], None]] = {
+    "fits": fits_in_a_row(lambda: shuffled().batch(BATCH)),
+    "class_weights": fits_in_a_row(lambda: shuffled().batch(BATCH), class_weight=WEIGHTS),
+    "class_weights_infinite": fits_in_a_row(
+        lambda: shuffled().repeat().batch(BATCH), class_weight=WEIGHTS, **INFINITE
+    ),
+    "global_seed": fits_in_a_row(lambda: shuffled(seed=None).batch(BATCH), class_weight=WEIGHTS),
+    "shuffled_once": fits_in_a_row(
+        lambda: shuffled(reshuffle_each_iteration=False).batch(BATCH), class_weight=WEIGHTS
+    ),
+    "infinite": fits_in_a_row(lambda: shuffled().repeat().batch(BATCH), **INFINITE),
+    "repeated": fits_in_a_row(lambda: shuffled().repeat(2).batch(BATCH)),
+    "filtered": fits_in_a_row(
+        lambda: shuffled().filter(lambda x, y: True).batch(BATCH), class_weight=WEIGHTS
+    ),
+    "filtered_infinite": fits_in_a_row(
+        lambda: shuffled().filter(lambda x, y: True).repeat().batch(BATCH), **INFINITE
+    ),
+    "validation": with_validation(lambda: shuffled().batch(BATCH), validation_freq=2),
+    "infinite_validation": with_validation(
+        lambda: shuffled().repeat().batch(BATCH), validation_freq=2, validation_steps=2, **INFINITE
+    ),
+    "steps_of_validation": with_validation(lambda: shuffled().batch(BATCH), validation_steps=2),
+    "parts_of_samples": one_shuffle(
+        lambda data: [
+            data.skip(24).batch(BATCH),
+            data.take(24).batch(BATCH),
+            data.batch(2 * BATCH),
+        ]
+    ),
+    "parts_of_batches": one_shuffle(
+        lambda data: [
+            data.batch(BATCH).skip(3),
+            data.batch(BATCH).take(3),
+            data.map(lambda x, y: (x, 2 * y)).batch(BATCH),
+        ]
+    ),
+    "other_kinds": one_shuffle(
+        lambda data: [data.padded_batch(BATCH), data.batch(BATCH), data.padded_batch(BATCH)]
+    ),
+}
+
+
+@pytest.mark.quick("class_weights", "infinite_validation", "parts_of_samples")
+@pytest.mark.parametrize("kind", DATA_SETS)
+def test_shuffled_data_sets(kind: str) -> None:
+    assert_same_order(DATA_SETS[kind])
