@@ -18,7 +18,7 @@ RESULTS := build/benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help demo test test-all test-full test-rest test-alone test-oldest test-validation lint format benchmarks
+.PHONY: help demo test test-all test-full test-rest test-alone test-oldest test-nightly test-validation lint format benchmarks
 .PHONY: constraints clean distclean
 .PHONY: check-python check-validation
 .DEFAULT_GOAL := help
@@ -72,6 +72,12 @@ test-oldest: .venv-oldest/installed ## Several processes and the loader controll
 	  $(OLDEST:%=tests/multi_process/test_%.py)
 	.venv-oldest/bin/python -m pytest $(DEPTH) $(SIDE_BY_SIDE) -k "not change_no_bit" $(OLDEST_LOADER)
 
+# What the next release will break: private symbols, Keras's data adapters, exact numbers.
+NIGHTLY := $(patsubst %,tests/%.py,test_private_api loader/test_tf_data_adapter \
+  loader/test_keras_arrays loader/test_keras_sources) tests/exactness
+test-nightly: .venv-nightly/installed ## Private symbols, data adapters and exactness, on the nightly builds.
+	.venv-nightly/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(NIGHTLY)
+
 # TensorFlow Data Validation needs Python 3.11 and TensorFlow 2.16.
 test-validation: check-validation .venv-oldest/installed ## Data validation, in the environment of test-oldest.
 	.venv-oldest/bin/python -m pytest tests/loader/validation \
@@ -105,7 +111,7 @@ clean: ## Remove caches and results.
 	find keras_het tests recipes benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## Remove the environments too.
-	rm -rf .venv .venv-oldest
+	rm -rf .venv .venv-oldest .venv-nightly
 
 # Shell text that sets $$python to the first candidate of version 3.$(1) to 3.$(2), or says what is
 # wrong, with the reason $(3), and stops.
@@ -163,6 +169,17 @@ endif
 
 .venv/installed: pyproject.toml overrides.txt $(CONSTRAINTS) | check-python
 	$(call install,.venv,$(CONSTRAINTS),10,13,dev)
+
+# Without constraints: `rm -r .venv-nightly` brings the builds of another night.
+.venv-nightly/installed: pyproject.toml overrides-nightly.txt | check-python
+	@$(call find_python,11,13); \
+	set -e; \
+	echo "Installing the nightly builds of Keras and TensorFlow into .venv-nightly"; \
+	$$python -m venv --clear .venv-nightly; \
+	.venv-nightly/bin/python -m pip install --quiet --constraint constraints.txt uv; \
+	.venv-nightly/bin/uv pip install --quiet --compile-bytecode --python .venv-nightly/bin/python \
+	  --prerelease allow --override overrides-nightly.txt --group nightly --editable '.[dev]'; \
+	touch $@
 
 # Keras 3.15 has no wheels for Python 3.10, TensorFlow 2.16 none for 3.13, and TensorFlow Data
 # Validation none for 3.12.

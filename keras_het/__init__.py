@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from keras_het.keras_backend import check_keras_backend_before_import
+from keras_het.seen_versions import warn_of_unseen_versions
 
 if TYPE_CHECKING:
     from keras_het import callbacks, loader, planning
@@ -22,6 +23,7 @@ def __getattr__(name: str) -> Any:
     # TensorFlow takes seconds to import; the command line does not need it.
     if name == "HeterogeneousStrategy":
         check_keras_backend_before_import()
+        warn_of_unseen_versions()
         return importlib.import_module("keras_het.strategy").HeterogeneousStrategy
     if name in _MODULES:
         return importlib.import_module(f"keras_het.{name}")

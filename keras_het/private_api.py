@@ -18,10 +18,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow import trainer as keras_tf_trainer
-from keras.src.backend.tensorflow.core import Variable as KerasTensorFlowVariable
 from keras.src.layers.normalization import batch_normalization as keras_batch_normalization
 from keras.src.losses import loss as keras_loss
 from keras.src.metrics import reduction_metrics as keras_reduction_metrics
@@ -52,6 +50,13 @@ from tensorflow.python.framework import type_spec as type_spec_lib
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 from tensorflow.python.types import distribute as distribute_types
 
+try:  # Keras 3.16
+    from keras.src.backend.tensorflow.ops import nn as keras_nn
+    from keras.src.backend.tensorflow.ops.core import Variable as KerasTensorFlowVariable
+except ImportError:
+    from keras.src.backend.tensorflow import nn as keras_nn
+    from keras.src.backend.tensorflow.core import Variable as KerasTensorFlowVariable
+
 CompositeTensor = composite_tensor.CompositeTensor
 ConcreteFunction = concrete_function.ConcreteFunction
 # What AutoGraph turns a loop over into one of the graph; Keras asks for its subclass
@@ -64,12 +69,15 @@ CollectiveKeys = cross_device_utils.CollectiveKeys
 CommunicationOptions = collective_util.Options
 FuncGraph = func_graph.FuncGraph
 RpcServer = rpc_ops.GrpcServer
-TensorFlowTrainer = keras_tf_trainer.TensorFlowTrainer
+# Keras 3.16 renames both.
+TensorFlowTrainer = getattr(keras_tf_trainer, "TensorFlowTrainer", None) or keras_tf_trainer.Trainer
+BaseTrainer = getattr(keras_base_trainer, "BaseTrainer", None) or keras_base_trainer.Trainer
 UnchangedElementsDataset = dataset_ops.UnaryUnchangedStructureDataset
 regroup = distribute_utils.regroup
 type_spec_from_value = type_spec_lib.type_spec_from_value
 
 __all__ = [
+    "BaseTrainer",
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
     "CollectiveKeys",
@@ -99,10 +107,10 @@ __all__ = [
     "free_graph_with",
     "function_being_traced",
     "global_seed",
+    "has_begun",
     "iterated_data_set",
     "iterator_model",
     "keras_base_optimizer",
-    "keras_base_trainer",
     "keras_batch_normalization",
     "keras_loss",
     "keras_loss_scale_optimizer",
@@ -327,6 +335,11 @@ def distributed_data_of(iterator: Any) -> Any:
 def epoch_steps_of(iterator: Any) -> int | None:
     """`steps_per_epoch` of the `EpochIterator` that a weak reference names, None without one."""
     return getattr(iterator(), "steps_per_epoch", None)
+
+
+def has_begun(iterator: Any) -> bool:
+    """Tells whether an `EpochIterator` goes on with a pass that an earlier epoch began."""
+    return getattr(iterator, "_current_iterator", None) is not None
 
 
 def learning_rate_of(optimizer: Any) -> Any:

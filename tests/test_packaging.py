@@ -9,10 +9,12 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import keras_het
+from keras_het import seen_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "keras_het"
@@ -150,6 +152,37 @@ def test_versions_agree() -> None:
     )
     assert declared is not None
     assert declared.group(1) == keras_het.__version__
+
+
+def test_upper_bounds_are_those_that_a_warning_names() -> None:
+    declared = (ROOT / "pyproject.toml").read_text("utf-8")
+    for name, package in (("Keras", "keras"), ("TensorFlow", r"tensorflow(?:-cpu|\[and-cuda\])?")):
+        bounds = re.findall(rf'"{package}>=[\d.]+,<(\d+)\.(\d+)', declared)
+        assert {tuple(map(int, bound)) for bound in bounds} == {seen_versions.FIRST_UNSEEN[name]}
+        assert not re.search(rf'"{package}>=[\d.]+["; ]', declared)
+
+
+@pytest.mark.parametrize(
+    ("keras_version", "tensorflow_version", "named"),
+    [
+        ("3.15.1", "2.21.0", ""),
+        ("3.16.0.dev2026", "2.21.0", "Keras 3.16.0.dev2026 (seen: below 3.16). It"),
+        ("3.16.0", "2.22.0-dev2026", "Keras 3.16.0 (seen: below 3.16) and TensorFlow 2.22.0-dev"),
+    ],
+)
+def test_newer_versions_cause_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    keras_version: str,
+    tensorflow_version: str,
+    named: str,
+) -> None:
+    for name, version in (("keras", keras_version), ("tensorflow", tensorflow_version)):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__=version))
+    seen_versions.warn_of_unseen_versions.cache_clear()
+    for _ in range(2):
+        seen_versions.warn_of_unseen_versions()
+    assert [named in record.getMessage() for record in caplog.records] == [True] * bool(named)
 
 
 @pytest.mark.parametrize(

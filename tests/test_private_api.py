@@ -68,7 +68,12 @@ SIGNATURES = [
     (keras.layers.Layer, "add_loss", ["self", "loss"]),
     (keras.layers.Layer, "_get_own_losses", ["self"]),
     (keras.layers.Layer, "_clear_losses", ["self"]),
-    (private_api.keras_base_trainer.Trainer, "_aggregate_additional_loss", ["self", "loss"]),
+    (private_api.BaseTrainer, "_aggregate_additional_loss", ["self", "loss"]),
+    (
+        private_api.TensorFlowTrainer,
+        "_maybe_symbolic_build",
+        ["self", "iterator", "data_batch"],
+    ),
     (private_api.KerasTensorFlowVariable, "_direct_assign", ["self", "value"]),
     (private_api.keras_nn, "_compute_moments_sync", ["x", "axes", "keepdims"]),
     (

@@ -44,7 +44,7 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (layer, "_get_own_losses", exact_losses.keep_own_losses),
         (layer, "_clear_losses", exact_losses.keep_own_losses),
         (
-            private_api.keras_base_trainer.Trainer,
+            private_api.BaseTrainer,
             "_aggregate_additional_loss",
             exact_losses.sum_added_losses,
         ),

@@ -29,8 +29,10 @@ def install_symbolic_build() -> None:
         data = private_api.distributed_data_of(iterator)
         if isinstance(data, DistributedSteps):
             data.epoch_steps = functools.partial(private_api.epoch_steps_of, weakref.ref(iterator))
-        if isinstance(data, DistributedSteps) and not data.may_be_looked_at:
-            iterator, data_batch = None, tf.nest.map_structure(_shape_and_type, data.element_spec)
+            # one that has begun belongs to the validation before, which has built the model
+            if not data.may_be_looked_at or private_api.has_begun(iterator):
+                batch = tf.nest.map_structure(_shape_and_type, data.element_spec)
+                iterator, data_batch = None, batch
         return original(model, iterator=iterator, data_batch=data_batch)
 
     build.may_leave_data_alone = True  # type: ignore[attr-defined]

@@ -160,7 +160,7 @@ def test_infinite_sequences(kind: str) -> None:
     assert_same_order(train)
 
 
-# not the short queue: between two such epochs Keras waits 0.1 s for what its thread still puts there
+# not the short queue: between such epochs Keras waits only 0.1 s for what its thread still puts in
 @pytest.mark.full
 @pytest.mark.parametrize("steps", [2, 7])
 @pytest.mark.parametrize("kind", [kind for kind in SEQUENCES if kind != "short_queue"])

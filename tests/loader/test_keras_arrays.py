@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 
-from keras_het.loader.keras_arrays import with_repeatable_order
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.keras_arrays import with_order_of_epoch, with_repeatable_order
 from keras_het.loader.pipeline_form import recognise
 
 SAMPLES, BATCH = 23, 5
@@ -71,6 +72,49 @@ def test_elements_keep_their_structure(options):
     assert made is not given
     for got, want in zip(made, given, strict=True):
         tf.nest.map_structure(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_orders_differ_between_epochs_also_under_a_seed(kind):
+    def build(seed):
+        keras.utils.set_random_seed(1)
+        x = X if kind == "dense" else tf.sparse.from_dense(X)
+        given = adapted(x, Y, batch_size=BATCH, shuffle=True)
+        assert labels(given) == labels(given)  # Keras's own
+        return with_order_of_epoch(given, seed)
+
+    first, second, of_next_fit = build(0), build(0), build(1)
+    orders = [labels(first) for _ in range(3)]
+    assert orders == [labels(second) for _ in range(3)]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert labels(of_next_fit) not in orders
+    for order in orders:
+        assert sorted(itertools.chain(*order)) == list(range(SAMPLES))
+    for x, y in first:
+        dense = x if kind == "dense" else tf.sparse.to_dense(x)
+        np.testing.assert_array_equal(dense, X[np.array(y)])
+    assert recognise(first).mode == ("element" if kind == "dense" else "slice")
+
+
+def test_what_keras_does_not_shuffle_stays_as_it_is():
+    for given in (
+        adapted(X, Y, batch_size=BATCH, shuffle=False),
+        adapted(X, Y, batch_size=BATCH, shuffle="batch"),
+        tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(5).batch(BATCH),
+    ):
+        assert with_order_of_epoch(given, 0) is given
+
+
+def test_a_shuffle_that_is_not_known_is_not_taken_for_none(monkeypatch):
+    given = adapted(X, Y, batch_size=BATCH, shuffle=True)
+    known = adapter._closed_over
+    monkeypatch.setattr(
+        adapter,
+        "_closed_over",
+        lambda function, name: None if name == "shuffle" else known(function, name),
+    )
+    assert with_repeatable_order(given) is given
+    assert recognise(given).gathers_indices  # of which async workers are refused
 
 
 def test_anything_else_stays_as_it_is():

@@ -234,8 +234,9 @@ def check_can_be_shared(data: Any) -> None:
     if data.takes_keras_arrays:
         raise ValueError(
             "Async workers take batches of one order of samples, of which a worker that comes late "
-            "must find the present epoch. Received: arrays that are not all dense, whose order "
-            "Keras draws. Give fit a tf.data.Dataset with a known number of batches."
+            "must find the present epoch. Received: arrays that are not all dense, or that this "
+            "version of Keras shuffles in a way that is not known, whose order Keras draws. Give "
+            "fit a tf.data.Dataset with a known number of batches."
         )
     if num_batches <= 0:
         raise ValueError(

@@ -1,0 +1,32 @@
+"""The versions of Keras and TensorFlow that the tests have seen."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+FIRST_UNSEEN = {"Keras": (3, 16), "TensorFlow": (2, 22)}
+"""The upper bounds of pyproject.toml, which an environment may override."""
+
+_logger = logging.getLogger("keras_het")
+
+
+@functools.cache
+def warn_of_unseen_versions() -> None:
+    """Says once that a version is newer than the tests have seen, before an import fails on it."""
+    import keras
+    import tensorflow as tf
+
+    installed = {"Keras": keras.__version__, "TensorFlow": tf.__version__}
+    unseen = [
+        f"{name} {version} (seen: below {'.'.join(map(str, FIRST_UNSEEN[name]))})"
+        for name, version in installed.items()
+        if tuple(map(int, version.split(".")[:2])) >= FIRST_UNSEEN[name]
+    ]
+    if unseen:
+        _logger.warning(
+            "keras_het has not been tested with %s. It relies on what releases may move: if it "
+            "fails, or numbers differ from those of one device, install a version that was seen, "
+            "with pip install --upgrade keras-het.",
+            " and ".join(unseen),
+        )
