@@ -51,8 +51,7 @@ def advance(dataset: Dataset, passes: Iterable[Pass]) -> None:
         dataset: pipeline of global batches whose shuffles are to move on.
         passes: for each pass, whether it was iterated; the number of its steps if it was left.
     """
-    shuffles = [node for node in adapter.upstream_of(dataset) if adapter.is_reshuffled(node)]
-    if not shuffles:
+    if adapter.first_reshuffled(dataset) is None:
         return
     options = tf.data.Options()
     options.autotune.enabled = False  # whose threads would delay the end of the iterator
@@ -77,13 +76,17 @@ def starts_once(node: Dataset) -> bool:
     Args:
         node: the end of the pipeline.
     """
-    while any(adapter.is_reshuffled(above) for above in adapter.upstream_of(node)):
+    while not _is_source(node) and adapter.first_reshuffled(node) is not None:
         if adapter.is_repeat(node) or not (
             adapter.is_map(node) or adapter.is_batch(node) or adapter.commutes_with_map(node)
         ):
             return False
         node = adapter.inputs_of(node)[0]
     return True
+
+
+def _is_source(node: Dataset) -> bool:
+    return not adapter.inputs_of(node)
 
 
 def nests_shuffles(node: Dataset) -> bool:

@@ -23,6 +23,7 @@ from tensorflow.python.data.ops import (
     from_tensors_op,
     map_op,
     prefetch_op,
+    random_op,
     repeat_op,
     shard_op,
     shuffle_op,
@@ -182,9 +183,15 @@ def is_reshuffled(node: Dataset) -> bool:
     return isinstance(node, shuffle_op._ShuffleDataset) and bool(node._reshuffle_each_iteration)
 
 
+def counts_iterators(node: Dataset) -> bool:
+    """Whether `node` gives each of its iterators other elements, or another order of them."""
+    is_random = isinstance(node, random_op._RandomDataset) and bool(node._rerandomize)
+    return is_random or is_reshuffled(node)
+
+
 def first_reshuffled(dataset: Dataset) -> Dataset | None:
-    """The last of a pipeline's reshuffling shuffles, on whose orders that of a pass depends."""
-    return next(filter(is_reshuffled, upstream_of(dataset)), None)
+    """The last operation of a pipeline that counts its iterators, on which a pass depends."""
+    return next(filter(counts_iterators, upstream_of(dataset)), None)
 
 
 def is_shuffle(node: Dataset) -> bool:

@@ -317,6 +317,14 @@ DATA_SETS: dict[str, Callable[[Any, Any], None]] = {
     "filtered_infinite": fits_in_a_row(
         lambda: shuffled().filter(lambda x, y: True).repeat().batch(BATCH), **INFINITE
     ),
+    "random_values": fits_in_a_row(
+        lambda: (
+            on_demand(tf.data.Dataset.random(seed=3, rerandomize_each_iteration=True))
+            .map(lambda value: (tf.ones([2]), tf.cast(value % 1000, tf.float32)[None] / 1000))
+            .take(5 * BATCH)
+            .batch(BATCH)
+        )
+    ),
     "validation": with_validation(lambda: shuffled().batch(BATCH), validation_freq=2),
     "infinite_validation": with_validation(
         lambda: shuffled().repeat().batch(BATCH), validation_freq=2, validation_steps=2, **INFINITE

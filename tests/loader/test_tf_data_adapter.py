@@ -139,6 +139,7 @@ def test_a_generator_of_fit_is_told_from_others():
     batches = ((np.zeros([2, 3]), np.zeros([2])) for _ in range(4))
     given = data_adapters.get_data_adapter(batches).get_tf_dataset()
     assert any(adapter.is_keras_generator(node) for node in adapter.upstream_of(given))
+    assert not any(adapter.is_keras_py_dataset(node) for node in adapter.upstream_of(given))
 
     class Batches(keras.utils.PyDataset):
         def __len__(self):
@@ -150,6 +151,17 @@ def test_a_generator_of_fit_is_told_from_others():
     for other in (ALL["generator"](), data_adapters.get_data_adapter(Batches()).get_tf_dataset()):
         assert any(adapter.draws_from_generator(node) for node in adapter.upstream_of(other))
         assert not any(adapter.is_keras_generator(node) for node in adapter.upstream_of(other))
+    assert any(adapter.is_keras_py_dataset(node) for node in adapter.upstream_of(other))
+
+
+def test_what_counts_its_iterators():
+    for again in (True, False):
+        drawn = tf.data.Dataset.random(seed=1, rerandomize_each_iteration=again)
+        shuffled = tf.data.Dataset.range(9).shuffle(9, seed=1, reshuffle_each_iteration=again)
+        for node in (drawn, shuffled):
+            assert adapter.counts_iterators(node) == again
+            found = adapter.first_reshuffled(node.map(lambda value: value).batch(2))
+            assert found is (node if again else None)
 
 
 def test_keras_functions_are_recognised_and_others_are_not():
