@@ -520,7 +520,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Reduces `value` over all replicas, as `tf.distribute.Strategy.reduce`.
 
         The mean over whole batches of unequal size, which Keras asks for only to learn the shapes
-        of a batch, is answered with the first local replica's part.
+        of a batch, is answered with the type of the global batch (`tf.TensorSpec`): a replica's
+        part may have no rows, and workers must not infer different metrics.
 
         Args:
             reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
@@ -532,7 +533,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             is_mean = reduce_op in (tf.distribute.ReduceOp.MEAN, "MEAN")
             if is_mean and not tf.inside_function():
                 return tf.nest.map_structure(
-                    lambda leaf: self.experimental_local_results(leaf)[0], value
+                    lambda leaf: getattr(leaf, "global_spec", leaf), value, expand_composites=False
                 )
         return super().reduce(reduce_op, value, axis)
 

@@ -45,6 +45,11 @@ class UnevenPerReplica(private_api.PerReplica):
         return self._type_spec.value_specs[0].dtype
 
     @property
+    def global_spec(self) -> Any:
+        """The type of the whole global batch, rows counted; the same on every worker."""
+        return _with_rows(self._type_spec.value_specs[0], int(tf.reduce_sum(self._sizes)))
+
+    @property
     def _type_spec(self) -> UnevenPerReplicaSpec:
         # TensorFlow asks several times for each call of a function.
         if self._spec is None:
@@ -159,10 +164,13 @@ def find_sizes(structure: Any) -> Any:
 def _any_number_of_rows(value: Any) -> Any:
     if isinstance(value, tf.Tensor) and value.shape.rank:
         return _dense_spec(value.dtype, tuple(value.shape[1:]))
-    spec = private_api.type_spec_from_value(value)
-    if spec.shape.rank is None or spec.shape.rank == 0:
+    return _with_rows(private_api.type_spec_from_value(value), None)
+
+
+def _with_rows(spec: Any, rows: int | None) -> Any:
+    if not spec.shape.rank:
         return spec
-    shape = [None, *spec.shape.as_list()[1:]]
+    shape = [rows, *spec.shape.as_list()[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(
             shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype, spec.flat_values_spec
