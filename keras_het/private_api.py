@@ -18,9 +18,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state as keras_global_state
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow import trainer as keras_tf_trainer
 from keras.src.layers.normalization import batch_normalization as keras_batch_normalization
+from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 from keras.src.losses import loss as keras_loss
 from keras.src.metrics import reduction_metrics as keras_reduction_metrics
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
@@ -64,6 +66,7 @@ ConcreteFunction = concrete_function.ConcreteFunction
 IteratorInterface = distribute_types.Iterator
 Mirrored = distribute_values.Mirrored
 PerReplica = distribute_values.PerReplica
+GLOBAL_SEED_GENERATOR = keras_seed_generator.GLOBAL_SEED_GENERATOR
 StrategyExtended = distribute_lib.StrategyExtendedV2
 CollectiveKeys = cross_device_utils.CollectiveKeys
 CommunicationOptions = collective_util.Options
@@ -77,6 +80,7 @@ regroup = distribute_utils.regroup
 type_spec_from_value = type_spec_lib.type_spec_from_value
 
 __all__ = [
+    "GLOBAL_SEED_GENERATOR",
     "BaseTrainer",
     "CollectiveAllReduce",
     "CollectiveAllReduceExtended",
@@ -85,6 +89,7 @@ __all__ = [
     "CompositeTensor",
     "ConcreteFunction",
     "CondBranchFuncGraph",
+    "DropoutRNNCell",
     "EpochLoop",
     "FuncGraph",
     "IteratorInterface",
@@ -98,6 +103,8 @@ __all__ = [
     "UnchangedElementsDataset",
     "abort_collectives",
     "bind_captures",
+    "calls_functions",
+    "convert_as_called",
     "data_set_variant",
     "distribute_lib",
     "distribute_utils",
@@ -108,6 +115,7 @@ __all__ = [
     "function_being_traced",
     "global_seed",
     "has_begun",
+    "is_stateful",
     "iterated_data_set",
     "iterator_model",
     "keras_base_optimizer",
@@ -117,13 +125,18 @@ __all__ = [
     "keras_nn",
     "keras_reduction_metrics",
     "keras_seed_generator",
+    "keras_state_of_thread",
     "keras_step_kind",
     "keras_tf_optimizer",
+    "layers_with_state",
     "learning_rate_of",
     "mutex_of",
     "operation_seed_state",
+    "order_of_operation",
+    "own_state",
     "peer_is_healthy",
     "regroup",
+    "repeat_operation",
     "restart_iterator",
     "restore_iterator",
     "run_independently",
@@ -452,6 +465,60 @@ def function_being_traced(graph: Any) -> Any:
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     return None if getattr(graph, "experimental_acd_manager", None) is None else graph
+
+
+def convert_as_called(function: Any) -> Any:
+    """Has AutoGraph convert a function where `Strategy.run`, called here, would."""
+    return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
+
+
+def order_of_operation(operation: Any) -> int:
+    """A number that is larger for an operation that was made later, in one graph."""
+    return int(operation._id)
+
+
+def is_stateful(operation: Any) -> bool:
+    """Tells whether an operation reads or changes more than its inputs and outputs."""
+    return bool(operation.op_def.is_stateful)
+
+
+def calls_functions(operation: Any) -> bool:
+    """Tells whether an operation runs other graphs, such as the branches of a `tf.cond`."""
+    values = operation.node_def.attr.values()
+    return any(value.HasField("func") or value.list.func for value in values)
+
+
+def repeat_operation(operation: Any, inputs: list[Any]) -> Any:
+    """Makes an operation again, on other inputs.
+
+    Args:
+        operation: with one output, of the graph that is being built.
+        inputs: as many tensors, of the same types.
+
+    Returns:
+        The output.
+    """
+    attributes = {
+        name: value for name, value in operation.node_def.attr.items() if not name.startswith("_")
+    }
+    types = [output.dtype for output in operation.outputs]
+    graph = tf.compat.v1.get_default_graph()
+    return graph.create_op(operation.type, inputs, types, attrs=attributes).outputs[0]
+
+
+def keras_state_of_thread() -> dict[str, Any]:
+    """What Keras keeps for the running thread alone, by name; a change of it is one of Keras's."""
+    return vars(keras_global_state.GLOBAL_STATE_TRACKER)
+
+
+def layers_with_state(model: Any) -> list[Any]:
+    """Returns the model and the layers in it, each of which keeps variables of its own."""
+    return list(model._flatten_layers())
+
+
+def own_state(layer: Any) -> list[Any]:
+    """Returns the non-trainable variables of a layer itself, without random seeds and metrics."""
+    return list(layer._non_trainable_variables)
 
 
 def data_set_variant(dataset: Any) -> Any:

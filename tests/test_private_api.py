@@ -82,6 +82,11 @@ SIGNATURES = [
         ["self", "inputs", "mask"],
     ),
     (private_api.keras_seed_generator.SeedGenerator, "next", ["self", "ordered"]),
+    (private_api.keras_seed_generator, "global_seed_generator", []),
+    (private_api.DropoutRNNCell, "get_dropout_mask", ["self", "step_input"]),
+    (private_api.DropoutRNNCell, "get_recurrent_dropout_mask", ["self", "step_input"]),
+    (private_api.DropoutRNNCell, "reset_dropout_mask", ["self"]),
+    (private_api.DropoutRNNCell, "reset_recurrent_dropout_mask", ["self"]),
     (
         private_api.distribute_values,
         "apply_aggregation_replica_context",
@@ -458,6 +463,55 @@ def private_imports(path: Path) -> list[str]:
             if module.startswith(("tensorflow.python", "keras.src"))
         ]
     return found
+
+
+def test_a_function_is_converted_as_its_caller():
+    def sign(x):
+        return 1 if x > 0 else -1
+
+    converted = tf.function(lambda x: private_api.convert_as_called(sign)(x))
+    assert converted(tf.constant(2.0)) == 1
+    plain = tf.function(lambda x: private_api.convert_as_called(sign)(x), autograph=False)
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        plain(tf.constant(2.0))
+
+
+def test_an_operation_is_made_again_on_other_inputs():
+    @tf.function
+    def difference(x):
+        first = tf.math.subtract(x, 1.0)
+        second = private_api.repeat_operation(first.op, [x + 10.0, first.op.inputs[1]])
+        orders = [private_api.order_of_operation(each.op) for each in (first, second)]
+        assert orders[0] < orders[1]
+        assert not private_api.is_stateful(first.op)
+        assert not private_api.calls_functions(first.op)
+        branch = tf.cond(x > 0, lambda: x, lambda: -x)
+        while branch.op.type == "Identity":
+            branch = branch.op.inputs[0]
+        assert private_api.calls_functions(branch.op)
+        return second
+
+    assert difference(tf.constant(1.0)) == 10.0
+
+
+def test_state_belongs_to_the_layer_that_made_it():
+    network = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
+    network.build((None, 3))
+    layers = private_api.layers_with_state(network)
+    assert layers[0] is network
+    assert [v.name for layer in layers for v in private_api.own_state(layer)] == [
+        "moving_mean",
+        "moving_variance",
+    ]
+
+
+def test_what_keras_keeps_for_a_thread():
+    key = private_api.GLOBAL_SEED_GENERATOR
+    keras.utils.set_random_seed(1)
+    generator = private_api.keras_seed_generator.global_seed_generator()
+    assert private_api.keras_state_of_thread()[key] is generator
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert key not in pool.submit(private_api.keras_state_of_thread).result()
 
 
 def test_only_the_adapters_import_private_modules():

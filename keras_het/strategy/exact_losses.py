@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.strategy.exact_step import ExactStep, current_step, running_step
+from keras_het.strategy.exact_step import ExactStep, current_step
 
 
 def keep_local_mean(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,30 +123,6 @@ def _has_value_per_sample(step: ExactStep, target: Any) -> bool:
     return (
         step.is_keras_step or None in tuple(shape) or shape[0] == tf.get_static_value(step.samples)
     )
-
-
-def keep_own_losses(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for the methods of a layer that write and read its list of losses: one a replica.
-
-    Replicas of one process are threads that take turns at each collective, and share the layer:
-    one would clear and read what another has added. None of these methods has a collective.
-    """
-
-    @functools.wraps(original)
-    def with_own_losses(self: Any, *args: Any, **kwargs: Any) -> Any:
-        step = running_step()
-        if step is None:
-            return original(self, *args, **kwargs)
-        _, own = step.layer_losses.setdefault(id(self), (self, []))
-        # not by setattr, which would track the list
-        attributes = vars(self)
-        shared, attributes["_losses"] = self._losses, own
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            attributes["_losses"] = shared
-
-    return with_own_losses
 
 
 def sum_added_losses(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,7 +108,7 @@ def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterat
 
     def restore() -> Any:
         for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+            variable.value.assign(value)  # not Keras's: it is no part of the step
         return tf.constant(0)
 
     if variables:
@@ -116,20 +116,18 @@ def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterat
 
 
 def cluster_logs(
-    step: ExactStep, logs: Any, extra: Sequence[Any], sums: Sequence[Any]
-) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    step: ExactStep, logs: Any, sums: Sequence[Any]
+) -> tuple[Any, list[Any], list[Any]]:
     """Combines the logs of all replicas, and the gradients of a pending update.
 
     Args:
         step: the running step.
         logs: what the train or test step of this replica returned.
-        extra: further float tensors to be combined as the mean over samples, in the same
-            collective.
         sums: further float tensors to be summed, in the same collective.
 
     Returns:
-        The logs of the cluster, equal on all replicas; the combined `extra`; the summed `sums`; the
-        reduced gradients of `step.pending_update`.
+        The logs of the cluster, equal on all replicas; the summed `sums`; the reduced gradients of
+        `step.pending_update`.
     """
     records = step.metric_results
     leaves = tf.nest.flatten(logs)
@@ -140,13 +138,12 @@ def cluster_logs(
         for leaf, record in zip(leaves, recorded, strict=True)
         if record is None and _is_float_scalar(leaf)
     ]
-    gradients, (reduced_states, reduced_plain, reduced_extra, summed) = sum_with_gradients(
+    gradients, (reduced_states, reduced_plain, summed) = sum_with_gradients(
         step,
         step.pending_update,
         (
             [_contributions(step, record) for record in states.values()],
             [step.weighted(leaf) for leaf in plain],
-            [step.weighted(value) for value in extra],
             list(sums),
         ),
     )
@@ -159,7 +156,7 @@ def cluster_logs(
         else:
             combined.append(next(next_plain) if _is_float_scalar(leaf) else leaf)
     cluster = tf.nest.pack_sequence_as(logs, combined)
-    return cluster, list(reduced_extra), list(summed), gradients
+    return cluster, list(summed), gradients
 
 
 def _contributions(step: ExactStep, record: _Recorded) -> list[Any]:
@@ -167,12 +164,13 @@ def _contributions(step: ExactStep, record: _Recorded) -> list[Any]:
     contributions = []
     for variable, value in zip(record.metric.variables, record.state, strict=True):
         before = step.metric_state_before.get(id(variable))
-        if before is not None:
-            value = tf.where(step.samples > 0, value, before)
-        if variable.aggregation == "mean":
-            value = value / tf.cast(step.num_replicas, value.dtype)
-        elif variable.aggregation != "sum" and not step.is_first_replica:
-            value = tf.zeros_like(value)
+        if variable.aggregation == "sum":
+            if before is not None:
+                value = tf.where(step.samples > 0, value, before)
+        elif variable.aggregation == "mean" and value.dtype.is_floating:
+            value = step.weighted(value)
+        else:
+            value = step.of_first_replica(value)
         contributions.append(value)
     return contributions
 

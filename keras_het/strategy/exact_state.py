@@ -1,7 +1,8 @@
 r"""State that is no trainable weight: moving statistics, synchronised statistics, seeds.
 
-* Moving statistics and other float state that a layer assigns during the step become
+* State of Keras's own layers that is of a float type, such as moving statistics, becomes
   :math:`\sum_i w_i v_i`, the mean over samples, on every replica.
+* State of somebody's own layers: see `own_state`.
 * `BatchNormalization(synchronized=True)` sums its statistics over all replicas, with a mask or
   without; the gradient that flows back through these sums carries the other replicas' weights.
 * Seeds: replica 0 draws what one device would draw; the others draw independent streams, so that
@@ -24,34 +25,18 @@ _SEED_STRIDE = 1_000_003
 
 
 def record_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `keras.Variable` assignments: notes which variables the step has changed."""
+    """Hook for `keras.Variable` assignments: notes what the step has assigned to which variable."""
 
     @functools.wraps(original)
     def direct_assign(self: Any, value: Any) -> Any:
         step = current_step()
-        if step is not None:
-            step.assigned_variables[id(self)] = self
+        if step is not None and not step.gradients_are_reduced:
+            if tf.is_symbolic_tensor(value):
+                value = tf.identity(value)  # an operation as young as the assignment
+            step.assigned_variables.setdefault(id(self), (self, []))[1].append(value)
         return original(self, value)
 
     return direct_assign
-
-
-def changed_state(step: ExactStep, non_trainable_variables: Sequence[Any]) -> list[Any]:
-    """Returns the float non-trainable variables that this step has assigned."""
-    return [
-        variable
-        for variable in non_trainable_variables
-        if id(variable) in step.assigned_variables and tf.as_dtype(variable.value.dtype).is_floating
-    ]
-
-
-def values_of_float_state(variables: Sequence[Any]) -> dict[int, Any]:
-    """Returns what float variables hold before the step, by the variable's id."""
-    return {
-        id(variable): tf.identity(tf.convert_to_tensor(variable.value))
-        for variable in variables
-        if tf.as_dtype(variable.value.dtype).is_floating
-    }
 
 
 def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,25 +126,28 @@ def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     def next_seed(self: Any, *args: Any, **kwargs: Any) -> Any:
         seed = original(self, *args, **kwargs)
         step = running_step()
-        if step is None or step.seed_stream == 0:
+        if step is None:
             return seed
-        offset = (step.seed_stream * _SEED_STRIDE) % (2**31)
-        return seed + tf.cast(tf.constant([offset, 0], tf.int64), seed.dtype)
+        if step.seed_stream != 0:
+            offset = (step.seed_stream * _SEED_STRIDE) % (2**31)
+            seed = seed + tf.cast(tf.constant([offset, 0], tf.int64), seed.dtype)
+        step.own_seeds.append(seed)
+        return seed
 
     return next_seed
 
 
 def update_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for variables of which only the first replica's value counts (`iterations`).
+    """Hook for variables with an `aggregation`, which TensorFlow applies where they are assigned.
 
-    All replicas compute the same value in the step, so that no broadcast is needed; a broadcast
-    could not run inside the `tf.cond` of a `LossScaleOptimizer`.
+    Those of optimizers (`iterations`) have one value on all replicas; a broadcast could not run
+    inside the `tf.cond` of a `LossScaleOptimizer`. Those of layers are combined when the step ends:
+    what TensorFlow sums or averages would be whole values, and equal shares.
     """
 
     @functools.wraps(original)
     def apply_aggregation(value: Any, aggregation: Any, destinations: Any) -> Any:
-        only_first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        if current_step() is not None and aggregation == only_first:
+        if current_step() is not None:
             return value
         return original(value, aggregation, destinations)
 

@@ -45,7 +45,7 @@ class ExactStep:
         samples, total = tf.cast(samples, tf.float64), tf.cast(total, tf.float64)
         # The replicas that this one is reduced with; other than all, in local training.
         self.num_replicas = 1
-        self.is_first_replica = replica_id == 0
+        self.position = 0  # of this one among them
         # A worker that trains locally may have no samples at all: it takes no step then.
         self.may_have_no_samples = False
         self.state_before: dict[int, Any] = {}
@@ -76,9 +76,16 @@ class ExactStep:
         self.wants_gradient_squares = False
         self.gradient_square: Any = None
         self.global_gradient_square: Any = None
-        self.assigned_variables: dict[int, Any] = {}
-        # Losses that layers have added in this step, by id of the layer: the layer and the list.
-        self.layer_losses: dict[int, tuple[Any, list[Any]]] = {}
+        # By id of the variable: the variable and what the step has assigned to it, one after the
+        # other.
+        self.assigned_variables: dict[int, tuple[Any, list[Any]]] = {}
+        # The batch (nested structure), tensors that are equal on all replicas, and such that differ
+        # though no sample goes into them: what `SampleDependence` starts from.
+        self.rows: Any = ()
+        self.reduced: list[Any] = []
+        self.own_seeds: list[Any] = []
+        # What the user should know about the step.
+        self.remarks: list[str] = []
         # By id of the tensor: the tensor itself and the metric that it is a result of.
         self.metric_results: dict[int, Any] = {}
         self.metric_state_before: dict[int, Any] = {}
@@ -116,12 +123,22 @@ class ExactStep:
         reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, summands)
         if self.clock:
             self.clock.collective_ends(started, reduced)
+        self.reduced += reduced
         dense = iter(packed.unpack(reduced[: len(buffers)]))
         slices = iter(reduced[len(buffers) :])
         result = [
             next(slices) if isinstance(item, tf.IndexedSlices) else next(dense) for item in flat
         ]
         return tf.nest.pack_sequence_as(values, result)
+
+    def of_first_replica(self, value: Any) -> Any:
+        """Returns the value on the first replica with samples, and zero on the others."""
+        is_first: Any = self.position == 0
+        if self.sizes is not None:
+            start = self.replica_id - self.position
+            sizes = self.sizes[start : start + self.num_replicas]
+            is_first = tf.argmax(tf.cast(sizes > 0, tf.int32)) == self.position
+        return tf.where(is_first, value, tf.zeros_like(value))
 
     def weighted(self, value: Any) -> Any:
         """Returns `weight * value`, and zero on a replica without samples (even for NaN)."""

@@ -30,9 +30,11 @@ from keras_het.strategy.emulated_device_config import (
     read_emulated_devices,
 )
 from keras_het.strategy.extended import HeterogeneousExtended
+from keras_het.strategy.keras_hooks import keras_hooks
 from keras_het.strategy.keras_step import run_predict_step, run_train_or_test_step
 from keras_het.strategy.lost_worker_report import install_report
 from keras_het.strategy.peer_watch import PeerWatch, name_lost_workers
+from keras_het.strategy.replica_threads import own_function
 from keras_het.strategy.summation import (
     Summation,
     check_is_no_summation_machine,
@@ -437,6 +439,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         model = private_api.model_of_step(step) if kind is not None else None
         if kind is None:
             self._warn_that_nothing_waits()
+        if kind is None and len(self.layout.local_replicas) > 1 and not _is_traced_apart(fn):
+            with keras_hooks():
+                return super().run(own_function(fn), args=args, kwargs=kwargs, options=options)
         if kind is None or not self._needs_exact_step(model):
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         run = self._plain_run(options)
@@ -548,6 +553,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 f"{len(devices)} device(s); expected: {num_local}."
             )
         _logger.warning("%s", describe_emulated_devices(devices))
+
+
+def _is_traced_apart(function: Any) -> bool:
+    return hasattr(function, "get_concrete_function")
 
 
 def _check_shares(shares: Sequence[float] | None, layout: ReplicaLayout) -> tuple[float, ...]:

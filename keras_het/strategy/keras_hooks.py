@@ -21,6 +21,7 @@ from keras_het.strategy import (
     exact_gradients,
     exact_losses,
     exact_state,
+    replica_threads,
 )
 from keras_het.strategy.exact_step import ExactStep
 
@@ -35,14 +36,19 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
     loss_scale_optimizer = private_api.keras_loss_scale_optimizer.LossScaleOptimizer
     tf_optimizer = private_api.keras_tf_optimizer.TFOptimizer
     batch_normalization = private_api.keras_batch_normalization.BatchNormalization
+    cell = private_api.DropoutRNNCell
     apply = exact_gradients.UpdateHooks(_gradients_are_computed).apply
     return [
         (loss, "scale_loss_for_distribution", exact_losses.keep_local_mean),
         (loss, "unscale_loss_for_distribution", exact_losses.keep_local_mean),
         (loss, "reduce_weighted_values", exact_losses.reduce_exactly),
-        (layer, "add_loss", exact_losses.keep_own_losses),
-        (layer, "_get_own_losses", exact_losses.keep_own_losses),
-        (layer, "_clear_losses", exact_losses.keep_own_losses),
+        (layer, "add_loss", replica_threads.keep_losses),
+        (layer, "_get_own_losses", replica_threads.keep_losses),
+        (layer, "_clear_losses", replica_threads.keep_losses),
+        (cell, "get_dropout_mask", replica_threads.keep_masks),
+        (cell, "get_recurrent_dropout_mask", replica_threads.keep_masks),
+        (cell, "reset_dropout_mask", replica_threads.keep_masks),
+        (cell, "reset_recurrent_dropout_mask", replica_threads.keep_masks),
         (
             private_api.BaseTrainer,
             "_aggregate_additional_loss",
@@ -61,6 +67,11 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (private_api.keras_nn, "_compute_moments_sync", exact_state.sum_statistics_exactly),
         (batch_normalization, "_moments", exact_state.sum_masked_statistics_exactly),
         (private_api.keras_seed_generator.SeedGenerator, "next", exact_state.draw_own_stream),
+        (
+            private_api.keras_seed_generator,
+            "global_seed_generator",
+            replica_threads.share_seed_generator,
+        ),
         (
             private_api.distribute_values,
             "apply_aggregation_replica_context",

@@ -19,11 +19,12 @@ from keras_het.strategy.exact_metrics import (
     recorded_variable,
     unchanged_without_samples,
 )
-from keras_het.strategy.exact_state import changed_state, values_of_float_state
 from keras_het.strategy.exact_step import ExactStep
 from keras_het.strategy.gathered_rows import gather_rows
 from keras_het.strategy.keras_hooks import keras_hooks
+from keras_het.strategy.own_state import changed_state, state_before, tell
 from keras_het.strategy.plain_batch import refuse_compiled_batch, share_out
+from keras_het.strategy.replica_threads import as_replica
 from keras_het.strategy.step_clock import StepClock
 from keras_het.strategy.uneven_per_replica import find_sizes
 
@@ -44,6 +45,8 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
     """
     model = function.__self__
     metrics = list(model.metrics)
+    remarks: list[str] = []
+    caller = private_api.keras_state_of_thread()
     # one of somebody's own may look at weights and steps, as they are after the update
     may_defer_update = private_api.is_stock_train_step(function) and all(
         private_api.is_of_keras(metric) for metric in flatten_metrics(metrics)
@@ -58,8 +61,8 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(strategy, replica_data, sizes)
-        if step.may_have_no_samples:
-            step.state_before = values_of_float_state(model.non_trainable_variables)
+        step.state_before = state_before(step, model)
+        step.remarks = remarks
         step.seed_stream += strategy.first_seed_stream
         if may_defer_update:
             step.deferrable_optimizer = model.optimizer
@@ -67,13 +70,15 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
         step.is_measured = is_measuring
         step.wants_gradient_squares = strategy.compute_times.is_measuring_gradients
         replica_data = _start_clock(strategy, step, replica_data, is_measuring)
-        with step.active(), unchanged_without_samples(step, metrics):
-            logs = function(at_least_one_row(step, replica_data))
+        with as_replica(caller), step.active(), unchanged_without_samples(step, metrics):
+            step.rows = at_least_one_row(step, replica_data)
+            logs = function(step.rows)
         with step.active():
             return _synchronise(strategy, step, model, logs)
 
     with keras_hooks(), recorded_results(metrics):
         logs = run(tf.autograph.experimental.do_not_convert(replica_step), (data, find_sizes(data)))
+    tell(model, remarks)
     return tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], logs)
 
 
@@ -90,13 +95,14 @@ def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
         The outputs for the rows of the global batch, as plain tensors, equal on all workers.
     """
     data = share_out(strategy, data)
+    caller = private_api.keras_state_of_thread()
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(strategy, replica_data, sizes)
         step.is_prediction = True
         step.seed_stream += strategy.first_seed_stream
         replica_data = _start_clock(strategy, step, replica_data)
-        with step.active():
+        with as_replica(caller), step.active():
             outputs = function(at_least_one_row(step, replica_data))
         outputs = drop_row_of_zeros(step, outputs)
         flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
@@ -134,7 +140,7 @@ def _make_step(strategy: Any, replica_data: Any, sizes: Any) -> ExactStep:
         samples = _num_rows(replica_data)
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, samples)
         step = ExactStep(replica_id, samples, total)
-    step.num_replicas, step.is_first_replica = len(group), replica_id == group.start
+    step.num_replicas, step.position = len(group), replica_id - group.start
     step.may_have_no_samples = is_local
     return step
 
@@ -173,20 +179,23 @@ def _start_clock(strategy: Any, step: ExactStep, data: Any, is_measuring: bool =
 def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
     """Combines logs, moving statistics and pending gradients of all replicas in one collective."""
     logs = tf.nest.map_structure(lambda leaf: _value_of(step, leaf), logs)
-    changed = changed_state(step, model.non_trainable_variables)
-    check_created_in_scope(strategy, changed)
-    state = [tf.convert_to_tensor(variable.value) for variable in changed]
+    changes = changed_state(step, model, flatten_metrics(model.metrics))
+    check_created_in_scope(strategy, [change.variable for change in changes])
+    summands = [summand for change in changes for summand in change.summands]
     # A test step has no gradients that could wait for the emulated device.
     computed = emulated_device.wait_until_computed(step, _tensors(logs))
     times = _compute_time(strategy, step)
     with tf.control_dependencies(computed):
-        logs, combined, times, gradients = cluster_logs(step, logs, state, times)
+        logs, summed, gradients = cluster_logs(step, logs, [*summands, *times])
     if step.pending_update is not None:
         step.pending_update.finish(step, gradients)
-    for variable, value in zip(changed, combined, strict=True):
+    before = {**step.state_before, **step.metric_state_before}
+    sums, times = iter(summed[: len(summands)]), summed[len(summands) :]
+    for change in changes:
+        value = change.finish([next(sums) for _ in change.summands])
         if step.may_have_no_samples:
-            value = tf.where(step.total > 0, value, step.state_before[id(variable)])
-        variable.assign(value)
+            value = tf.where(step.total > 0, value, before[id(change.variable)])
+        change.variable.assign(value)
     if times and step.clock and step.replica_id == strategy.layout.local_replicas.start:
         waited = step.clock.seconds_since_stop(times)
         strategy.compute_times.record(step.sizes, times[0], waited, step.global_gradient_square)

@@ -73,6 +73,50 @@ def zero_share(run: Recording) -> None:
 
 
 @check
+def zero_share_from_the_start(run: Recording) -> None:
+    def lazy() -> Any:
+        hidden = keras.layers.Dense(4, "tanh", kernel_regularizer="l2", activity_regularizer="l2")
+        normalization = keras.layers.BatchNormalization(synchronized=True, epsilon=0.1)
+        model = keras.Sequential([hidden, normalization, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        return model
+
+    # each as the first thing that a model does, and each replica without samples in one of them
+    run.set_shares([0, 1, 0])
+    run.fit(run.build(lazy), batches())
+    run.set_shares([1, 0, 0])
+    model = run.build(lazy)
+    run.keep("evaluate", model.evaluate(batches(), verbose=0))
+    run.keep("built", [np.array(variable) for variable in model.weights])
+    run.set_shares([0, 0, 1])
+    run.keep("predict", run.build(lazy).predict(batches(), verbose=0))
+
+
+@check
+def state_of_ones_own(run: Recording) -> None:
+    class Own(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__(name="own")
+            for name, kind in (("steps", "int32"), ("rows", "int64"), ("top", "float32")):
+                setattr(self, name, self.add_weight((), "zeros", kind, trainable=False, name=name))
+            self.total = self.add_weight((5,), "zeros", trainable=False, name="total")
+            self.moving = self.add_weight((5,), "zeros", trainable=False, name="moving")
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                self.steps.assign_add(1)
+                self.rows.assign_add(keras.ops.cast(keras.ops.shape(inputs)[0], "int64"))
+                self.top.assign(keras.ops.maximum(self.top, keras.ops.max(inputs)))
+                self.total.assign_add(keras.ops.sum(inputs, axis=0))
+                self.moving.assign(0.5 * self.moving + keras.ops.mean(inputs, axis=0))
+            return inputs
+
+    run.set_shares([3, 0, 1])
+    model = run.build(lambda: small_model("sgd", Own(), keras.layers.Dense(4, "tanh")))
+    run.fit(model, batches())
+
+
+@check
 def batch_normalization(run: Recording) -> None:
     # The statistics of each replica's own share: equal on all workers, but not one device's.
     run.set_shares([4, 2, 1])

@@ -15,6 +15,8 @@ from runs import Runs
 
 UNEQUAL_DEVICES = (
     "shares_and_partial_batch",
+    "zero_share_from_the_start",
+    "state_of_ones_own",
     "steps_per_execution_with_pydataset",
     "sample_weights_and_masks",
     "shares_change_within_the_epoch",
@@ -44,6 +46,8 @@ QUICK = (
     "loops_in_functions",
     "collectives_in_replica_context",
     "zero_share",
+    "zero_share_from_the_start",
+    "state_of_ones_own",
     "batch_normalization",
     "unknown_cardinality",
     "loss_scale_optimizer",

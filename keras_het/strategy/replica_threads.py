@@ -1,0 +1,188 @@
+"""Python state of Keras that the replicas of one process would share, or would miss.
+
+Replicas of one process are threads that take turns: another one goes on at each collective, in the
+forward pass too (`BatchNormalization(synchronized=True)`, a loss whose divisor is summed). What a
+replica writes before its turn ends and reads when it goes on must be its own; what Keras keeps a
+thread for itself must be that of the thread that called `fit`. Found in Keras 3.8 to 3.15, by all
+assignments to attributes outside of `__init__` and `build`, and all of `global_state`:
+
+On objects, which all replicas of a process share:
+
+* `Layer._losses`: mixed without us; one list a replica by `keep_losses`.
+* The two masks of a `DropoutRNNCell`: mixed if the cell has a collective; `keep_masks`.
+* `_called`, `built`, `_parent_path`, `supports_jit`, `_return_attention_scores`, the caches of
+  optimizers, what `CompileLoss` and `CompileMetrics` build: each replica writes the same, or reads
+  it before its turn ends.
+* `activation` of a layer that is recomputed, `_convert_input_args` of a `DataLayer`: put back
+  before the turn ends.
+* `Layer._loss_ids`, `_losses_override`: not used in steps of TensorFlow.
+
+On tensors: masks (`_keras_mask`). Each replica has its own.
+
+In variables: seeds, moving statistics, states of metrics and recurrent layers. Each replica has its
+copy; `exact_state`, `own_state` and `exact_metrics` bring them together.
+
+For the thread (`global_state`):
+
+* call context, name scopes, autocast, stateless and symbolic scopes: opened and closed by the
+  replica itself, so its own.
+* dtype policy, numbers in names, custom objects, flash attention, the filter of tracebacks: those
+  of a new thread without us; copied by `as_replica`.
+* the generator of seeds that nobody gave: each replica would make a variable in each trace, which
+  is an error; one by `share_seed_generator`.
+
+That holds for the steps of Keras and for functions of the user's own in `strategy.run`, but for a
+`tf.function` given to it, which is traced in threads of TensorFlow's.
+
+Not kept apart: what a layer or metric of somebody's own writes to its attributes before a
+collective and reads after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+
+_MISSING = object()
+_local = threading.local()
+
+
+def keep_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for the methods of a layer that write and read its list of losses: one a replica."""
+    return _with_own(original, {"_losses": list})
+
+
+def keep_masks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for the methods of a recurrent cell that make, give and drop its masks of dropout."""
+    return _with_own(original, {"_dropout_mask": _none, "_recurrent_dropout_mask": _none})
+
+
+def _none() -> None:
+    return None
+
+
+def _with_own(
+    original: Callable[..., Any], attributes: dict[str, Callable[[], Any]]
+) -> Callable[..., Any]:
+    """Gives a method the attributes of its replica; no such method has a collective.
+
+    Args:
+        original: the method.
+        attributes: by name, what makes the value that a replica begins with.
+    """
+
+    @functools.wraps(original)
+    def with_own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replica: _Replica | None = getattr(_local, "replica", None)
+        if replica is None:
+            return original(self, *args, **kwargs)
+        _, own = replica.attributes.setdefault(id(self), (self, {}))
+        for name, make in attributes.items():
+            if name not in own:
+                own[name] = make()
+        # not by setattr, which would track them
+        present = vars(self)
+        shared = {name: present.get(name, _MISSING) for name in attributes}
+        present.update({name: own[name] for name in attributes})
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            own.update({name: present.pop(name) for name in attributes})
+            present.update({k: v for k, v in shared.items() if v is not _MISSING})
+
+    return with_own
+
+
+class _Replica:
+    """What one replica has for itself while its step is traced.
+
+    Args:
+        caller: what Keras keeps for the thread that called `Strategy.run`.
+    """
+
+    def __init__(self, caller: dict[str, Any]) -> None:
+        self.caller = caller
+        # By id of the object: the object and its attributes.
+        self.attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+
+@contextlib.contextmanager
+def as_replica(caller: dict[str, Any]) -> Iterator[None]:
+    """Keeps what the running thread writes into Keras's objects apart from other replicas.
+
+    Args:
+        caller: what Keras keeps for the thread that called `Strategy.run`, from
+            `private_api.keras_state_of_thread`.
+    """
+    previous = getattr(_local, "replica", None)
+    _local.replica = _Replica(caller)
+    try:
+        with _with_state_of(caller):
+            yield
+    finally:
+        _local.replica = previous
+
+
+def own_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function of the user's own, given to `Strategy.run`, run as a replica.
+
+    Args:
+        function: is converted by AutoGraph where `Strategy.run` would.
+    """
+    caller = private_api.keras_state_of_thread()
+    converted = private_api.convert_as_called(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with as_replica(caller):
+            return converted(*args, **kwargs)
+
+    return tf.autograph.experimental.do_not_convert(run)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _with_state_of(caller: dict[str, Any]) -> Iterator[None]:
+    own = private_api.keras_state_of_thread()
+    if own is caller:  # a single replica may run in the thread of its caller
+        yield
+        return
+    before = dict(own)
+    own.clear()
+    # stacks of scopes grow and shrink in each thread
+    own.update({k: list(v) if isinstance(v, list) else v for k, v in caller.items()})
+    try:
+        yield
+    finally:
+        own.clear()
+        own.update(before)
+
+
+def share_seed_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for Keras's generator of seeds that nobody gave: one for all replicas of a process."""
+
+    @functools.wraps(original)
+    def global_seed_generator() -> Any:
+        replica: _Replica | None = getattr(_local, "replica", None)
+        key = private_api.GLOBAL_SEED_GENERATOR
+        if replica is None:
+            return original()
+        own = private_api.keras_state_of_thread()
+        if replica.caller.get(key) is not None:
+            own[key] = replica.caller[key]
+        strategy = tf.distribute.get_strategy()
+        if tf.executing_eagerly() or own.get(key) is not None:
+            generator = original()
+        else:
+            with tf.init_scope(), strategy.scope():
+                generator = original()
+        replica.caller[key] = generator
+        return generator
+
+    return global_seed_generator

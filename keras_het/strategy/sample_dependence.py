@@ -1,0 +1,307 @@
+r"""How a value that a step computes depends on the replica's samples, read off its graph.
+
+State that a layer assigns is a function of the batch. To give it the value of one device, the
+aggregates over samples that it is made of must be those of the global batch:
+
+* what no sample goes into is equal on all replicas already (a counter of steps);
+* sums over samples, and their number, are summed over replicas;
+* means over samples become :math:`\sum_i w_i m_i`;
+* of maxima and minima the largest and the smallest is taken.
+
+What is computed from these aggregates, such as `old + sum`, `0.9 * old + 0.1 * mean`,
+`maximum(old, largest)` or `sum / count`, is computed again from the combined ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+
+
+class Kind(enum.Enum):
+    """What a tensor is to the samples of its replica."""
+
+    EQUAL = "the same on every replica"
+    ROWS = "one row or more for each sample"
+    SUBSET = "rows of some samples"
+    SHAPE = "the shape of rows"
+    COUNT = "proportional to the number of samples"
+    SUM = "a sum over samples"
+    MEAN = "a mean over samples"
+    MAX = "the largest of samples"
+    MIN = "the smallest of samples"
+    OTHER = "anything else"
+
+
+AGGREGATES = (Kind.COUNT, Kind.SUM, Kind.MEAN, Kind.MAX, Kind.MIN)
+_ROWS = (Kind.ROWS, Kind.SUBSET)
+_OF_ROWS = {
+    "Sum": Kind.SUM,
+    "Mean": Kind.MEAN,
+    "Max": Kind.MAX,
+    "Min": Kind.MIN,
+    "EuclideanNorm": Kind.OTHER,
+}
+_SUMS_OF_ROWS = ("L2Loss", "Bincount", "DenseBincount", "UnsortedSegmentSum")
+_SAME_KIND = (
+    *("Identity", "Snapshot", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape"),
+    *("Reshape", "Squeeze", "ExpandDims", "Transpose", "Pack", "ConcatV2", "Cast"),
+)
+_SUBSETS = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "DynamicPartition")
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """A value as a function of aggregates over samples.
+
+    Args:
+        aggregates: each with its kind.
+        compute: makes the value from as many tensors, in the same order.
+    """
+
+    aggregates: tuple[tuple[Kind, Any], ...]
+    compute: Callable[[Sequence[Any]], Any]
+
+
+class SampleDependence:
+    """Reads the graph that one replica's step has traced.
+
+    Args:
+        rows: tensors with the samples of the replica.
+        equal: tensors that hold the same on every replica, such as results of collectives.
+        unequal: tensors that differ for another reason than samples, such as seeds.
+        assigned: by the name of a variable's resource handle in this graph, the tensors that the
+            step has assigned to it, in this order; None if it has done so in another graph, such
+            as a branch of a `tf.cond`.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Any],
+        equal: Iterable[Any],
+        unequal: Iterable[Any],
+        assigned: dict[str, list[Any] | None],
+    ) -> None:
+        self._kinds = {
+            tensor.name: kind
+            for tensors, kind in ((rows, Kind.ROWS), (equal, Kind.EQUAL), (unequal, Kind.OTHER))
+            for tensor in tensors
+        }
+        self._assigned = assigned
+
+    def kind(self, tensor: Any) -> Kind:
+        """What a tensor is to the samples of its replica."""
+        waiting = [tensor]  # no recursion: a network may be deeper than Python's stack
+        while waiting:
+            latest = waiting[-1]
+            inputs = [] if latest.name in self._kinds else self._inputs(latest)
+            missing = [each for each in inputs if each.name not in self._kinds]
+            waiting.extend(missing)
+            if not missing:
+                waiting.pop()
+                if latest.name not in self._kinds:
+                    self._kinds[latest.name] = self._judge(latest, inputs)
+        return self._kinds[tensor.name]
+
+    def combination(self, tensor: Any) -> Combination | None:
+        """The tensor as a function of aggregates over samples, None if it is no such function."""
+        aggregates: dict[str, tuple[Kind, Any]] = {}
+        if not self._collect(tensor, aggregates):
+            return None
+
+        def compute(values: Sequence[Any]) -> Any:
+            return self._again(tensor, dict(zip(aggregates, values, strict=True)))
+
+        return Combination(tuple(aggregates.values()), compute)
+
+    def is_sum_with(self, tensor: Any, handle: str) -> bool:
+        """Whether a tensor is a variable's value plus or minus something.
+
+        Args:
+            tensor: what is assigned to the variable.
+            handle: name of its resource handle in this graph.
+        """
+        waiting = [tensor]
+        while waiting:
+            operation = waiting.pop().op
+            if operation.type == "ReadVariableOp" and operation.inputs[0].name == handle:
+                return True
+            if operation.type in (*_SAME_KIND, "Add", "AddV2", "Sub", "AddN"):
+                waiting.extend(operation.inputs)
+        return False
+
+    def _collect(self, tensor: Any, found: dict[str, tuple[Kind, Any]]) -> bool:
+        kind = self.kind(tensor)
+        if kind is Kind.EQUAL:
+            return True
+        if kind in AGGREGATES:
+            found[tensor.name] = (kind, tensor)
+            return True
+        is_computed_from_others = kind is Kind.OTHER and _can_repeat(tensor.op)
+        is_alias = tensor.op.type in ("ReadVariableOp", "IdentityN")
+        inputs = self._inputs(tensor)
+        return (
+            (is_computed_from_others or is_alias)
+            and bool(inputs)
+            and all(self._collect(each, found) for each in inputs)
+        )
+
+    def _again(self, tensor: Any, values: dict[str, Any]) -> Any:
+        if tensor.name in values:
+            return values[tensor.name]
+        if self.kind(tensor) is Kind.EQUAL:
+            return tensor
+        inputs = [self._again(each, values) for each in self._inputs(tensor)]
+        if tensor.op.type in ("ReadVariableOp", "IdentityN"):
+            return inputs[0]
+        return private_api.repeat_operation(tensor.op, inputs)
+
+    def _inputs(self, tensor: Any) -> list[Any]:
+        operation = tensor.op
+        if operation.type == "IdentityN":
+            return [operation.inputs[tensor.value_index]]
+        if operation.type != "ReadVariableOp":
+            return list(operation.inputs)
+        # read again after the step has assigned it: that value, on this replica only
+        order = private_api.order_of_operation(operation)
+        values = self._assigned.get(operation.inputs[0].name) or []
+        return [v for v in values if private_api.order_of_operation(v.op) < order][-1:]
+
+    def _judge(self, tensor: Any, inputs: Sequence[Any]) -> Kind:
+        operation = tensor.op
+        kinds = [self._kinds[each.name] for each in inputs]
+        if operation.type == "ReadVariableOp":
+            is_unknown = self._assigned.get(operation.inputs[0].name, ()) is None
+            return Kind.OTHER if is_unknown else next(iter(kinds), Kind.EQUAL)
+        if operation.type == "IdentityN":
+            return kinds[0]
+        if operation.type == "Placeholder":
+            captured = getattr(operation.graph, "internal_captures", ())
+            is_captured = any(tensor is each for each in captured)
+            return Kind.EQUAL if is_captured else Kind.OTHER
+        if all(kind is Kind.EQUAL for kind in kinds):
+            return Kind.OTHER if private_api.is_stateful(operation) else Kind.EQUAL
+        found = _of_shapes(operation, kinds) or _of_rows(operation, kinds)
+        if found is not None:
+            return found
+        if tensor.shape.rank and tensor.shape[0] is None:
+            return Kind.SUBSET if _leaves_rows_out(operation, kinds) else Kind.ROWS
+        return _of_aggregates(operation, kinds)
+
+
+def _of_shapes(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
+    if operation.type in ("Shape", "Size", "Rank", "ZerosLike", "OnesLike"):
+        if operation.type == "Rank" or operation.inputs[0].shape.is_fully_defined():
+            return Kind.EQUAL
+        of_rows = {"Shape": Kind.SHAPE, "Size": Kind.COUNT}
+        of_subset = {"Size": Kind.SUM}
+        found = {Kind.ROWS: of_rows, Kind.SUBSET: of_subset}.get(kinds[0])
+        return None if found is None else found.get(operation.type)
+    if kinds[0] is not Kind.SHAPE:
+        return None
+    if operation.type == "Cast":
+        return Kind.SHAPE
+    if operation.type == "Prod":
+        return Kind.COUNT
+    if operation.type in ("StridedSlice", "GatherV2"):
+        position = tf.get_static_value(operation.inputs[1])
+        length = operation.inputs[0].shape[0]
+        if position is not None and position.size == 1 and length:
+            return Kind.EQUAL if position.item() % length else Kind.COUNT
+    return None
+
+
+def _of_rows(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
+    """What an operation that adds up, or chooses from, rows of samples makes of them."""
+    if operation.type in _OF_ROWS and kinds[0] in _ROWS:
+        axes = tf.get_static_value(operation.inputs[1])
+        rank = operation.inputs[0].shape.rank
+        if axes is None or rank is None:
+            return Kind.OTHER
+        if 0 not in [int(axis) % rank for axis in axes.reshape(-1)]:
+            return kinds[0]
+        is_mean_of_some = operation.type == "Mean" and kinds[0] is Kind.SUBSET
+        return Kind.OTHER if is_mean_of_some else _OF_ROWS[operation.type]
+    if operation.type in _SUMS_OF_ROWS and kinds[0] in _ROWS:
+        return Kind.SUM
+    return _of_product(operation, kinds)
+
+
+def _of_product(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
+    """A product of two matrices that adds over samples, as x^T y does."""
+    attribute = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x"}.get(operation.type)
+    if attribute is None or kinds[1] not in _ROWS:
+        return None
+    first = operation.inputs[0]
+    if first.shape.rank != 2:
+        return None
+    is_transposed = first.op.type == "Transpose" and first.shape[1] is None
+    is_turned = kinds[0] in _ROWS and operation.get_attr(attribute)
+    return Kind.SUM if is_turned or (is_transposed and first.shape[0] is not None) else None
+
+
+def _leaves_rows_out(operation: Any, kinds: Sequence[Kind]) -> bool:
+    if Kind.SUBSET in kinds or operation.type in _SUBSETS:
+        return True
+    if kinds[0] is not Kind.ROWS:
+        return False
+    if operation.type == "GatherV2":
+        return tf.get_static_value(operation.inputs[2]) in (0, None)
+    if operation.type == "StridedSlice":
+        if operation.get_attr("ellipsis_mask") & 1:
+            return False
+        return not operation.get_attr("begin_mask") & operation.get_attr("end_mask") & 1
+    return operation.type == "Slice"
+
+
+def _of_aggregates(operation: Any, kinds: Sequence[Kind]) -> Kind:
+    """What an operation makes of sums, means and what is equal, where that is one of them again."""
+    present = set(kinds) - {Kind.EQUAL}
+    if len(present) > 1:
+        return _of_two(operation, kinds)
+    (kind,) = present
+    if kind not in AGGREGATES:
+        return Kind.OTHER
+    has_equal = Kind.EQUAL in kinds
+    if operation.type in _SAME_KIND:
+        keeps = operation.type not in ("Pack", "ConcatV2") or kinds.count(kind) >= len(kinds) - 1
+        is_rounded = operation.type == "Cast" and not operation.outputs[0].dtype.is_floating
+        return Kind.OTHER if not keeps or (is_rounded and kind is Kind.MEAN) else kind
+    if operation.type == "StridedSlice" and kinds[0] is kind:
+        return kind
+    is_linear = kind not in (Kind.MAX, Kind.MIN)
+    if operation.type in ("Sum", "Mean", "Neg") and is_linear and kinds[0] is kind:
+        return kind
+    if operation.type in ("Add", "AddV2", "Sub", "AddN"):
+        is_same = not has_equal and is_linear
+        is_shifted_mean = kind is Kind.MEAN and operation.type != "AddN"
+        return kind if is_same or is_shifted_mean else Kind.OTHER
+    if operation.type == "Mul":
+        return kind if has_equal and is_linear else Kind.OTHER
+    if operation.type in ("RealDiv", "DivNoNan") and is_linear and has_equal:
+        return kind if kinds[0] is kind else Kind.OTHER
+    return Kind.OTHER
+
+
+def _of_two(operation: Any, kinds: Sequence[Kind]) -> Kind:
+    sums = {Kind.COUNT, Kind.SUM}
+    if operation.type in ("Add", "AddV2", "Sub", "AddN") and set(kinds) == sums:
+        return Kind.SUM
+    if operation.type == "Mul" and set(kinds) == {Kind.MEAN, Kind.COUNT}:
+        return Kind.SUM
+    is_quotient = operation.type in ("RealDiv", "DivNoNan")
+    if is_quotient and list(kinds) == [Kind.SUM, Kind.COUNT]:
+        return Kind.MEAN
+    return Kind.OTHER
+
+
+def _can_repeat(operation: Any) -> bool:
+    return len(operation.outputs) == 1 and not (
+        private_api.is_stateful(operation) or private_api.calls_functions(operation)
+    )

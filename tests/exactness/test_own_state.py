@@ -1,0 +1,262 @@
+"""State that layers of somebody's own assign in a step: counters, sums, maxima, averages."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, dense_model, three_replicas
+
+ops = keras.ops
+
+
+class State(keras.layers.Layer):
+    """Makes the state that it is asked for; subclasses say in `update` what becomes of it."""
+
+    def shapes(self):
+        return {}
+
+    def __init__(self, aggregation="none", **options):
+        super().__init__(**options)
+        for name, (kind, *shape) in self.shapes().items():
+            made = self.add_weight(
+                tuple(shape), "zeros", kind, trainable=False, aggregation=aggregation, name=name
+            )
+            setattr(self, name, made)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.update(inputs)
+        return inputs
+
+
+class Counters(State):
+    def shapes(self):
+        return {
+            "steps": ("int32",),
+            "float_steps": ("float32",),
+            "rows": ("int64",),
+            "float_rows": ("float32",),
+            "elements": ("int32",),
+            "positive": ("uint32",),
+            "histogram": ("int32", 4),
+            "chosen": ("float32",),
+            "is_used": ("bool",),
+        }
+
+    def call(self, inputs, training=False):
+        super().call(inputs, training=training)
+        return inputs * (1 + 0.01 * ops.cast(self.steps, "float32"))
+
+    def update(self, x):
+        self.steps.assign_add(1)
+        self.float_steps.assign(self.float_steps + 1.0)
+        self.rows.assign_add(ops.cast(ops.shape(x)[0], "int64"))
+        self.float_rows.assign_add(ops.cast(ops.shape(x)[0], "float32"))
+        self.elements.assign_add(ops.size(x))
+        self.positive.assign_add(ops.sum(ops.cast(x > 0, "uint32")))
+        places = ops.clip(ops.cast(x[:, 0] * 2 + 2, "int32"), 0, 3)
+        self.histogram.assign_add(ops.cast(ops.sum(ops.one_hot(places, 4), axis=0), "int32"))
+        self.chosen.assign_add(tf.reduce_sum(tf.boolean_mask(x, x > 0)))
+        self.is_used.assign(True)
+
+
+class Sums(State):
+    def shapes(self):
+        return {
+            "total": ("float32", 5),
+            "twice": ("float32",),
+            "latest": ("float32", 5),
+            "products": ("float32", 5, 5),
+        }
+
+    def update(self, x):
+        self.total.assign(self.total + ops.sum(x, axis=0))
+        self.twice.assign_add(ops.sum(x))
+        self.twice.assign_add(2.0 * ops.sum(ops.square(x)))
+        self.latest.assign(ops.sum(x, axis=0) - ops.sum(ops.abs(x), axis=0))
+        rows = ops.cast(ops.shape(x)[0], "float32")
+        self.products.assign(0.5 * self.products + ops.matmul(ops.transpose(x), x) / rows)
+
+
+class Extremes(State):
+    def shapes(self):
+        return {
+            "largest": ("float32",),
+            "smallest": ("float32", 5),
+            "largest_integer": ("int32",),
+            "span": ("float32", 5),
+        }
+
+    def update(self, x):
+        self.largest.assign(ops.maximum(self.largest, ops.max(x)))
+        self.smallest.assign(ops.minimum(self.smallest, ops.min(x, axis=0)))
+        self.largest_integer.assign(
+            ops.maximum(self.largest_integer, ops.max(ops.cast(100.0 * x, "int32")))
+        )
+        self.span.assign(ops.max(x, axis=0) - ops.min(x, axis=0))
+
+
+class Averages(State):
+    def shapes(self):
+        return {
+            "moving": ("float32", 5),
+            "root": ("float32",),
+            "running": ("float32",),
+            "weight": ("float32",),
+            "ratio": ("float32",),
+            "hidden": ("float32", 3),
+        }
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.network = keras.layers.Dense(3, "tanh")
+
+    def build(self, shape):
+        self.network.build(shape)
+
+    def update(self, x):
+        self.moving.assign(0.9 * self.moving + 0.1 * ops.mean(x, axis=0))
+        self.root.assign(ops.sqrt(ops.mean(ops.square(x))))
+        used = ops.cast(x > 0, "float32")
+        total, weight = ops.sum(x * used), ops.sum(used)
+        self.weight.assign_add(weight)
+        self.running.assign(self.running + (total / weight - self.running) / self.weight)
+        self.ratio.assign(total / ops.sum(ops.square(x)))
+        self.hidden.assign(ops.mean(self.network(x), axis=0))
+
+
+LAYERS = {each.__name__: each for each in (Counters, Sums, Extremes, Averages)}
+
+
+def said(caplog):
+    return [r.getMessage() for r in caplog.records if r.name.startswith("keras_het")]
+
+
+def with_state(layer, **options):
+    def hidden():
+        return [keras.layers.Dense(5, "tanh"), layer(name="own"), keras.layers.Dense(4)]
+
+    return dense_model(layers=hidden, **options)
+
+
+@pytest.mark.quick("Counters", "Averages")
+@pytest.mark.parametrize("name", LAYERS)
+def test_state_is_that_of_one_device(name, caplog):
+    trial = Trial(lambda: with_state(LAYERS[name]), evaluate=False, predict=False)
+    assert_equivalent(trial, ALL_SHARES)
+    assert not said(caplog)
+
+
+def test_a_counter_counts_every_sample_once():
+    strategy = three_replicas()
+    strategy.set_shares((5, 0, 3))
+    with strategy.scope():
+        model = with_state(Counters)
+    model.fit(*arrays(22), batch_size=8, epochs=2, verbose=0)
+    own = model.get_layer("own")
+    counted = [np.array(each).item() for each in (own.steps, own.rows, own.float_rows)]
+    assert counted == [6, 44, 44.0]
+
+
+class Branched(State):
+    """Assigns within a branch: the graph of the step does not have what."""
+
+    def shapes(self):
+        return {"rows": ("int32",), "largest": ("float32",)}
+
+    def update(self, x):
+        def assign():
+            self.rows.assign_add(ops.shape(x)[0])
+            self.largest.assign(ops.maximum(self.largest, ops.max(x)))
+            return 0
+
+        tf.cond(ops.sum(x) < 1e9, assign, lambda: 0)
+
+
+@pytest.mark.quick("False")
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_what_cannot_be_read_off_is_named(eagerly, caplog):
+    with three_replicas().scope():
+        model = with_state(Branched, run_eagerly=eagerly)
+    model.fit(*arrays(8), batch_size=4, verbose=0, epochs=2)
+    (message,) = said(caplog)
+    for part in ("'own/rows'", "'own/largest'", "aggregation="):
+        assert part in message
+
+
+class Declared(State):
+    def shapes(self):
+        return {"value": ("float32",)}
+
+    def update(self, x):
+        what = {"sum": ops.sum(x), "mean": ops.mean(x), "only_first_replica": 1.0}
+        self.value.assign_add(what[self.value.aggregation])
+
+
+@pytest.mark.quick("False-sum", "False-mean")
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_state_that_says_what_it_is(eagerly, aggregation, caplog):
+    layer = functools.partial(Declared, aggregation)
+    trial = Trial(lambda: with_state(layer, run_eagerly=eagerly), evaluate=False, predict=False)
+    assert_equivalent(trial, [(4, 2, 1), (0, 3, 5)])
+    assert not said(caplog)
+
+
+class Metric(keras.metrics.Metric):
+    def __init__(self, update, aggregation="sum", **options):
+        super().__init__(name="own", **options)
+        self.kept = self.add_variable((), "zeros", aggregation=aggregation, name="kept")
+        self.update = update
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.kept.assign(self.update(self.kept, y_pred))
+
+    def result(self):
+        return self.kept + 0.0
+
+
+UPDATES = {
+    "maximum": (lambda kept, y: ops.maximum(kept, ops.max(y)), "sum", True),
+    "latest": (lambda kept, y: ops.sum(y), "sum", True),
+    "steps": (lambda kept, y: kept + 1.0, "sum", True),
+    "total": (lambda kept, y: kept + ops.sum(y), "sum", False),
+    "chosen": (lambda kept, y: kept + tf.reduce_sum(tf.boolean_mask(y, y > 0)), "sum", False),
+    "steps_of_first": (lambda kept, y: kept + 1.0, "only_first_replica", False),
+    "moving": (lambda kept, y: 0.5 * kept + ops.mean(y), "mean", False),
+}
+
+
+@pytest.mark.quick("maximum", "moving")
+@pytest.mark.parametrize("name", UPDATES)
+def test_metrics_whose_state_is_no_sum_are_named(name, caplog):
+    update, aggregation, is_wrong = UPDATES[name]
+
+    def build():
+        return dense_model(metrics=[Metric(update, aggregation)])
+
+    if not is_wrong:
+        assert_equivalent(Trial(build, predict=False), [(3, 0, 5), (1, 1, 1)])
+        assert not said(caplog)
+        return
+    with three_replicas().scope():
+        model = build()
+    model.fit(*arrays(8), batch_size=4, verbose=0, epochs=2)
+    (message,) = said(caplog)
+    for part in ("'own' (Metric)", "'kept'", 'aggregation is "sum"', "add_variable"):
+        assert part in message
+
+
+def test_steps_of_keras_itself_say_nothing(caplog):
+    def build():
+        normalization = keras.layers.BatchNormalization(synchronized=True, epsilon=0.1)
+        hidden = [keras.layers.Dense(4), normalization, keras.layers.Dropout(0.1)]
+        return dense_model(layers=lambda: hidden, metrics=["mae", keras.metrics.R2Score()])
+
+    with three_replicas().scope():
+        model = build()
+    model.fit(*arrays(8), batch_size=4, verbose=0)
+    assert not said(caplog)
+    assert np.all(np.isfinite(model.get_weights()[0]))
