@@ -256,6 +256,13 @@ def model_of_step(function: Any) -> Any:
     return None
 
 
+def model_of_prediction(function: Any) -> Any:
+    """Returns the model whose predict step `function` is, under all its decorators, or None."""
+    while (model := model_of_step(function)) is None and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return model
+
+
 def runs_keras_train_step(function: Any) -> bool:
     """Tells whether a bound `train_step` is Keras's own."""
     return getattr(function, "__func__", None) is TensorFlowTrainer.train_step

@@ -260,6 +260,7 @@ def test_the_predict_function_of_keras_is_recognised(cpu_devices, monkeypatch):
 
     def run(self, fn, *args, **kwargs):
         kinds.append(private_api.keras_step_kind(fn))
+        assert private_api.model_of_prediction(fn) is model
         return original(self, fn, *args, **kwargs)
 
     monkeypatch.setattr(type(strategy), "run", run)

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_het.strategy.exact_step import ExactStep, current_step, running_step
+from keras_het.strategy.exact_step import ExactStep, running_step
 
 # A large prime keeps seeds of neighbouring replicas apart; it wraps around int32 on purpose.
 _SEED_STRIDE = 1_000_003
@@ -29,12 +29,18 @@ def record_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def direct_assign(self: Any, value: Any) -> Any:
-        step = current_step()
-        if step is not None and not step.gradients_are_reduced:
+        step = running_step()
+        if step is None:
+            return original(self, value)
+        if not step.gradients_are_reduced:
             if tf.is_symbolic_tensor(value):
                 value = tf.identity(value)  # an operation as young as the assignment
             step.assigned_variables.setdefault(id(self), (self, []))[1].append(value)
-        return original(self, value)
+        step.is_assigning = True
+        try:
+            return original(self, value)
+        finally:
+            step.is_assigning = False
 
     return direct_assign
 
@@ -138,17 +144,22 @@ def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def update_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for variables with an `aggregation`, which TensorFlow applies where they are assigned.
+    """Hook for what TensorFlow does when a variable with an `aggregation` is assigned: not Keras's.
 
     Those of optimizers (`iterations`) have one value on all replicas; a broadcast could not run
     inside the `tf.cond` of a `LossScaleOptimizer`. Those of layers are combined when the step ends:
-    what TensorFlow sums or averages would be whole values, and equal shares.
+    TensorFlow would sum or average what Keras assigns, which are whole values, no changes.
     """
 
     @functools.wraps(original)
     def apply_aggregation(value: Any, aggregation: Any, destinations: Any) -> Any:
-        if current_step() is not None:
+        step = running_step()
+        if step is not None and (step.is_assigning or _is_of_first(step, aggregation)):
             return value
         return original(value, aggregation, destinations)
 
     return apply_aggregation
+
+
+def _is_of_first(step: ExactStep, aggregation: Any) -> bool:
+    return not step.is_prediction and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA

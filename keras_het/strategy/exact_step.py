@@ -79,6 +79,7 @@ class ExactStep:
         # By id of the variable: the variable and what the step has assigned to it, one after the
         # other.
         self.assigned_variables: dict[int, tuple[Any, list[Any]]] = {}
+        self.is_assigning = False  # a variable of Keras's
         # The batch (nested structure), tensors that are equal on all replicas, and such that differ
         # though no sample goes into them: what `SampleDependence` starts from.
         self.rows: Any = ()

@@ -22,7 +22,7 @@ from keras_het.strategy.exact_metrics import (
 from keras_het.strategy.exact_step import ExactStep
 from keras_het.strategy.gathered_rows import gather_rows
 from keras_het.strategy.keras_hooks import keras_hooks
-from keras_het.strategy.own_state import changed_state, state_before, tell
+from keras_het.strategy.own_state import changed_state, finish_prediction, state_before, tell
 from keras_het.strategy.plain_batch import refuse_compiled_batch, share_out
 from keras_het.strategy.replica_threads import as_replica
 from keras_het.strategy.step_clock import StepClock
@@ -96,14 +96,21 @@ def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
     """
     data = share_out(strategy, data)
     caller = private_api.keras_state_of_thread()
+    model = private_api.model_of_prediction(function)
+    remarks: list[str] = []
 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(strategy, replica_data, sizes)
         step.is_prediction = True
         step.seed_stream += strategy.first_seed_stream
         replica_data = _start_clock(strategy, step, replica_data)
+        if model is not None:
+            step.state_before, step.remarks = state_before(step, model), remarks
+        step.rows = at_least_one_row(step, replica_data)
         with as_replica(caller), step.active():
-            outputs = function(at_least_one_row(step, replica_data))
+            outputs = function(step.rows)
+            if model is not None:
+                finish_prediction(step, model)
         outputs = drop_row_of_zeros(step, outputs)
         flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
         return tf.nest.pack_sequence_as(outputs, flat)
@@ -111,6 +118,8 @@ def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
     run_step = tf.autograph.experimental.do_not_convert(replica_step)
     with keras_hooks():
         outputs = run(run_step, (data, find_sizes(data)))
+    if model is not None:
+        tell(model, remarks)
     return tf.nest.map_structure(lambda leaf: gather_rows(strategy, leaf), outputs)
 
 

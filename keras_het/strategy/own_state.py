@@ -54,8 +54,24 @@ def state_before(step: ExactStep, model: Any) -> dict[int, Any]:
     }
 
 
+def finish_prediction(step: ExactStep, model: Any) -> None:
+    """Brings the state together that a prediction has changed, in a collective if there is any.
+
+    Args:
+        step: the running step, after the model's own.
+        model: the model.
+    """
+    changes = changed_state(step, model, [])
+    summands = [change.summands for change in changes]
+    sums = step.all_reduce_sum(summands) if tf.nest.flatten(summands) else summands
+    for change, own in zip(changes, sums, strict=True):
+        change.variable.value.assign(change.finish(own))
+
+
 def changed_state(step: ExactStep, model: Any, metrics: Sequence[Any]) -> list[StateChange]:
     """Returns the state that this step has changed and replicas must agree on.
+
+    A prediction has only state of somebody's own layers.
 
     Args:
         step: the running step, after the model's own.
@@ -77,7 +93,7 @@ def changed_state(step: ExactStep, model: Any, metrics: Sequence[Any]) -> list[S
             continue
         if id(variable) in own:
             changes.append(_own_change(step, variable, dependence, unknown))
-        elif _is_float(variable):
+        elif _is_float(variable) and not step.is_prediction:
             changes.append(mean_of(step, variable))
     if unknown:
         step.remarks.append(_remark_on_unknown(unknown))

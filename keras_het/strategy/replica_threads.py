@@ -144,7 +144,7 @@ def own_function(function: Callable[..., Any]) -> Callable[..., Any]:
         with as_replica(caller):
             return converted(*args, **kwargs)
 
-    return tf.autograph.experimental.do_not_convert(run)  # type: ignore[no-any-return]
+    return tf.autograph.experimental.do_not_convert(run)
 
 
 @contextlib.contextmanager

@@ -48,12 +48,14 @@ _OF_ROWS = {
     "Min": Kind.MIN,
     "EuclideanNorm": Kind.OTHER,
 }
-_SUMS_OF_ROWS = ("L2Loss", "Bincount", "DenseBincount", "UnsortedSegmentSum")
+_SUMS_OF_ROWS = ("L2Loss", "Bincount", "DenseBincount", "UnsortedSegmentSum", "ScatterNd")
 _SAME_KIND = (
     *("Identity", "Snapshot", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape"),
     *("Reshape", "Squeeze", "ExpandDims", "Transpose", "Pack", "ConcatV2", "Cast"),
 )
-_SUBSETS = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "DynamicPartition")
+_SUBSETS = ("Where", "DynamicPartition")
+# Each row of what they give depends on the others, or on where it lies.
+_COUPLES_ROWS = ("Cumsum", "Cumprod", "Unique", "UniqueV2", "UniqueWithCounts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,7 @@ class SampleDependence:
             for tensors, kind in ((rows, Kind.ROWS), (equal, Kind.EQUAL), (unequal, Kind.OTHER))
             for tensor in tensors
         }
+        self._unequal = {name for name, kind in self._kinds.items() if kind is Kind.OTHER}
         self._assigned = assigned
 
     def kind(self, tensor: Any) -> Kind:
@@ -143,6 +146,8 @@ class SampleDependence:
         if kind in AGGREGATES:
             found[tensor.name] = (kind, tensor)
             return True
+        if tensor.name in self._unequal:
+            return False
         is_computed_from_others = kind is Kind.OTHER and _can_repeat(tensor.op)
         is_alias = tensor.op.type in ("ReadVariableOp", "IdentityN")
         inputs = self._inputs(tensor)
@@ -190,9 +195,12 @@ class SampleDependence:
         found = _of_shapes(operation, kinds) or _of_rows(operation, kinds)
         if found is not None:
             return found
-        if tensor.shape.rank and tensor.shape[0] is None:
-            return Kind.SUBSET if _leaves_rows_out(operation, kinds) else Kind.ROWS
-        return _of_aggregates(operation, kinds)
+        has_rows = any(kind in (*_ROWS, Kind.SHAPE) for kind in kinds)
+        if not has_rows:
+            return _of_aggregates(operation, kinds)
+        if not tensor.shape.rank or tensor.shape[0] is not None or _couples(operation):
+            return Kind.OTHER
+        return Kind.SUBSET if _leaves_rows_out(operation, kinds) else Kind.ROWS
 
 
 def _of_shapes(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
@@ -244,6 +252,13 @@ def _of_product(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
     is_transposed = first.op.type == "Transpose" and first.shape[1] is None
     is_turned = kinds[0] in _ROWS and operation.get_attr(attribute)
     return Kind.SUM if is_turned or (is_transposed and first.shape[0] is not None) else None
+
+
+def _couples(operation: Any) -> bool:
+    is_over_rows = (
+        operation.type in ("Softmax", "LogSoftmax") and operation.inputs[0].shape.rank == 1
+    )
+    return is_over_rows or operation.type in _COUPLES_ROWS
 
 
 def _leaves_rows_out(operation: Any, kinds: Sequence[Kind]) -> bool:

@@ -1,5 +1,6 @@
 """State that layers of somebody's own assign in a step: counters, sums, maxima, averages."""
 
+import contextlib
 import functools
 
 import keras
@@ -158,6 +159,58 @@ def test_a_counter_counts_every_sample_once():
     own = model.get_layer("own")
     counted = [np.array(each).item() for each in (own.steps, own.rows, own.float_rows)]
     assert counted == [6, 44, 44.0]
+
+
+class Always(State):
+    """Counts in predictions too."""
+
+    def shapes(self):
+        return {"rows": ("int32",), "total": ("float32", 5)}
+
+    def call(self, inputs):
+        self.rows.assign_add(ops.shape(inputs)[0])
+        self.total.assign_add(ops.sum(inputs, axis=0))
+        return inputs
+
+
+def test_predictions_change_state_as_on_one_device():
+    strategy = three_replicas()
+    models = []
+    for scope in (contextlib.nullcontext, strategy.scope):
+        keras.utils.set_random_seed(3)
+        with scope():
+            models.append(with_state(Always))
+        for shares in ((4, 2, 1), (0, 3, 0)):
+            strategy.set_shares(shares)
+            models[-1].predict(arrays(11)[0], batch_size=7, verbose=0)
+    single, replicated = ([np.array(v) for v in m.get_layer("own").weights] for m in models)
+    assert replicated[0] == 22
+    for got, want in zip(replicated, single, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+class OfTensorFlow(keras.layers.Layer):
+    """Has a variable of TensorFlow, which sums what is added."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        sums = tf.VariableAggregation.SUM
+        self.rows = tf.Variable(0.0, trainable=False, aggregation=sums)
+
+    def call(self, inputs):
+        self.rows.assign_add(tf.cast(tf.shape(inputs)[0], tf.float32))
+        return inputs
+
+
+@pytest.mark.full
+def test_variables_of_tensorflow_keep_their_aggregation():
+    strategy = three_replicas()
+    strategy.set_shares((4, 2, 1))
+    with strategy.scope():
+        model = dense_model(layers=lambda: [OfTensorFlow()])
+    model.fit(*arrays(14), batch_size=7, verbose=0)
+    counted = strategy.experimental_local_results(model.get_layer("own").rows)
+    assert [float(each) for each in counted] == [14.0] * 3
 
 
 class Branched(State):
