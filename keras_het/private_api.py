@@ -130,11 +130,13 @@ __all__ = [
     "keras_tf_optimizer",
     "layers_with_state",
     "learning_rate_of",
+    "move_optimizer",
     "mutex_of",
     "operation_seed_state",
     "order_of_operation",
     "own_state",
     "peer_is_healthy",
+    "recreate_variable",
     "regroup",
     "repeat_operation",
     "restart_iterator",
@@ -181,6 +183,21 @@ def bind_captures(function: Any, captures: list[Any]) -> None:
 def mutex_of(section: Any) -> Any:
     """The resource handle of a `tf.CriticalSection`'s lock."""
     return section._handle
+
+
+def recreate_variable(variable: Any) -> None:
+    """Gives an initialised Keras variable a TensorFlow variable of the present scope, same value.
+
+    Args:
+        variable: a `keras.Variable`, which stays the same object.
+    """
+    value = tf.convert_to_tensor(variable.value)
+    variable._initialize(value)
+
+
+def move_optimizer(optimizer: Any, strategy: Any) -> None:
+    """Makes an optimizer update variables of a strategy; it keeps the one it was created under."""
+    optimizer._distribution_strategy = strategy
 
 
 def keras_step_kind(function: Any) -> str | None:

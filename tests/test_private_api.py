@@ -106,6 +106,12 @@ SIGNATURES = [
     (private_api.CollectiveAllReduceExtended, "_use_merge_call", ["self"]),
     (
         private_api.CollectiveAllReduceExtended,
+        "_get_variable_creator_initial_value",
+        ["self", "replica_id", "device", "primary_var"],
+    ),
+    (private_api.KerasTensorFlowVariable, "_initialize", ["self", "value"]),
+    (
+        private_api.CollectiveAllReduceExtended,
         "_get_replica_id_in_sync_group",
         ["self", "replica_id"],
     ),
@@ -553,3 +559,28 @@ def test_the_graphs_of_a_mapped_data_set_go_with_it():
         assert shared(tf.constant(3, tf.int64)) == 3
     finally:
         gc.enable()
+
+
+def test_variables_are_recreated_in_a_scope():
+    optimizer = keras.optimizers.SGD(0.25)
+    rate = optimizer._learning_rate
+    before = rate.value
+    private_api.recreate_variable(rate)
+    assert rate.value is not before
+    assert float(rate.value) == 0.25
+    assert optimizer.learning_rate is rate
+
+
+def test_an_optimizer_keeps_the_strategy_under_which_it_was_created():
+    optimizer = keras.optimizers.SGD(0.25)
+    assert optimizer._distribution_strategy is tf.distribute.get_strategy()
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    private_api.move_optimizer(optimizer, strategy)
+    assert optimizer._distribution_strategy is strategy
+
+
+def test_a_model_knows_the_strategy_under_which_it_was_created():
+    assert keras.Sequential()._distribute_strategy is None
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    with strategy.scope():
+        assert keras.Sequential()._distribute_strategy is strategy

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from keras_het import private_api
 
 _MOST_NAMES = 5
@@ -37,6 +39,44 @@ def check_created_in_scope(strategy: Any, variables: Sequence[Any]) -> None:
         f"{', '.join(shared[:_MOST_NAMES])}{more}, created outside of it. Create or load the model "
         "and its layers in `with strategy.scope():`, and call `enable_lora` and the like there too."
     )
+
+
+def move_optimizer(strategy: Any, model: Any) -> None:
+    """Lets an optimizer that was made outside of the scope update variables of it.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        model: a `keras.Model` that was created in its scope; before the optimizer is built.
+    """
+    for optimizer in _optimizers(getattr(model, "optimizer", None)):
+        private_api.move_optimizer(optimizer, strategy)
+
+
+def adopt_compiled(strategy: Any, model: Any) -> None:
+    """Makes the variables of a model's optimizer and metrics the strategy's own, with their values.
+
+    They are not where `compile` was called outside of the scope, or was given an optimizer or
+    metric from there: each replica would count its steps and samples in the same one. Call it
+    before a step is traced.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        model: a `keras.Model` that was created in its scope.
+    """
+    holders = [*_optimizers(getattr(model, "optimizer", None)), *model.metrics]
+    variables = {id(each): each for holder in holders for each in holder.variables}
+    outside = [each for each in variables.values() if not _is_own(strategy, each)]
+    if outside:
+        with tf.init_scope(), strategy.scope():
+            for variable in outside:
+                private_api.recreate_variable(variable)
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    """An optimizer and those inside of it."""
+    if not isinstance(optimizer, private_api.keras_base_optimizer.BaseOptimizer):
+        return []
+    return [optimizer, *_optimizers(getattr(optimizer, "inner_optimizer", None))]
 
 
 def _is_own(strategy: Any, variable: Any) -> bool:

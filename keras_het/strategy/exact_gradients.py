@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het import private_api
 from keras_het.strategy.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact_step import ExactStep, current_step
 
@@ -65,6 +66,7 @@ class UpdateHooks:
             if step is None or step.gradients_are_reduced:
                 return original(optimizer, grads, *args, **kwargs)
             variables = args[0] if args else kwargs.get("trainable_variables")
+            grads = _values_of(step, grads)
             _check(step, grads, variables or optimizer._trainable_variables)
             return self._update(
                 step,
@@ -83,7 +85,8 @@ class UpdateHooks:
             step = current_step()
             if step is None or step.gradients_are_reduced:
                 return original(optimizer, grads_and_vars, *args, **kwargs)
-            grads, variables = zip(*grads_and_vars, strict=True)
+            given, variables = zip(*grads_and_vars, strict=True)
+            grads = _values_of(step, given)
             _check(step, grads, variables)
 
             def apply(reduced: list[Any]) -> Any:
@@ -125,8 +128,39 @@ def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(step: ExactStep, grads: Sequence[Any], variables: Sequence[Any]) -> None:
     check_created_in_scope(tf.distribute.get_strategy(), variables)
+    _refuse_condition(step)
     _refuse_overwriting(step, variables)
     _give_static_shapes(grads, variables)
+
+
+def _values_of(step: ExactStep, grads: Sequence[Any]) -> list[Any]:
+    """The gradients themselves, where somebody keeps them in variables."""
+    of_keras = private_api.KerasTensorFlowVariable
+    values = [grad.value if isinstance(grad, of_keras) else grad for grad in grads]
+    for value in values:
+        is_own = isinstance(value, tf.Variable) and id(value) not in step.values_of_model
+        if step.num_replicas > 1 and is_own:
+            raise ValueError(
+                "Gradients that a step keeps must be in variables that Keras knows: a tf.Variable "
+                "is each replica's own, and is not added up as the shares were when it was "
+                f"written. Received: {value.name!r} on {step.num_replicas} replicas. Make it with "
+                "self.add_weight(shape=..., initializer='zeros', trainable=False), or let the "
+                "optimizer accumulate: keras.optimizers.Adam(gradient_accumulation_steps=2)."
+            )
+    return [tf.convert_to_tensor(v) if isinstance(v, tf.Variable) else v for v in values]
+
+
+def _refuse_condition(step: ExactStep) -> None:
+    """Refuses an update in a branch, from where replicas of one process cannot be reached."""
+    if step.graph is tf.compat.v1.get_default_graph() or step.num_local_replicas == 1:
+        return
+    raise ValueError(
+        "An update within tf.cond, tf.while_loop or a tf.function of one's own cannot add up the "
+        f"gradients of the {step.num_local_replicas} replicas of a process. Received: "
+        "optimizer.apply or apply_gradients there, in a train_step. Take it out of the condition, "
+        "let the optimizer accumulate (keras.optimizers.Adam(gradient_accumulation_steps=2)), or "
+        "start one process for each device."
+    )
 
 
 def _refuse_overwriting(step: ExactStep, variables: Sequence[Any]) -> None:

@@ -46,6 +46,11 @@ class ExactStep:
         # The replicas that this one is reduced with; other than all, in local training.
         self.num_replicas = 1
         self.position = 0  # of this one among them
+        # Those of one process, and the graph from which they can be reached.
+        self.num_local_replicas = 1
+        self.graph = tf.compat.v1.get_default_graph()
+        # Ids of what the model's variables hold: all replicas have the same after each step.
+        self.values_of_model: set[int] = set()
         # A worker that trains locally may have no samples at all: it takes no step then.
         self.may_have_no_samples = False
         self.state_before: dict[int, Any] = {}

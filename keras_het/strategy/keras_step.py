@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy import emulated_device
-from keras_het.strategy.created_in_scope import check_created_in_scope
+from keras_het.strategy.created_in_scope import adopt_compiled, check_created_in_scope
 from keras_het.strategy.empty_share import at_least_one_row, drop_row_of_zeros
 from keras_het.strategy.exact_metrics import (
     cluster_logs,
@@ -44,6 +44,8 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
         The logs of the cluster as plain tensors.
     """
     model = function.__self__
+    if model._distribute_strategy is strategy:
+        adopt_compiled(strategy, model)
     metrics = list(model.metrics)
     remarks: list[str] = []
     caller = private_api.keras_state_of_thread()
@@ -64,6 +66,7 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
         step.state_before = state_before(step, model)
         step.remarks = remarks
         step.seed_stream += strategy.first_seed_stream
+        step.values_of_model = {id(variable.value) for variable in model.variables}
         if may_defer_update:
             step.deferrable_optimizer = model.optimizer
         step.is_keras_step = private_api.runs_keras_train_step(function)
@@ -150,6 +153,7 @@ def _make_step(strategy: Any, replica_data: Any, sizes: Any) -> ExactStep:
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, samples)
         step = ExactStep(replica_id, samples, total)
     step.num_replicas, step.position = len(group), replica_id - group.start
+    step.num_local_replicas = len(strategy.layout.local_replicas)
     step.may_have_no_samples = is_local
     return step
 
