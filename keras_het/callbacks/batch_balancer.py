@@ -157,6 +157,8 @@ class BatchBalancer(keras.callbacks.Callback):
         # Keras has looked at the first batch, which tells the size of the global batch: bounds and
         # weights count from the first step.
         data = data_of_fit(self.model, strategy)
+        if hasattr(data, "refuse_shares"):
+            data.refuse_shares("BatchBalancer")
         is_latest = data is not None and data is strategy.iterated_data
         before = strategy.latest_shares if is_latest else ()
         if total := sum(before) or int(getattr(data, "global_batch_size", None) or 0):

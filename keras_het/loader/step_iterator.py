@@ -54,6 +54,7 @@ class StepIterator(private_api.IteratorInterface):
         self._run: Run | None = None
         self._first_of_execution = False
         self._delivered = 0
+        self._has_ended = False
         self.samples = 0
         self.input_wait_seconds = 0.0
 
@@ -130,6 +131,7 @@ class StepIterator(private_api.IteratorInterface):
         try:
             batches, sizes = self._run.next_element()
         except StopIteration:
+            self._tell_end()
             if self._first_of_execution:
                 raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
             raise
@@ -138,6 +140,12 @@ class StepIterator(private_api.IteratorInterface):
         self._delivered += 1
         self.samples += int(sizes.sum())
         return self._wrap(batches, sizes)
+
+    def _tell_end(self) -> None:
+        """Lets the workers compare where the data ended, once, if they could not know before."""
+        steps, self._has_ended = (-1 if self._has_ended else self.step), True
+        if steps >= 0 and hasattr(self._wrap, "at_end"):
+            self._wrap.at_end(steps)
 
     def close(self) -> None:
         """Ends this epoch early and frees its pipeline."""

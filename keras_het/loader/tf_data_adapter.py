@@ -433,6 +433,14 @@ def sliced_arrays(node: Dataset) -> list[tf.Tensor] | None:
     return list(node._tensors) if dense else None
 
 
+def tensors_of(node: Dataset) -> list[tf.Tensor]:
+    """The tensors that a `from_tensor_slices` or `from_tensors` holds; none of any other node."""
+    is_source = isinstance(
+        node, (from_tensor_slices_op._TensorSliceDataset, from_tensors_op._TensorDataset)
+    )
+    return list(node._tensors) if is_source else []
+
+
 def element_reader(iterator: Any) -> Callable[[], Any]:
     """A function that gives the next element of an eager iterator, or raises StopIteration.
 

@@ -114,11 +114,24 @@ class DataPath:
         dataset.start_at(passes, step)
 
     def on_step(self, dataset: Any, is_new_pass: bool) -> None:
-        """Called with every step; compares the workers' orders in the first one of a pass."""
+        """Called with every step; compares the workers' data in the first one of a pass."""
         self._latest = weakref.ref(dataset)
-        strategy = self._get_strategy()
-        if self.claims_source is None and is_new_pass and strategy.num_workers > 1:
-            agreement.check_same_order(strategy.extended, dataset.fingerprint or 0)
+        if is_new_pass and self._is_compared:
+            shares = str(list(self.latest_shares))
+            agreement.check_same_pass(self._get_strategy(), dataset, shares)
+
+    def on_end(self, dataset: Any, steps: int) -> None:
+        """Called at the end of a pass; compares its steps, unless they were known before."""
+        if dataset.cardinality >= 0 or not self._is_compared:
+            return
+        if steps:
+            agreement.check_same_end(self._get_strategy(), steps)
+        else:
+            agreement.check_same_pass(self._get_strategy(), dataset, "none")
+
+    @property
+    def _is_compared(self) -> bool:
+        return self.claims_source is None and self._get_strategy().num_workers > 1
 
     @property
     def layout(self) -> ReplicaLayout:
@@ -140,6 +153,46 @@ class DataPath:
                 "the strategy as long as its data sets are in use."
             )
         return strategy
+
+
+def with_own_batches(dataset: Any, strategy: Any) -> Any:
+    """Makes data whose replicas bring batches of their own refuse what cannot apply to it.
+
+    Args:
+        dataset: what `Strategy.distribute_datasets_from_function` gave.
+        strategy: the `HeterogeneousStrategy`.
+
+    Returns:
+        The same object, which raises a ValueError where it is iterated under unequal shares.
+    """
+    kind = type(dataset)
+
+    class WithOwnBatches(kind):  # type: ignore[misc, valid-type]
+        """Data sets made by a function of the user."""
+
+        def __iter__(self) -> Any:
+            if len(set(strategy.shares)) > 1:
+                refuse_own_batches(f"shares {list(strategy.shares)}")
+            return super().__iter__()
+
+        refuse_shares = staticmethod(refuse_own_batches)
+
+    dataset.__class__ = WithOwnBatches
+    return dataset
+
+
+def refuse_own_batches(what: str) -> None:
+    """Says that something cannot apply where each replica brings batches of its own.
+
+    Args:
+        what: was asked for, in words.
+    """
+    raise ValueError(
+        "The function that was given to distribute_datasets_from_function makes batches for each "
+        f"replica, whose sizes the strategy cannot change. Received: {what}. Give "
+        "strategy.distribute(dataset, global_batch_size=...) the whole data set of single samples, "
+        "the same on every worker (without shard()), or use equal shares and no BatchBalancer."
+    )
 
 
 class _Wrapper:
@@ -175,6 +228,12 @@ class _Wrapper:
             self._data_path.on_step(dataset, is_new_pass=passes != self._checked_passes)
             self._checked_passes = passes
         return wrap_shares(local_batches, self._sizes_tensor(sizes))
+
+    def at_end(self, steps: int) -> None:
+        """Called once where the data set's pass has ended, after so many steps."""
+        dataset = self._dataset() if self._dataset is not None else None
+        if dataset is not None:
+            self._data_path.on_end(dataset, steps)
 
     def _sizes_tensor(self, sizes: np.ndarray) -> Any:
         """Converts the shares once for all steps that have the same."""

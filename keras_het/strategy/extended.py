@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.planning import ReplicaLayout
+from keras_het.strategy import agreement
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.strategy.summation import SummationGroup
 
@@ -77,6 +78,21 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             (self._worker_device,), self.layout.num_workers, self._new_collective_keys()
         )
         self._departure_barrier = apart.new_barrier()
+        self._meeting = self._hierarchical(
+            (self._worker_device,), self.layout.num_workers, self._new_collective_keys()
+        )
+
+    def meet(self, values: np.ndarray) -> np.ndarray:
+        """Concatenates an array of every worker; for `agreement`, and nothing else.
+
+        It has collectives of its own: whatever the workers have traced and run before, those that
+        meet are in the same one.
+
+        Args:
+            values: array of one dimension, of the same type and size on all workers.
+        """
+        with tf.device(self._worker_device):
+            return np.asarray(self._meeting.gather_between_workers(tf.constant(values)))
 
     def gather_over_workers(self, values: np.ndarray) -> np.ndarray:
         """Concatenates an array of every worker, in worker order; all workers must call it.
@@ -87,6 +103,32 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         with tf.device(self._worker_device):
             gathered = self.gather_rows_over_workers(tf.constant(values))
         return np.asarray(gathered)
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
+    ) -> Callable[[], Any]:
+        """Compares a new variable between the workers before the chief's value is sent to them.
+
+        The value is only sent where it differs: with one random seed it hardly ever does.
+        """
+        create = super()._get_variable_creator_initial_value
+        places = {"replica_id": replica_id, "device": device, "primary_var": primary_var}
+        if replica_id or self.layout.num_workers == 1:
+            return create(**places, **kwargs)
+
+        def initial_value() -> Any:
+            if not tf.executing_eagerly():
+                return create(**places, **kwargs)()
+            given = kwargs["initial_value"]
+            with tf.device(device):
+                value = given() if callable(given) else given
+                value = getattr(value, "wrapped_value", value)
+                value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
+            if agreement.has_equal_value(self, value, str(kwargs.get("name"))):
+                return value
+            return create(**places, **{**kwargs, "initial_value": value})()
+
+        return initial_value
 
     def wait_for_departure(self) -> None:
         """Waits until every worker leaves; returns at once if there is one only.

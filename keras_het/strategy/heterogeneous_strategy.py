@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,11 +20,12 @@ from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout, apportion
 from keras_het.strategy import agreement, cluster
+from keras_het.strategy.agreed_calls import install_agreement
 from keras_het.strategy.average_loss import check_caller, install_average_loss
 from keras_het.strategy.chief_only import install_chief_only
 from keras_het.strategy.cluster_config import ClusterConfig
 from keras_het.strategy.compute_times import ComputeTimes
-from keras_het.strategy.data_path import DataPath
+from keras_het.strategy.data_path import DataPath, with_own_batches
 from keras_het.strategy.departure import leave_together
 from keras_het.strategy.emulated_device_config import (
     describe_emulated_devices,
@@ -157,6 +159,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if self.is_async_worker:
             install_chief_only()
         install_average_loss()
+        install_agreement(self)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -207,6 +210,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def is_async_worker(self) -> bool:
         """Whether this process trains outside of the sync group (job `async`)."""
         return self._cluster_config is not None and self._cluster_config.is_async_worker
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this process trains with nobody (job `evaluator`)."""
+        return self._cluster_config is not None and self._cluster_config.is_evaluator
 
     @property
     def is_parameter_service(self) -> bool:
@@ -405,8 +413,40 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     def barrier(self) -> None:
         """Waits until every worker has called it, for example until the chief has saved."""
-        if self.num_workers > 1:
-            self.extended.gather_over_workers(np.zeros([1], np.int64))
+        self.agree("strategy.barrier()", {})
+
+    def agree(
+        self,
+        place: str,
+        described: Mapping[str, str],
+        *,
+        leaves_loop: str | None = None,
+        **options: Any,
+    ) -> np.ndarray:
+        """Compares what the workers are about to do; all of them must call it.
+
+        Args:
+            place: what this worker does, such as "strategy.barrier()".
+            described: what must be equal, each under the name that the error gives it.
+            leaves_loop: what all workers are told if some go on in a loop that this one leaves;
+                None where they come in any case, however late.
+            **options: further arguments of `agreement.agree`.
+
+        Raises:
+            ValueError: on every worker, with the same text, if one of them differs.
+        """
+        if self.num_workers == 1:
+            return np.zeros([1, agreement.NUM_NOTES], np.int64)
+        compare = self.name_lost_workers(agreement.agree)
+        with contextlib.ExitStack() as stack:
+            if leaves_loop is not None:
+                stack.enter_context(agreement.Patience(leaves_loop, self._abort_collectives))
+            return compare(self.extended, place, described, **options)
+
+    def _abort_collectives(self, message: str) -> None:
+        if self.extended.summation is not None:
+            self.extended.summation.abort()
+        private_api.abort_collectives(message)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Distributes a data set of global batches; `fit(dataset)` comes through here.
@@ -420,6 +460,20 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if isinstance(dataset, DistributedSteps):
             return dataset
         return self.distribute(dataset)
+
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
+        """Distributes data sets that a function makes, as `tf.distribute.Strategy` does.
+
+        Each replica takes the batches that the function makes, so that they must be equal shares:
+        under others, iterating raises a ValueError. `distribute` has no such limit.
+
+        Args:
+            dataset_fn: takes a `tf.distribute.InputContext`, returns a `tf.data.Dataset` of the
+                batches of single replicas.
+            options: `tf.distribute.InputOptions`.
+        """
+        dataset = super().distribute_datasets_from_function(dataset_fn, options)
+        return with_own_batches(dataset, self)
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica.

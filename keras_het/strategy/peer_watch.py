@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -134,7 +135,7 @@ def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Call
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not may_be_a_lost_connection(error):
+            if not may_be_a_lost_connection(error) or message_in(error):
                 raise
             started = time.monotonic()
             message = watch.wait_for_loss(timeout_seconds=11.0)
@@ -162,3 +163,9 @@ _CONNECTION_ERRORS = (
 def may_be_a_lost_connection(error: BaseException) -> bool:
     """Whether an error is of a kind that TensorFlow raises when another process is gone."""
     return type(error).__name__ in _CONNECTION_ERRORS
+
+
+def message_in(error: BaseException) -> str | None:
+    """What another worker has told this one through TensorFlow's error, None if nothing."""
+    found = re.search(r"\[\[(The workers.*?)\]\]", str(error), re.DOTALL)
+    return found.group(1) if found else None

@@ -1,5 +1,6 @@
 """What `fit` accepts besides a data set of batches, and shares that change on the way."""
 
+import contextlib
 import functools
 import math
 
@@ -20,6 +21,8 @@ from equivalence import (
     three_replicas,
     values_of,
 )
+
+import keras_het
 
 
 def array_fit(model, callbacks, **options):
@@ -273,3 +276,43 @@ def test_reset_between_runs_of_this_harness_starts_again():
     assert [log["batch"] for log in recorder.logs] == [0, 1, 2]
     assert_replicas_agree(strategy, model)
     assert values_of(model.weights)
+
+
+def of_own_batches(strategy, rows=24):
+    """Batches that the user's function makes for each replica."""
+
+    def make(context):
+        size = context.get_per_replica_batch_size(12)
+        return tf.data.Dataset.from_tensor_slices(arrays(rows)).batch(size)
+
+    return strategy.distribute_datasets_from_function(make)
+
+
+def linear_model(strategy):
+    keras.utils.set_random_seed(5)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def test_batches_of_replicas_under_equal_shares():
+    strategy = three_replicas()
+    ours, one_device = linear_model(strategy), linear_model(None)
+    ours.fit(of_own_batches(strategy), verbose=0)
+    one_device.fit(*arrays(24), batch_size=12, shuffle=False, verbose=0)
+    for actual, expected in zip(ours.get_weights(), one_device.get_weights(), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_batches_of_replicas_refuse_what_cannot_apply():
+    strategy = three_replicas()
+    data = of_own_batches(strategy)
+    model = linear_model(strategy)
+    with pytest.raises(ValueError, match=r"(?s)BatchBalancer\..*strategy\.distribute\(dataset"):
+        model.fit(data, verbose=0, callbacks=[keras_het.callbacks.BatchBalancer()])
+    strategy.set_shares([3, 1, 1])
+    with pytest.raises(ValueError, match=r"Received: shares \[3.*, 1.*, 1.*\]\. Give"):
+        model.fit(data, verbose=0)
+    with pytest.raises(ValueError, match="use equal shares"):
+        next(iter(data))

@@ -31,7 +31,8 @@ def test_different_orders_are_an_error_on_every_worker(start_workers: Any) -> No
     for result in workers.wait():
         assert result.exit_code == 1
         assert "ValueError: The workers read the samples in different orders" in result.output
-        assert "worker(s) [1] differ from the chief" in result.output
+        assert "on the chief and worker 2, hash" in result.output
+        assert "on worker 1. Give every worker" in result.output
         assert "keras.utils.set_random_seed(42)" in result.output
 
 

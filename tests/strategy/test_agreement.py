@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -15,55 +15,147 @@ from keras_het.planning import ReplicaLayout
 from keras_het.strategy import agreement
 
 
-@dataclasses.dataclass
-class Cluster:
-    """Stands for `HeterogeneousExtended`: what each of three workers contributes to a gather."""
+class Gathering:
+    """Stands for the collectives of some workers, each in a thread."""
 
-    everyone: Callable[[np.ndarray], list[np.ndarray]]
-    _local_device_type: str = "CPU"
-    layout: ReplicaLayout = ReplicaLayout((1, 1, 1), 1)  # noqa: RUF009 - frozen
+    def __init__(self, num_workers: int) -> None:
+        self._values: list[Any] = [None] * num_workers
+        self._all_here = threading.Barrier(num_workers)
 
-    def gather_over_workers(self, own: np.ndarray) -> np.ndarray:
-        return np.concatenate(self.everyone(own))
+    def gather(self, worker: int, own: np.ndarray) -> np.ndarray:
+        self._values[worker] = own
+        self._all_here.wait(20)
+        everyone = np.concatenate(self._values)
+        self._all_here.wait(20)
+        return everyone
 
 
-def contribution_of(weights: list[float], device_type: str = "CPU") -> np.ndarray:
-    sent: list[np.ndarray] = []
+class Worker:
+    """Stands for `HeterogeneousExtended` of one worker."""
 
-    def capture(own: np.ndarray) -> list[np.ndarray]:
-        sent.append(own)
-        return [own] * 3
+    def __init__(self, gathering: Gathering, index: int, device_type: str = "CPU") -> None:
+        self._gathering = gathering
+        self._local_device_type = device_type
+        self.layout = ReplicaLayout((1, 1, 1), index)
 
-    agreement.check_agreement(Cluster(capture, device_type), weights)
-    return sent[0]
+    def meet(self, own: np.ndarray) -> np.ndarray:
+        return self._gathering.gather(self.layout.worker_index, own)
+
+
+def told(calls: Sequence[Callable[[Worker], Any]], types: Sequence[str] = ("CPU",) * 3) -> str:
+    """What all workers are told, "" if nothing; fails unless it is the same."""
+    gathering = Gathering(len(calls))
+    messages: list[str] = ["missing"] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            calls[index](Worker(gathering, index, types[index]))
+            messages[index] = ""
+        except ValueError as error:
+            messages[index] = str(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(set(messages)) == 1, messages
+    return messages[0]
+
+
+def started_with(weights: list[float]) -> Callable[[Worker], Any]:
+    return lambda worker: agreement.check_agreement(worker, weights)
 
 
 def test_equal_settings_agree() -> None:
-    other = contribution_of([4, 2, 1])
-    agreement.check_agreement(Cluster(lambda own: [own, other, own]), [4.0, 2.0, 1.0])
+    assert told([started_with([4, 2, 1]), started_with([4.0, 2.0, 1.0])]) == ""
 
 
 def test_different_shares() -> None:
-    other = contribution_of([1, 1, 1])
-    with pytest.raises(
-        ValueError,
-        match=r"different settings: share weights. This worker \(1\) has \[4.0, 2.0, 1.0\]; "
-        r"worker\(s\) \[0, 2\] have something else",
-    ):
-        agreement.check_agreement(Cluster(lambda own: [other, own, other]), [4, 2, 1])
+    equal, other = started_with([4, 2, 1]), started_with([1, 1, 1])
+    message = told([equal, other, equal])
+    assert message.startswith(
+        "The workers were started with different settings: share weights [4.0, 2.0, 1.0] on the "
+        "chief and worker 2, [1.0, 1.0, 1.0] on worker 1. Start all workers with the same script"
+    )
+    assert "type of device" not in message
 
 
 def test_different_device_types() -> None:
-    other = contribution_of([1, 1, 1], "GPU")
-    with pytest.raises(ValueError, match=r"type of device. This worker \(1\) has CPU; .*\[2\]"):
-        agreement.check_agreement(Cluster(lambda own: [own, own, other]), [1, 1, 1])
+    message = told([started_with([1, 1, 1])] * 3, ["CPU", "CPU", "GPU"])
+    assert "type of device CPU on the chief and worker 1, GPU on worker 2" in message
+    assert 'joins as a summation machine (job "summation")' in message
 
 
-def test_different_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = contribution_of([1, 1, 1])
-    monkeypatch.setattr(agreement.keras, "__version__", "0.0")
-    with pytest.raises(ValueError, match=r"versions. This worker \(1\) has .*Keras 0.0; .*\[0\]"):
-        agreement.check_agreement(Cluster(lambda own: [other, own, own]), [1, 1, 1])
+def does(place: str, **described: str) -> Callable[[Worker], Any]:
+    return lambda worker: agreement.agree(worker, place, described, opening="They differ")
+
+
+def test_workers_that_come_to_different_places() -> None:
+    message = told([does("model.fit", epochs="2"), does("strategy.barrier()"), does("model.fit")])
+    assert "model.fit on the chief and worker 2, strategy.barrier() on worker 1" in message
+
+
+def test_what_only_one_worker_has() -> None:
+    message = told([does("model.fit"), does("model.fit", layer="Dense"), does("model.fit")])
+    assert "They differ: layer none on the chief and worker 2, Dense on worker 1." in message
+
+
+def test_many_differences_and_long_values_are_cut() -> None:
+    names = [f"item {number}" for number in range(9)]
+    one = does("model.fit", **{name: "a" * 500 for name in names})
+    other = does("model.fit", **{name: "a" * 499 + "b" for name in names})
+    message = told([one, other])
+    assert "; and 4 more." in message
+    assert len(message) < 2000
+    first, second = message.split("item 0 ")[1].split(";")[0].split(" on the chief, ")
+    assert first != second.removesuffix(" on worker 1")
+
+
+def test_everybody_learns_the_notes_of_all() -> None:
+    notes: list[Any] = [None] * 2
+
+    def note(worker: Worker) -> None:
+        index = worker.layout.worker_index
+        notes[index] = agreement.agree(worker, "here", {}, notes=[index + 5, -1])
+
+    assert told([note, note]) == ""
+    for everyone in notes:
+        np.testing.assert_array_equal(everyone, [[5, -1, 0, 0], [6, -1, 0, 0]])
+
+
+def creates(value: Any) -> Callable[[Worker], Any]:
+    return lambda worker: agreement.has_equal_value(worker, tf.constant(value), "kernel")
+
+
+def test_variables_of_different_shapes() -> None:
+    message = told([creates([1.0, 2.0]), creates([1.0]), creates([1.0, 2.0])])
+    assert "(kernel): type float32 [2] on the chief and worker 2, float32 [1] on" in message
+
+
+@pytest.mark.parametrize(
+    ("values", "are_equal"),
+    [([[1.0], [1.0]], True), ([[1.0], [2.0]], False), ([["a"], ["b"]], False), ([3, 3], True)],
+)
+def test_values_of_variables(values: list[Any], are_equal: bool) -> None:
+    found: list[bool] = []
+
+    def create(worker: Worker) -> None:
+        value = tf.constant(values[worker.layout.worker_index])
+        found.append(agreement.has_equal_value(worker, value, "kernel"))
+
+    assert told([create, create]) == ""
+    assert found == [are_equal, are_equal]
+
+
+class Cluster:
+    """Stands for `HeterogeneousExtended`: what each of three workers contributes to a gather."""
+
+    def __init__(self, everyone: Callable[[np.ndarray], list[np.ndarray]]) -> None:
+        self._everyone = everyone
+
+    def gather_over_workers(self, own: np.ndarray) -> np.ndarray:
+        return np.concatenate(self._everyone(own))
 
 
 @pytest.fixture
@@ -102,16 +194,6 @@ def test_the_drawn_seed_differs_between_runs(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(4):
         agreement.share_random_seed(Cluster(lambda own: [drawn.append(int(own[0])) or own] * 3))
     assert len(set(drawn)) > 1
-
-
-def test_same_order_passes() -> None:
-    agreement.check_same_order(Cluster(lambda own: [own, own, own]), -5)
-
-
-def test_another_order_names_the_workers_that_differ_from_the_chief() -> None:
-    chief = np.array([7], np.int64)
-    with pytest.raises(ValueError, match=r"worker\(s\) \[1, 2\] differ from the chief. Give every"):
-        agreement.check_same_order(Cluster(lambda own: [chief, own, own]), 8)
 
 
 def test_tensorflow_tells_whether_a_seed_is_set() -> None:

@@ -1,0 +1,197 @@
+"""What a call of `fit`, `evaluate` or `predict` is given, in words that workers can compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader.content import sample_of
+from keras_het.loader.distributed_steps import DistributedSteps
+from keras_het.strategy.agreement import flat
+
+_DATA = ("x", "y", "sample_weight", "validation_data")
+# What a worker may do by itself.
+_OWN = ("verbose", "callbacks", "return_dict", "kwargs")
+_MOST_SAMPLED = 4
+# Rounding differs between devices; another initial value does not agree in a hundredth.
+_TOLERANCE = 0.01
+
+
+def describe_call(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """What must be equal on all workers.
+
+    Args:
+        model: the `keras.Model`.
+        arguments: what its method was given, defaults included.
+
+    Returns:
+        Texts, each under the name by which a user knows it.
+    """
+    plain = {
+        name: value
+        for name, value in arguments.items()
+        if name not in (*_DATA, *_OWN) and not name.startswith("_")
+    }
+    parts: list[tuple[str, str]] = []
+    for name, value in plain.items():
+        parts += flat(name.replace("_", " "), value)
+    for name in _DATA:
+        parts += _data(name, arguments.get(name))
+    parts += _compiled(model)
+    parts += _architecture(model)
+    parts.append(("callbacks that work together", str(_communicating(arguments.get("callbacks")))))
+    return dict(parts)
+
+
+def _communicating(callbacks: Any) -> list[str]:
+    each = getattr(callbacks, "callbacks", callbacks) or []
+    each = each if isinstance(each, (list, tuple)) else [each]
+    ours = [callback for callback in each if type(callback).__module__.startswith("keras_het.")]
+    return [type(callback).__name__ for callback in ours if _communicates(callback)]
+
+
+def _communicates(callback: Any) -> bool:
+    return bool(getattr(callback, "communicates", True))
+
+
+def trains_locally(callbacks: Any) -> bool:
+    """Whether the workers' weights may differ: they become the chief's when training begins."""
+    return "LocalTraining" in _communicating(callbacks)
+
+
+def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Kind, number of rows and types of what is given as data."""
+    if value is None:
+        return
+    if isinstance(value, (DistributedSteps, tf.data.Dataset)):
+        yield f"kind of {name}", "data set"
+        yield f"batches of {name}", _cardinality(value)
+        for path, spec in _leaves(name, value.element_spec):
+            yield f"elements of {path}", str(spec)
+    elif isinstance(value, tf.distribute.DistributedDataset):
+        yield f"kind of {name}", "data set of each replica's own batches"
+    elif hasattr(value, "num_batches") or _is_loader(value):
+        yield f"kind of {name}", type(value).__name__
+        size = getattr(value, "num_batches", None)
+        yield f"batches of {name}", str(size if size is not None else len(value))
+    elif hasattr(value, "__next__"):
+        yield f"kind of {name}", "generator"
+    else:
+        for path, array in _leaves(name, value):
+            shape = [int(n) if n is not None else None for n in getattr(array, "shape", ())]
+            yield f"kind of {path}", "array"
+            yield f"rows of {path}", str(shape[0] if shape else "none")
+            yield f"type of {path}", f"{_dtype(array)} {shape[1:]}"
+            yield f"some rows of {path}", sample_of(array)
+
+
+def _is_loader(value: Any) -> bool:
+    return type(value).__module__.startswith("torch.utils.data")
+
+
+def _cardinality(dataset: Any) -> str:
+    size = dataset.cardinality
+    number = int(size() if callable(size) else size)
+    named = {tf.data.INFINITE_CARDINALITY: "infinite", tf.data.UNKNOWN_CARDINALITY: "unknown"}
+    return named.get(number, str(number))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _leaves(f"{name}[{key!r}]", value[key])
+    elif isinstance(value, (list, tuple)) and any(
+        hasattr(each, "shape") or isinstance(each, (list, tuple, Mapping)) for each in value
+    ):
+        for position, each in enumerate(value):
+            yield from _leaves(f"{name}[{position}]", each)
+    elif value is not None:
+        is_array = hasattr(value, "shape")
+        yield name, value if is_array or not isinstance(value, (list, tuple)) else np.asarray(value)
+
+
+def _dtype(array: Any) -> str:
+    dtype = getattr(array, "dtype", None)
+    return str(getattr(dtype, "name", dtype))
+
+
+def _compiled(model: Any) -> Iterator[tuple[str, str]]:
+    """Optimizer, loss and metrics."""
+    try:
+        config = model.get_compile_config() or {}
+    except Exception:  # whatever somebody's own class raises
+        config = {}
+    for name, value in config.items():
+        yield from flat(str(name).replace("_", " "), value)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        yield "optimizer", type(optimizer).__name__
+        yield "steps trained before", str(int(np.asarray(optimizer.iterations)))
+
+
+def _architecture(model: Any) -> Iterator[tuple[str, str]]:
+    yield "model", type(model).__name__
+    for number, layer in enumerate(_layers(model)):
+        kind = type(layer).__name__
+        yield f"layer {number}", kind
+        if hasattr(layer, "layers"):
+            continue
+        try:
+            config = layer.get_config()
+        except Exception:  # as above
+            continue
+        yield from flat(f"layer {number} ({kind})", config)
+    if model.built:
+        yield "number of weights", str(len(model.weights))
+        for number, weight in enumerate(model.weights):
+            kind = "trainable" if weight.trainable else "not trainable"
+            yield f"weight {number}", f"{_dtype(weight)} {list(weight.shape)}, {kind}"
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    for layer in getattr(model, "layers", ()):
+        yield layer
+        yield from _layers(layer)
+
+
+def weights_in_short(model: Any) -> list[int]:
+    """Four numbers that tell weights from other weights, up to rounding.
+
+    They are the norm of some of the elements, and three sums of them with random signs, float64.
+
+    Args:
+        model: the `keras.Model`.
+    """
+    if not model.built or not model.weights:
+        return [0] * 4
+    parts = [_some(weight) for weight in model.weights]
+    values = np.concatenate(parts) if parts else np.zeros([0])
+    signs = np.random.default_rng(7).choice([-1.0, 1.0], size=(3, len(values)))
+    numbers = np.array([np.linalg.norm(values), *(signs @ values)], np.float64)
+    return [int(number) for number in numbers.view(np.int64)]
+
+
+def _some(weight: Any) -> np.ndarray:
+    tensor = tf.reshape(tf.convert_to_tensor(weight.value), [-1])
+    if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
+        return np.zeros([0])
+    ends = (tensor[:_MOST_SAMPLED], tensor[-_MOST_SAMPLED:])
+    return np.concatenate([np.asarray(end).astype(np.float64) for end in ends])
+
+
+def workers_with_other_weights(everyone: np.ndarray) -> Sequence[int]:
+    """Which workers' weights are not the chief's, but for rounding.
+
+    Args:
+        everyone: int64 of shape [workers, 4], what `weights_in_short` gave each of them.
+    """
+    numbers = np.ascontiguousarray(everyone).view(np.float64)
+    norms = np.maximum(np.abs(numbers[:, 0]), np.abs(numbers[0, 0]))
+    difference = np.abs(numbers - numbers[0]).max(axis=1)
+    # not where both are NaN, which is a fault of another kind
+    other = difference > _TOLERANCE * norms
+    other |= np.isnan(numbers).any(axis=1) != np.isnan(numbers[0]).any()
+    return [int(worker) for worker in np.flatnonzero(other)]

@@ -1,0 +1,107 @@
+"""Workers that do not do the same: all are told at once, alike, and by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+WORKERS = 3
+# Parts of what every worker is told; worker 1 is the odd one.
+TOLD = {
+    "batch_size": [
+        "do not agree on model.fit: batch size 8 on the chief and worker 2, 10 on worker 1"
+    ],
+    "epochs_and_steps": [
+        "epochs 1 on the chief and worker 2, 2 on worker 1",
+        "steps per epoch 3 on the chief and worker 2, 2 on worker 1",
+    ],
+    "rows_of_arrays": ["rows of x 24 on the chief and worker 2, 16 on worker 1"],
+    "types_of_arrays": ["type of x float32 [5] on the chief and worker 2, float64 [5] on worker 1"],
+    "rows_in_arrays": ["do not agree on model.fit: some rows of y hash "],
+    "rows_in_slices": ["different data", "some rows of array 1 hash ", " on worker 1. Give every"],
+    "what_a_map_makes": ["different data", "first sample after its maps hash "],
+    "shards": ["different data", "index of shard (1) 0 on the chief, 1 on worker 1, 2 on worker 2"],
+    "validation_data": ["rows of validation_data[0] 24 on the chief and worker 2, 16 on worker 1"],
+    "sizes_of_layers": [
+        "create different variables in strategy.scope() (",
+        "type float32 [5, 4] on the chief and worker 2, float32 [5, 6] on worker 1",
+    ],
+    "number_of_layers": ["create different variables", "float32 [5, 5] on worker 1. Build the"],
+    "kinds_of_layers": [
+        "layer 0 (Dense).activation 'tanh' on the chief and worker 2, 'relu' on worker 1"
+    ],
+    "optimizers_and_losses": [
+        "learning_rate",
+        "'mse' on the chief and worker 2, 'mae' on worker 1",
+    ],
+    "weights": ["different weights: those of worker(s) [1] are not the chief's"],
+    "shares": ["share weights [1.0, 1.0, 1.0] on the chief and worker 2, [2.0, 1.0, 1.0] on"],
+    "balancer": ["that work together [] on the chief and worker 2, ['BatchBalancer'] on worker 1"],
+    "different_calls": [
+        "different places",
+        "model.fit on the chief and worker 2, model.evaluate on",
+    ],
+    "barrier": ["different places", "strategy.barrier() on worker 1"],
+    "stop_after_an_epoch": [
+        "do not train on together: model.stop_training False on the chief and worker 2, True on"
+    ],
+    "no_batch_at_all": ["shares of the first batch [3, 3, 2] on the chief and worker 2, none on"],
+    "nothing_for_anybody": ["data set is empty: model.evaluate got no batch"],
+    "model_outside": ["created outside of strategy.scope()", "model.train_on_batch"],
+    "nothing": ["nothing differs"],  # after all the others: the cluster trains on
+}
+
+
+@pytest.fixture(scope="module")
+def told(
+    start_for_session: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Any:
+    """Runs the checks that are asked for on one cluster; gives what each worker was told."""
+    items = [item for item in request.session.items if item.path == request.path]
+    checks = [item.callspec.params["check"] for item in items if "told" in item.fixturenames]
+    folder: Path = tmp_path_factory.mktemp("disagreements")
+    module, devices = "disagreement_checks", ",".join(["1"] * WORKERS)
+    program = [folder, module, devices, *checks]
+    workers = start_for_session("program_exactness.py", {"worker": WORKERS}, program)
+    workers.wait()
+
+    def messages(check: str) -> list[str]:
+        found = []
+        for index in range(WORKERS):
+            path = folder / f"{check}-worker_{index}.npz"
+            assert path.exists(), workers.tails()
+            with np.load(path) as stored:
+                assert "failed" not in stored, f"worker {index}: {stored['failed']}"
+                found.append(str(stored["message"]))
+        return found
+
+    return messages
+
+
+@pytest.mark.quick("batch_size", "rows_in_slices", "sizes_of_layers", "model_outside")
+@pytest.mark.parametrize("check", TOLD)
+def test_all_workers_are_told_what_differs(told: Any, check: str) -> None:
+    messages = told(check)
+    assert len(set(messages)) == 1, messages
+    for part in TOLD[check]:
+        assert part in messages[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("stop", "worker 1 has stopped at batch 4 of epoch 1 (model.stop_training is set)"),
+        ("fit", "different numbers of batches: that of worker 1 ended after 4, and others go on"),
+        ("predict", "different numbers of batches: that of worker 1 ended after 4, and others"),
+    ],
+)
+def test_a_worker_that_leaves_a_loop_alone(start_workers: Any, case: str, message: str) -> None:
+    workers = start_workers("program_leave_loop.py", {"worker": 3}, [case])
+    last_lines = [result.output.splitlines()[-1] for result in workers.wait()]
+    assert len(set(last_lines)) == 1, workers.tails()
+    assert last_lines[0].startswith("ValueError: The workers")
+    assert message in last_lines[0]
