@@ -110,6 +110,7 @@ __all__ = [
     "distribute_utils",
     "distribute_values",
     "distributed_data_of",
+    "end_collectives_of_all",
     "epoch_steps_of",
     "free_graph_with",
     "function_being_traced",
@@ -456,6 +457,16 @@ def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
 def abort_collectives(message: str) -> None:
     """Makes every pending and later collective fail with `UnavailableError(message)`."""
     eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def end_collectives_of_all(message: str) -> None:
+    """Makes every pending and later collective of all workers fail with an error that has `message`.
+
+    An error that travels along the collectives does not reach those that wait to be read.
+    """
+    abort_collectives(message)
+    with contextlib.suppress(tf.errors.OpError):  # another worker was first
+        eager_context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
 
 
 def run_independently(result: Any) -> Any:

@@ -116,5 +116,6 @@ def _refuse_fit_within(callback: Any) -> None:
     raise RuntimeError(
         f"{name} exchanges weights while the model trains, and steps on other data would be part "
         "of it. Received: a fit of the same model within a callback. Train another model there, "
-        f"such as keras.models.clone_model gives, or call fit after that with {name} has ended."
+        "such as keras.models.clone_model gives in the scope of a tf.distribute.OneDeviceStrategy, "
+        f"or call fit after that with {name} has ended."
     )

@@ -159,7 +159,8 @@ def _sampled_bytes(array: Any) -> bytes:
     count = int(array.shape[0]) if array.shape[0] is not None else int(array.nrows())
     rows = np.unique(np.linspace(0, max(count - 1, 0), _MOST_ROWS).astype(np.int64))[:count]
     if isinstance(array, (tf.Tensor, tf.RaggedTensor)):
-        taken = tf.gather(array, rows)
+        with tf.device(getattr(array, "flat_values", array).device):  # else all of it may move
+            taken = tf.gather(array, rows)
         if isinstance(taken, tf.RaggedTensor):
             return b"".join(_bytes(part) for part in (taken.flat_values, *taken.nested_row_splits))
         return _bytes(taken)

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from keras_het.strategy.agreement import pass_on
 from keras_het.strategy.created_in_scope import move_optimizer
 from keras_het.strategy.described_call import (
     describe_call,
@@ -23,8 +24,11 @@ from keras_het.strategy.described_call import (
 from keras_het.strategy.peer_watch import message_in
 
 _LOOPS = ("fit", "evaluate", "predict")
+# Compared in the first call only: they may be as short as a step.
+_ON_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _TRAINING = ("fit", "train_on_batch")
 _clusters: weakref.WeakSet[Any] = weakref.WeakSet()
+_called: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def install_agreement(strategy: Any) -> None:
@@ -36,7 +40,7 @@ def install_agreement(strategy: Any) -> None:
     trains_together = strategy.num_workers > 1 or strategy.num_async_workers
     if trains_together and not strategy.is_evaluator:
         _clusters.add(strategy)
-    for name in (*_LOOPS, "train_on_batch", "test_on_batch"):
+    for name in (*_LOOPS, *_ON_BATCHES):
         original = getattr(keras.Model, name)
         if not hasattr(original, "agrees"):
             setattr(keras.Model, name, _agreed(original, name))
@@ -54,8 +58,10 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         if getattr(self, "_distribute_strategy", None) is strategy:
             move_optimizer(strategy, self)
-        if name not in _LOOPS:
+        is_first = name not in _called.setdefault(self, set())
+        if name in _ON_BATCHES and not is_first:
             return original(self, *args, **kwargs)
+        _called[self].add(name)
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:  # Keras says it better
@@ -81,7 +87,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             if message is None or isinstance(error, ValueError):
                 raise
             # TensorFlow's error is pages of graph nodes around it.
-            raise ValueError(message) from None
+            pass_on(message)
 
     agreed_call.agrees = True  # type: ignore[attr-defined]
     return agreed_call
@@ -102,7 +108,8 @@ def _check_was_made_in_scope(model: Any, name: str) -> None:
 
 def _agree(strategy: Any, model: Any, name: str, given: dict[str, Any]) -> None:
     described = describe_call(model, given)
-    described["share weights"] = str([float(weight) for weight in strategy.shares])
+    weights = [weight / sum(strategy.shares) for weight in strategy.shares]
+    described["shares"] = str([float(f"{weight:.4g}") for weight in weights])
     may_differ = trains_locally(given.get("callbacks"))
     if may_differ:
         described.pop("steps trained before", None)

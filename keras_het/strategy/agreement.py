@@ -6,13 +6,16 @@ creates a variable get one error, in place of TensorFlow's about two shapes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 import secrets
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -25,6 +28,7 @@ PATIENCE_SECONDS = 30.0
 """How long a worker that has left a loop early waits for the others to do so too."""
 
 NUM_NOTES = 4
+_SECONDS_TO_PASS_ON = 2.0
 
 _ONE_DEVICE_TYPE = (
     "A collective group has one type of device: a machine without GPU beside machines with GPUs "
@@ -86,6 +90,8 @@ def agree(
     padded = np.zeros([lengths.max()], np.uint8)
     padded[: len(text)] = text
     texts = extended.meet(padded).reshape(len(lengths), -1)
+    with contextlib.suppress(Exception):  # nobody ends its process while others still read
+        extended.meet(np.zeros([1], np.int64))
     raise ValueError(
         _explain([row[:length].tobytes() for row, length in zip(texts, lengths, strict=True)])
     )
@@ -289,7 +295,7 @@ class Patience:
 
     Args:
         message: what all workers are told.
-        abort: makes pending collectives fail with a message, here and on those that wait for it.
+        abort: makes the collectives of all workers fail with a message.
     """
 
     def __init__(self, message: str, abort: Callable[[str], None]) -> None:
@@ -303,7 +309,16 @@ class Patience:
         self._timer.cancel()
         message = message_in(error) if error is not None else None
         if message is not None:
-            raise ValueError(message) from None
+            pass_on(message)
+
+
+def pass_on(message: str) -> NoReturn:
+    """Raises what this worker was told, when the others have had the time to be told too.
+
+    They would name this worker as lost if it ended first.
+    """
+    time.sleep(_SECONDS_TO_PASS_ON)
+    raise ValueError(message) from None
 
 
 def short_hash(content: bytes) -> str:
@@ -340,6 +355,7 @@ def flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, _plain(value)
 
 
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _MAY_DIFFER = frozenset(
     {
         "build_config",
@@ -360,7 +376,7 @@ _MAY_DIFFER = frozenset(
 
 def _plain(value: Any) -> str:
     if isinstance(value, str):
-        return repr(value.rsplit("/", 1)[-1])
+        return repr(_ADDRESS.sub("0x", value.rsplit("/", 1)[-1]))
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if value is None or isinstance(value, (bool, int, float)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from keras_het.strategy.agreement import flat
 
 _DATA = ("x", "y", "sample_weight", "validation_data")
 # What a worker may do by itself.
+_WORKS_ALONE = ("LoaderTuner",)
 _OWN = ("verbose", "callbacks", "return_dict", "kwargs")
 _MOST_SAMPLED = 4
 # Rounding differs between devices; another initial value does not agree in a hundredth.
@@ -42,24 +44,46 @@ def describe_call(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
         parts += _data(name, arguments.get(name))
     parts += _compiled(model)
     parts += _architecture(model)
-    parts.append(("callbacks that work together", str(_communicating(arguments.get("callbacks")))))
+    together = _communicating(arguments.get("callbacks"))
+    names = [type(callback).__name__ for callback in together]
+    parts.append(("callbacks that work together", str(names)))
+    for callback in together:
+        parts += _settings(callback)
     return dict(parts)
 
 
-def _communicating(callbacks: Any) -> list[str]:
+def _communicating(callbacks: Any) -> list[Any]:
     each = getattr(callbacks, "callbacks", callbacks) or []
     each = each if isinstance(each, (list, tuple)) else [each]
-    ours = [callback for callback in each if type(callback).__module__.startswith("keras_het.")]
-    return [type(callback).__name__ for callback in ours if _communicates(callback)]
+    return [
+        callback
+        for callback in each
+        if type(callback).__module__.startswith("keras_het.")
+        and type(callback).__name__ not in _WORKS_ALONE
+    ]
 
 
-def _communicates(callback: Any) -> bool:
-    return bool(getattr(callback, "communicates", True))
+def _settings(callback: Any) -> Iterator[tuple[str, str]]:
+    """What a callback was given, where it keeps that under the argument's name."""
+    kind = type(callback).__name__
+    for name in inspect.signature(type(callback)).parameters:
+        kept = [f"_given_{name}", f"_{name}"]
+        value = next((getattr(callback, each) for each in kept if hasattr(callback, each)), None)
+        if name != "verbose" and _is_plain(value):
+            yield from flat(f"{kind}.{name}", value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(each) for each in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(each) for each in value)
+    return isinstance(value, (str, int, float, bool))
 
 
 def trains_locally(callbacks: Any) -> bool:
     """Whether the workers' weights may differ: they become the chief's when training begins."""
-    return "LocalTraining" in _communicating(callbacks)
+    return any(type(each).__name__ == "LocalTraining" for each in _communicating(callbacks))
 
 
 def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -440,13 +440,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         compare = self.name_lost_workers(agreement.agree)
         with contextlib.ExitStack() as stack:
             if leaves_loop is not None:
-                stack.enter_context(agreement.Patience(leaves_loop, self._abort_collectives))
+                stack.enter_context(agreement.Patience(leaves_loop, self._end_step_of_all))
             return compare(self.extended, place, described, **options)
 
-    def _abort_collectives(self, message: str) -> None:
+    def _end_step_of_all(self, message: str) -> None:
         if self.extended.summation is not None:
             self.extended.summation.abort()
-        private_api.abort_collectives(message)
+        private_api.end_collectives_of_all(message)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Distributes a data set of global batches; `fit(dataset)` comes through here.

@@ -189,6 +189,26 @@ def balancer(its: Checked) -> None:
 
 
 @disagreement
+def settings_of_balancers(its: Checked) -> None:
+    callbacks = [keras_het.callbacks.BatchBalancer(max_share=5 if its.is_odd else 9)]
+    with its.refused():
+        its.model().fit(*arrays(), verbose=0, callbacks=callbacks)
+
+
+@disagreement
+def batches_of_data(its: Checked) -> None:
+    with its.refused():
+        its.model().fit(batches(*arrays(ROWS - 8 if its.is_odd else ROWS)), verbose=0)
+
+
+@disagreement
+def single_batches(its: Checked) -> None:
+    model = its.model()
+    with its.refused():
+        model.train_on_batch(*arrays(ROWS - 8 if its.is_odd else ROWS))
+
+
+@disagreement
 def different_calls(its: Checked) -> None:
     model = its.model()
     with its.refused():
@@ -252,5 +272,8 @@ def nothing(its: Checked) -> None:
     model.fit(batches().map(lambda x, y: (x * 2, y)), verbose=0)
     model.evaluate(x, y, verbose=0)
     model.predict(x, verbose=0)
+    model.train_on_batch(x, y)
+    model.fit(batches().filter(lambda x, y: True), verbose=0)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[keras_het.callbacks.BatchBalancer()])
     with its.refused(AssertionError):
         raise AssertionError("nothing differs")

@@ -38,7 +38,10 @@ TOLD = {
         "'mse' on the chief and worker 2, 'mae' on worker 1",
     ],
     "weights": ["different weights: those of worker(s) [1] are not the chief's"],
-    "shares": ["share weights [1.0, 1.0, 1.0] on the chief and worker 2, [2.0, 1.0, 1.0] on"],
+    "shares": ["shares [0.3333, 0.3333, 0.3333] on the chief and worker 2, [0.5, 0.25, 0.25] on"],
+    "settings_of_balancers": ["BatchBalancer.max_share 9 on the chief and worker 2, 5 on worker 1"],
+    "batches_of_data": ["batches of x 3 on the chief and worker 2, 2 on worker 1"],
+    "single_batches": ["do not agree on model.train_on_batch: rows of x 24 on the chief"],
     "balancer": ["that work together [] on the chief and worker 2, ['BatchBalancer'] on worker 1"],
     "different_calls": [
         "different places",
