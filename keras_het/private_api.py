@@ -460,7 +460,7 @@ def abort_collectives(message: str) -> None:
 
 
 def end_collectives_of_all(message: str) -> None:
-    """Makes every pending and later collective of all workers fail with an error that has `message`.
+    """Makes pending and later collectives of all workers fail with an error that has `message`.
 
     An error that travels along the collectives does not reach those that wait to be read.
     """

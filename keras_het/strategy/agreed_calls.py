@@ -38,7 +38,7 @@ def install_agreement(strategy: Any) -> None:
         strategy: a `HeterogeneousStrategy`.
     """
     trains_together = strategy.num_workers > 1 or strategy.num_async_workers
-    if trains_together and not strategy.is_evaluator:
+    if trains_together and not getattr(strategy.cluster_config, "is_evaluator", False):
         _clusters.add(strategy)
     for name in (*_LOOPS, *_ON_BATCHES):
         original = getattr(keras.Model, name)

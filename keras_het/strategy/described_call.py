@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ _DATA = ("x", "y", "sample_weight", "validation_data")
 _WORKS_ALONE = ("LoaderTuner",)
 _OWN = ("verbose", "callbacks", "return_dict", "kwargs")
 _MOST_SAMPLED = 4
+_MOST_READ = 1_000_000
 # Rounding differs between devices; another initial value does not agree in a hundredth.
 _TOLERANCE = 0.01
 
@@ -199,11 +201,16 @@ def weights_in_short(model: Any) -> list[int]:
 
 
 def _some(weight: Any) -> np.ndarray:
-    tensor = tf.reshape(tf.convert_to_tensor(weight.value), [-1])
-    if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
+    dtype = tf.as_dtype(weight.dtype)
+    if not (dtype.is_floating or dtype.is_integer):
         return np.zeros([0])
-    ends = (tensor[:_MOST_SAMPLED], tensor[-_MOST_SAMPLED:])
-    return np.concatenate([np.asarray(end).astype(np.float64) for end in ends])
+    value = tf.convert_to_tensor(weight.value)
+    if math.prod(weight.shape) > _MOST_READ:  # a small one is read faster than it is cut
+        value = tf.reshape(value, [-1])
+        value = tf.concat([value[:_MOST_SAMPLED], value[-_MOST_SAMPLED:]], 0)
+    flat_value = np.asarray(value).reshape(-1)
+    ends = (flat_value[:_MOST_SAMPLED], flat_value[-_MOST_SAMPLED:])
+    return np.concatenate(ends).astype(np.float64)
 
 
 def workers_with_other_weights(everyone: np.ndarray) -> Sequence[int]:

@@ -104,6 +104,12 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             gathered = self.gather_rows_over_workers(tf.constant(values))
         return np.asarray(gathered)
 
+    def end_of_all(self, message: str) -> None:
+        """Makes the collectives of all workers fail with a message."""
+        if self.summation is not None:
+            self.summation.abort()
+        private_api.end_collectives_of_all(message)
+
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Callable[[], Any]:

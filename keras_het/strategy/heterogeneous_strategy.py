@@ -212,11 +212,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._cluster_config is not None and self._cluster_config.is_async_worker
 
     @property
-    def is_evaluator(self) -> bool:
-        """Whether this process trains with nobody (job `evaluator`)."""
-        return self._cluster_config is not None and self._cluster_config.is_evaluator
-
-    @property
     def is_parameter_service(self) -> bool:
         """Whether this process holds the parameter service of async workers and trains nothing."""
         return self._cluster_config is not None and self._cluster_config.is_parameter_service
@@ -440,13 +435,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         compare = self.name_lost_workers(agreement.agree)
         with contextlib.ExitStack() as stack:
             if leaves_loop is not None:
-                stack.enter_context(agreement.Patience(leaves_loop, self._end_step_of_all))
+                stack.enter_context(agreement.Patience(leaves_loop, self.extended.end_of_all))
             return compare(self.extended, place, described, **options)
-
-    def _end_step_of_all(self, message: str) -> None:
-        if self.extended.summation is not None:
-            self.extended.summation.abort()
-        private_api.end_collectives_of_all(message)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Distributes a data set of global batches; `fit(dataset)` comes through here.
