@@ -1,4 +1,4 @@
-"""The one place that touches private symbols of TensorFlow and Keras.
+"""The place that touches private symbols of TensorFlow and Keras (with two for tf.data in loader).
 
 Checked on TensorFlow 2.16.2 and 2.21.0 with Keras 3.15.1; ``tests/test_private_api.py`` names every
 symbol, so that a release that moves one fails there first and says which.
@@ -12,7 +12,6 @@ import random
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,10 +28,8 @@ from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.optimizers import loss_scale_optimizer as keras_loss_scale_optimizer
 from keras.src.random import seed_generator as keras_seed_generator
 from keras.src.trainers import trainer as keras_base_trainer
-from tensorflow.core.framework import model_pb2
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import (
     collective_util,
     cross_device_utils,
@@ -47,9 +44,8 @@ from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.experimental.rpc import rpc_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.framework import composite_tensor, func_graph, random_seed
+from tensorflow.python.framework import composite_tensor, random_seed
 from tensorflow.python.framework import type_spec as type_spec_lib
-from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 from tensorflow.python.types import distribute as distribute_types
 
 try:  # Keras 3.16
@@ -70,12 +66,10 @@ GLOBAL_SEED_GENERATOR = keras_seed_generator.GLOBAL_SEED_GENERATOR
 StrategyExtended = distribute_lib.StrategyExtendedV2
 CollectiveKeys = cross_device_utils.CollectiveKeys
 CommunicationOptions = collective_util.Options
-FuncGraph = func_graph.FuncGraph
 RpcServer = rpc_ops.GrpcServer
 # Keras 3.16 renames both.
 TensorFlowTrainer = getattr(keras_tf_trainer, "TensorFlowTrainer", None) or keras_tf_trainer.Trainer
 BaseTrainer = getattr(keras_base_trainer, "BaseTrainer", None) or keras_base_trainer.Trainer
-UnchangedElementsDataset = dataset_ops.UnaryUnchangedStructureDataset
 regroup = distribute_utils.regroup
 type_spec_from_value = type_spec_lib.type_spec_from_value
 
@@ -88,10 +82,8 @@ __all__ = [
     "CommunicationOptions",
     "CompositeTensor",
     "ConcreteFunction",
-    "CondBranchFuncGraph",
     "DropoutRNNCell",
     "EpochLoop",
-    "FuncGraph",
     "IteratorInterface",
     "KerasTensorFlowVariable",
     "Mirrored",
@@ -100,25 +92,20 @@ __all__ = [
     "RpcServer",
     "StrategyExtended",
     "TensorFlowTrainer",
-    "UnchangedElementsDataset",
     "abort_collectives",
     "bind_captures",
     "calls_functions",
     "convert_as_called",
-    "data_set_variant",
     "distribute_lib",
     "distribute_utils",
     "distribute_values",
     "distributed_data_of",
     "end_collectives_of_all",
     "epoch_steps_of",
-    "free_graph_with",
     "function_being_traced",
     "global_seed",
     "has_begun",
     "is_stateful",
-    "iterated_data_set",
-    "iterator_model",
     "keras_base_optimizer",
     "keras_batch_normalization",
     "keras_loss",
@@ -140,10 +127,7 @@ __all__ = [
     "recreate_variable",
     "regroup",
     "repeat_operation",
-    "restart_iterator",
-    "restore_iterator",
     "run_independently",
-    "save_iterator",
     "separate_operation_seeds",
     "type_spec_from_value",
     "undecorated_step",
@@ -554,84 +538,3 @@ def layers_with_state(model: Any) -> list[Any]:
 def own_state(layer: Any) -> list[Any]:
     """Returns the non-trainable variables of a layer itself, without random seeds and metrics."""
     return list(layer._non_trainable_variables)
-
-
-def data_set_variant(dataset: Any) -> Any:
-    """The tensor that is a `tf.data.Dataset` in TensorFlow's runtime."""
-    return dataset._variant_tensor
-
-
-def free_graph_with(mapped: Any) -> None:
-    """Frees the graphs of a mapped data set together with it, not at some later garbage collection.
-
-    A graph and its operations know each other. Python's collector looks at what has lived for some
-    time only when a quarter more objects than before do: that is a hundred pipelines later.
-
-    Args:
-        mapped: what `Dataset.map` returned for a function that nobody else uses.
-    """
-    graph = mapped._map_func.function.graph
-    weakref.finalize(mapped, _dismantle, graph).atexit = False
-
-
-def _dismantle(graph: Any) -> None:
-    functions = graph._functions.values()
-    inner: list[Any] = [getattr(function, "graph", None) for function in functions]
-    inner = [each for each in inner if isinstance(each, CondBranchFuncGraph)]
-    # the functions of others have graphs of their own
-    inner = [each for each in inner if each.outer_graph is graph]
-    func_graph.dismantle_func_graph(graph)
-    for name in ("inputs", "outputs", "structured_outputs", "_function_captures"):
-        setattr(graph, name, None)  # they know it, too
-    for each in inner:
-        _dismantle(each)
-
-
-def iterated_data_set(iterator: Any) -> Any:
-    """The data set that a `tf.data.Iterator` was made of, None if it is not known."""
-    return getattr(iterator, "_dataset", None)
-
-
-def save_iterator(iterator: Any) -> Any:
-    """The state of a `tf.data.Iterator`, buffers included, in memory.
-
-    Tensors are shared, not copied. Waits for the calls that are under way.
-
-    Returns:
-        A variant tensor for `restore_iterator`.
-    """
-    return tf.raw_ops.SerializeIterator(
-        resource_handle=iterator._iterator_resource,
-        external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE.value,
-    )
-
-
-def restore_iterator(iterator: Any, state: Any) -> None:
-    """Makes a new `tf.data.Iterator` continue where another was saved.
-
-    Args:
-        iterator: of a data set with the same operations.
-        state: what `save_iterator` returned.
-    """
-    tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
-
-
-def restart_iterator(iterator: Any, dataset: Any) -> None:
-    """Lets a `tf.data.Iterator` begin another data set of the same element structure."""
-    tf.raw_ops.MakeIterator(dataset=dataset._variant_tensor, iterator=iterator._iterator_resource)
-
-
-def iterator_model(iterator: Any) -> Any:
-    """The model by which AUTOTUNE tunes an iterator, a `ModelProto`.
-
-    Returns:
-        None if the iterator is not tuned, or TensorFlow is older than the operation (2.16).
-    """
-    read = getattr(tf.raw_ops, "IteratorGetModelProto", None)
-    if read is None:
-        return None
-    try:
-        text = read(iterator=iterator._iterator_resource).numpy()
-    except tf.errors.OpError:  # not found; or no kernel, where the iterator is on a GPU
-        return None
-    return model_pb2.ModelProto.FromString(text)

@@ -14,13 +14,14 @@ import pytest
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.loader import iterator_adapter
 from keras_het.loader.in_graph import GraphDataset, GraphIterator
 from keras_het.loader.step_iterator import StepIterator
 from keras_het.strategy import keras_hooks
 
 PACKAGE = Path(private_api.__file__).parent
 # The only files that may import private symbols.
-ADAPTERS = {"private_api.py", "loader/tf_data_adapter.py"}
+ADAPTERS = {"private_api.py", "loader/iterator_adapter.py", "loader/tf_data_adapter.py"}
 
 # Module or class, attribute, names of its first parameters.
 SIGNATURES = [
@@ -421,18 +422,18 @@ def test_an_iterator_goes_on_in_another(cpu_devices):
     first = next(old).numpy().tolist()
     dataset = build(3)
     new = iter(dataset)
-    private_api.restore_iterator(new, private_api.save_iterator(old))
+    iterator_adapter.restore_iterator(new, iterator_adapter.save_iterator(old))
     rest = [value for batch in new for value in batch.numpy().tolist()]
     assert first + rest == list(range(20))
-    assert private_api.iterated_data_set(new) is dataset
-    private_api.restart_iterator(old, build(1).take(0))
+    assert iterator_adapter.iterated_data_set(new) is dataset
+    iterator_adapter.restart_iterator(old, build(1).take(0))
     assert list(old) == []
 
 
 def test_the_model_of_an_iterator_has_what_is_read_from_it(cpu_devices):
     iterator = iter(tf.data.Dataset.range(20).map(lambda value: value, num_parallel_calls=2))
     next(iterator)
-    model = private_api.iterator_model(iterator)
+    model = iterator_adapter.iterator_model(iterator)
     if not hasattr(tf.raw_ops, "IteratorGetModelProto"):
         assert model is None
         return
@@ -445,13 +446,13 @@ def test_the_model_of_an_iterator_has_what_is_read_from_it(cpu_devices):
     options = tf.data.Options()
     options.autotune.enabled = False
     fixed = iter(tf.data.Dataset.range(2).with_options(options))
-    assert private_api.iterator_model(fixed) is None
+    assert iterator_adapter.iterator_model(fixed) is None
 
 
 def test_a_data_set_may_pass_for_its_source(cpu_devices):
     source = tf.data.Dataset.range(3)
-    variant = private_api.data_set_variant(source)
-    same = private_api.UnchangedElementsDataset(source, variant)
+    variant = iterator_adapter.data_set_variant(source)
+    same = iterator_adapter.UnchangedElementsDataset(source, variant)
     assert [int(value) for value in same.map(lambda value: value + 1)] == [1, 2, 3]
     assert same.element_spec == source.element_spec
 
@@ -540,7 +541,7 @@ def test_the_graphs_of_a_mapped_data_set_go_with_it():
         return tf.cond(number > 1, lambda: shared(number), lambda: tf.zeros([], tf.int64))
 
     def graphs():
-        return [each for each in gc.get_objects() if isinstance(each, private_api.FuncGraph)]
+        return [each for each in gc.get_objects() if isinstance(each, iterator_adapter.FuncGraph)]
 
     shared(tf.constant(1, tf.int64))
     gc.collect()
@@ -548,7 +549,7 @@ def test_the_graphs_of_a_mapped_data_set_go_with_it():
     try:
         before = len(graphs())
         data_set = tf.data.Dataset.range(4).map(mapped)
-        private_api.free_graph_with(data_set)
+        iterator_adapter.free_graph_with(data_set)
         batches = data_set.batch(4)
         iterator = iter(batches)
         assert len(graphs()) > before

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.handover import hand_over, has_memory_cache
 from keras_het.loader.iterator_functions import hold_functions_of
@@ -57,7 +58,7 @@ def build_tuned(build: Build, knobs: Knobs) -> Any:
     return dataset.with_options(knobs.options())
 
 
-class AdjustablePipeline(private_api.UnchangedElementsDataset):
+class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
     """A data set made by `pipeline`.
 
     Args:
@@ -83,7 +84,7 @@ class AdjustablePipeline(private_api.UnchangedElementsDataset):
         # before the later rounds of a `repeat` would take the order of one of them
         self._can_have_spares = not has_cache and not (repeats and draws)
         self._spares = SpareIterators()
-        super().__init__(dataset, private_api.data_set_variant(dataset))
+        super().__init__(dataset, iterator_adapter.data_set_variant(dataset))
 
     @property
     def current(self) -> Any:

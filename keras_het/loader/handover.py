@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het import private_api
+from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.loader_threads import LoaderThreads, with_threads
 
@@ -99,7 +99,7 @@ def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
     Raises:
         HandoverError: if it cannot be done exactly; `iterator` goes on then.
     """
-    running = private_api.iterated_data_set(iterator)
+    running = iterator_adapter.iterated_data_set(iterator)
     if running is None:
         raise HandoverError("It is not known which data set the iterator belongs to.")
     reason = difference(running, dataset)
@@ -108,10 +108,10 @@ def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
     threads = LoaderThreads()
     try:
         # First of all: a new iterator of the same shuffle takes an order from its sequence.
-        state = private_api.save_iterator(iterator)
+        state = iterator_adapter.save_iterator(iterator)
         new = iter(dataset) if prepared is None else prepared
         with threads.started_here():
-            private_api.restore_iterator(new, state)
+            iterator_adapter.restore_iterator(new, state)
     except tf.errors.OpError as error:
         text = str(error.message).splitlines()[0][:300]
         raise HandoverError(f"TensorFlow refused to hand the pipeline over: {text}") from error
@@ -131,7 +131,7 @@ def _operations(dataset: Any) -> list[Any]:
 
 def _is_transparent(node: Any) -> bool:
     return adapter.is_options(node) or (
-        isinstance(node, private_api.UnchangedElementsDataset)
+        isinstance(node, iterator_adapter.UnchangedElementsDataset)
         and (type(node).__module__.startswith("keras_het."))
     )
 

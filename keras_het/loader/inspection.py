@@ -10,7 +10,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from keras_het import private_api
+from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.handover import was_handed_over
@@ -137,7 +137,7 @@ def read_report(iterator: Any) -> PipelineReport:
         handed over.
     """
     # TensorFlow would write a warning to the log each time that it is asked for what it has not
-    model = None if _is_without_model(iterator) else private_api.iterator_model(iterator)
+    model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
     if model is None:
         return PipelineReport((), reason=_why_nothing_is_known(iterator))
     batches = int(model.nodes[model.output].num_elements)
@@ -153,7 +153,7 @@ def read_report(iterator: Any) -> PipelineReport:
 
 
 def _pool_threads(iterator: Any) -> int:
-    dataset = private_api.iterated_data_set(iterator)
+    dataset = iterator_adapter.iterated_data_set(iterator)
     own = dataset.options().threading.private_threadpool_size if dataset is not None else None
     return own or tf.config.threading.get_inter_op_parallelism_threads() or len(own_cpus())
 
@@ -164,7 +164,7 @@ def is_unread(iterator: Any) -> bool:
     Args:
         iterator: a `tf.data.Iterator`.
     """
-    model = None if _is_without_model(iterator) else private_api.iterator_model(iterator)
+    model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
     return model is not None and not model.nodes[model.output].num_elements
 
 
@@ -173,7 +173,7 @@ def _is_without_model(iterator: Any) -> bool:
 
 
 def _is_not_tuned(iterator: Any) -> bool:
-    dataset = private_api.iterated_data_set(iterator)
+    dataset = iterator_adapter.iterated_data_set(iterator)
     return dataset is not None and dataset.options().autotune.enabled is False
 
 

@@ -6,8 +6,7 @@ import contextlib
 import threading
 from typing import Any
 
-from keras_het import private_api
-from keras_het.loader import release_threads
+from keras_het.loader import iterator_adapter, release_threads
 
 
 def release(iterator: Any) -> threading.Event:
@@ -32,7 +31,7 @@ def release(iterator: Any) -> threading.Event:
 
 def _work(iterator: Any, done: threading.Event) -> None:
     with contextlib.suppress(Exception):
-        dataset = private_api.iterated_data_set(iterator)
+        dataset = iterator_adapter.iterated_data_set(iterator)
         if dataset is not None:
-            private_api.restart_iterator(iterator, dataset.take(0))
+            iterator_adapter.restart_iterator(iterator, dataset.take(0))
     done.set()

@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het import private_api
-from keras_het.loader import rows
+from keras_het.loader import iterator_adapter, rows
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.pipeline_form import PipelineForm
 from keras_het.loader.work_orders import WorkOrders
@@ -83,7 +82,7 @@ def build_local_pipeline(
     own_rows = batches.map(cut)
     finished = own_rows.map(finish, **parallel)
     for mapped in (own_rows, finished):
-        private_api.free_graph_with(mapped)
+        iterator_adapter.free_graph_with(mapped)
     return finished.prefetch(max(lookahead, 1)).with_options(_in_order(form.options))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het import private_api
+from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.replay import starts_once
 
@@ -181,7 +181,7 @@ def _before_row_functions(
 def _is_adjustable(node: Dataset) -> bool:
     """Whether this is a `keras_het.loader.pipeline`, below what Keras has put behind it."""
     is_ours = type(node).__module__.startswith("keras_het.")
-    return is_ours and isinstance(node, private_api.UnchangedElementsDataset)
+    return is_ours and isinstance(node, iterator_adapter.UnchangedElementsDataset)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from keras_het import private_api
+from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.handover import why_not
 from keras_het.loader.replay import fresh_copy
@@ -102,7 +102,7 @@ def _interleaves_in_any_order(node: adapter.Dataset) -> bool:
     """
     if "ParallelInterleave" not in type(node).__name__:
         return False
-    text = tf.raw_ops.DatasetToGraphV2(input_dataset=private_api.data_set_variant(node))
+    text = tf.raw_ops.DatasetToGraphV2(input_dataset=iterator_adapter.data_set_variant(node))
     graph = tf.compat.v1.GraphDef.FromString(text.numpy())
     return any(
         operation.op.startswith("ParallelInterleave")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from keras_het import private_api
+from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.adjustable_pipeline import (
     AdjustablePipeline,
@@ -322,7 +322,7 @@ class TuningSession:
         if not live.is_tf_data:
             self._only_observe(_why_path_stays(live.given))
             return None
-        return private_api.iterated_data_set(live.given)
+        return iterator_adapter.iterated_data_set(live.given)
 
     def _begin_order(self, order: OrderTuning) -> None:
         self._cancel()

@@ -24,6 +24,7 @@ from keras_het.strategy.agreed_calls import install_agreement
 from keras_het.strategy.average_loss import check_caller, install_average_loss
 from keras_het.strategy.chief_only import install_chief_only
 from keras_het.strategy.cluster_config import ClusterConfig
+from keras_het.strategy.compiled_step import check_can_compile
 from keras_het.strategy.compute_times import ComputeTimes
 from keras_het.strategy.data_path import DataPath, with_own_batches
 from keras_het.strategy.departure import leave_together
@@ -489,7 +490,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if kind is None or not self._needs_exact_step(model):
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         run = self._plain_run(options)
-        self._check_can_compile(model)
+        check_can_compile(self, model)
         if self.num_workers > 1 and model is not None:
             self._name_lost_workers(model, f"{kind}_function")
         if kind == "predict":
@@ -525,28 +526,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if function is None or self._peer_watch is None or hasattr(function, "names_lost_workers"):
             return
         setattr(model, attribute, name_lost_workers(self._peer_watch, function))
-
-    def _check_can_compile(self, model: Any) -> None:
-        if model is None or not model.jit_compile or self._compiler_has_collectives:
-            return
-        raise ValueError(
-            "XLA cannot compile a step that runs on several local replicas, or that exchanges "
-            "values between CPUs, as summation does. Received: a model with jit_compile=True under "
-            f"{self.num_replicas_in_sync} replicas on {self.extended.worker_devices}, with "
-            f"aggregation={'summation' if self._step_has_summation else 'all_reduce'!r}. Leave "
-            "jit_compile out of model.compile(), or give it False; one GPU for each worker can "
-            "compile with aggregation='all_reduce'."
-        )
-
-    @property
-    def _compiler_has_collectives(self) -> bool:
-        is_gpu = "GPU" in self.extended.worker_devices[0]
-        return is_gpu and len(self.layout.local_replicas) == 1 and not self._step_has_summation
-
-    @property
-    def _step_has_summation(self) -> bool:
-        """Whether a step that is traced now sums by the machines' CPUs."""
-        return self.extended.summation is not None and not self.extended.reduces_within_worker
 
     def _plain_run(self, options: Any) -> Any:
         def run(fn: Any, args: Any) -> Any:

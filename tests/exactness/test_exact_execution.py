@@ -16,6 +16,7 @@ from equivalence import (
 )
 
 from keras_het import HeterogeneousStrategy
+from keras_het.strategy.compiled_step import check_can_compile
 
 
 def unknown_cardinality():
@@ -86,12 +87,12 @@ def test_jit_compile_of_one_gpu_with_a_summation_is_refused(monkeypatch):
         model = dense_model(jit_compile=True)
     extended = strategy.extended
     monkeypatch.setattr(type(extended), "worker_devices", property(lambda self: ("GPU:0",)))
-    strategy._check_can_compile(model)
+    check_can_compile(strategy, model)
     extended.use_summation(object())
     with pytest.raises(ValueError, match=r"(?s)XLA cannot.*Received.*'summation'.*all_reduce"):
-        strategy._check_can_compile(model)
+        check_can_compile(strategy, model)
     with extended.reductions_within_worker():
-        strategy._check_can_compile(model)
+        check_can_compile(strategy, model)
 
 
 def test_automatic_jit_compile_is_off_for_several_replicas():

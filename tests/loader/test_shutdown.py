@@ -91,7 +91,7 @@ def test_the_process_ends(name):
 LATE = """
         import threading
         import time
-        from keras_het import private_api
+        from keras_het.loader import iterator_adapter
         from keras_het.loader.held_iterator import HeldIterator
         from keras_het.loader.iterator_release import release
 
@@ -109,7 +109,7 @@ RELEASES = {
         HeldIterator(tf.data.Dataset.range(3)).release(late)
         """,
     "of a loader that is tuned": """
-        private_api.restart_iterator = late
+        iterator_adapter.restart_iterator = late
         release(iter(tf.data.Dataset.range(3)))
         """,
 }

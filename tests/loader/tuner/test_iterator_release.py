@@ -8,9 +8,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from keras_het import private_api
 from keras_het.callbacks import LoaderTuner
-from keras_het.loader import Knobs, pipeline
+from keras_het.loader import Knobs, iterator_adapter, pipeline
 from keras_het.loader.held_iterator import HeldIterator
 from keras_het.loader.iterator_release import release
 from keras_het.loader.live_iterator import LiveIterator
@@ -44,8 +43,8 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch):
-    ends = Ends(private_api.restart_iterator)
-    monkeypatch.setattr(private_api, "restart_iterator", ends)
+    ends = Ends(iterator_adapter.restart_iterator)
+    monkeypatch.setattr(iterator_adapter, "restart_iterator", ends)
     yield ends
     ends.may_end.set()
 

@@ -71,8 +71,12 @@ def report_of(monkeypatch):
         root = node("Root", tree[0].num_elements, 0.0, tree)
         model = model_pb2.ModelProto(gap_times=[round(consumer_ms * 1e3)] * 5)
         model.output = numbered(model.nodes, root, itertools.count(1))
-        monkeypatch.setattr("keras_het.private_api.iterator_model", lambda iterator: model)
-        monkeypatch.setattr("keras_het.private_api.iterated_data_set", lambda iterator: None)
+        monkeypatch.setattr(
+            "keras_het.loader.iterator_adapter.iterator_model", lambda iterator: model
+        )
+        monkeypatch.setattr(
+            "keras_het.loader.iterator_adapter.iterated_data_set", lambda iterator: None
+        )
         monkeypatch.setattr(inspection, "own_cpus", lambda: {0, 1}, raising=False)
         return inspection.read_report(object())
 
