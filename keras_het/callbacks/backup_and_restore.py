@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_het import private_api
+from keras_het.callbacks.backup_folder import BackupFolder
 from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy
 from keras_het.callbacks.shorter_epochs import ShorterEpochs
+
+_SERVICE = "service/"
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -22,23 +24,25 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     backup was made: shuffles continue in the same order, and the epoch goes on with the next global
     batch. Only the chief writes; every worker reads, so `backup_dir` is a path that all share.
 
-    The metrics of the interrupted epoch are those of its second part.
+    A backup is one file, there as a whole or not at all, and checked when it is read. The metrics
+    of the interrupted epoch are those of its second part.
 
     Args:
-        backup_dir: directory of the backup, the same for all workers.
+        backup_dir: folder of the backup, the same for all workers.
         save_freq: "epoch", or the number of batches between two backups.
         **kwargs: further arguments of `keras.callbacks.BackupAndRestore`.
 
     Raises:
-        ValueError: if the model does not train under a `HeterogeneousStrategy`.
+        ValueError: if the model does not train under a `HeterogeneousStrategy`, the workers found
+            different backups, or one is in another format.
+        OSError: if a backup is damaged, and there is none before it, or cannot be written.
 
     Reference: `keras.callbacks.BackupAndRestore`.
     """
 
     def __init__(self, backup_dir: str, save_freq: str | int = "epoch", **kwargs: Any) -> None:
         super().__init__(str(backup_dir), save_freq=save_freq, **kwargs)
-        self._position_path = Path(backup_dir) / "data_position.json"
-        self._service_path = Path(backup_dir) / "service.npz"
+        self._folder = BackupFolder(backup_dir, num_kept=2 if self.double_checkpoint else 1)
         self._epoch = 0
         self._first_step = 0
         self._step = 0
@@ -51,14 +55,20 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores weights, optimizer, epoch and place in the data."""
-        super().on_train_begin(logs)
+        strategy = self._strategy()
+        self._check_same_backup(self._folder.find())
+        super().on_train_begin(logs)  # reads a backup in Keras's format, and there is none
         self._forget()
-        self._data = data_of_fit(self.model, self._strategy())
+        self._data = data_of_fit(self.model, strategy)
         self._loop = private_api.EpochLoop(self.model)
-        if not self._position_path.exists():
+        if self._folder.newest is None:
             return
-        self._restore_service()
-        position = json.loads(self._position_path.read_text())
+        state = self._folder.restore(self.model)
+        position = json.loads(str(state.pop("position")))
+        if state:
+            strategy.restored_service_state = {
+                name.removeprefix(_SERVICE): values for name, values in state.items()
+            }
         size = position.get("global_batch_size")
         if size and size != getattr(self._data, "global_batch_size", size):
             self._data.set_global_batch_size(size)
@@ -68,7 +78,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._epoch, self._first_step = self._epoch + 1, 0
         self.model._initial_epoch = self._epoch
         if self._data is None:
-            self._strategy().resume_data(position["passes"], position["pass_step"])
+            strategy.resume_data(position["passes"], position["pass_step"])
         else:
             self._data.start_at(position["passes"], position["pass_step"])
         self._pass_step = position["pass_step"]
@@ -127,27 +137,34 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return is_counted and self._loop.steps_per_epoch is None
 
     def _save_model(self) -> None:
-        super()._save_model()
-        if not self._strategy().is_chief:
+        if self._strategy().is_chief:
+            position = np.array(json.dumps(self._position()))
+            self._folder.add(self.model, {"position": position, **self._service_state()})
+
+    def _service_state(self) -> dict[str, np.ndarray]:
+        """Versions and the rule's state of a parameter service; those saved last if it is lost."""
+        state = self._strategy().service_state
+        arrays = state() if state is not None else {}
+        if arrays is None:
+            return {n: v for n, v in self._folder.state().items() if n.startswith(_SERVICE)}
+        return {_SERVICE + name: values for name, values in arrays.items()}
+
+    def _check_same_backup(self, sha256: str) -> None:
+        """Compares what all workers are about to go on from."""
+        strategy = self._strategy()
+        if strategy.num_workers == 1:
             return
-        temporary = self._position_path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._position()))
-        # A process killed in between leaves the old position or the new one, never half of it.
-        temporary.replace(self._position_path)
-        self._save_service(self._strategy().service_state)
-
-    def _save_service(self, state: Any) -> None:
-        """Keeps the versions and the rule's state of a parameter service, unless it is lost."""
-        arrays = state() if state is not None else None
-        if arrays is not None:
-            temporary = self._service_path.with_name("service.tmp.npz")
-            np.savez(temporary, **arrays)
-            temporary.replace(self._service_path)
-
-    def _restore_service(self) -> None:
-        if self._service_path.exists():
-            with np.load(self._service_path) as arrays:
-                self._strategy().restored_service_state = {name: arrays[name] for name in arrays}
+        own = np.frombuffer(bytes.fromhex(sha256 or "00" * 32), np.int64)
+        everyone = strategy.extended.gather_over_workers(own[None])
+        different = np.flatnonzero((everyone != own).any(axis=1)).tolist()
+        if different:
+            raise ValueError(
+                "The workers found different backups, and would go on from different weights. "
+                f"Received: {self._folder.newest or 'no backup'} in {self._folder.path} of this "
+                f"worker ({strategy.worker_index}), something else on worker(s) {different}. Only "
+                "the chief writes: give a backup_dir that all workers share, or copy the chief's "
+                "to all of them."
+            )
 
     def _position(self) -> dict[str, Any]:
         passes, pass_step = ((), 0) if self._data is None else self._data.position

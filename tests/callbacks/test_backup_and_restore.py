@@ -122,6 +122,31 @@ def test_several_steps_in_an_execution(cpu_devices, tmp_path):
     assert_goes_on(cpu_devices, rows, tmp_path, 4, **options)
 
 
+def damage_the_newest(folder):
+    newest = max(folder.iterdir(), key=lambda path: int(path.name.split("-")[1]))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    return newest
+
+
+@pytest.mark.quick("True")
+@pytest.mark.parametrize("is_double", [False, True])
+def test_a_damaged_backup_is_an_error_or_the_one_before_is_taken(cpu_devices, tmp_path, is_double):
+    def both(*more):
+        return [backup(tmp_path, double_checkpoint=is_double), *more]
+
+    with pytest.raises(InterruptedError):
+        trained(cpu_devices, rows(), both(Interruption(14)))
+    newest = damage_the_newest(tmp_path / "backup")
+    if is_double:
+        expected, found = trained(cpu_devices, rows(), []), trained(cpu_devices, rows(), both())
+        for one, other in zip(state(found), state(expected), strict=True):
+            np.testing.assert_array_equal(one, other)
+    else:
+        with pytest.raises(OSError, match="damaged") as error:
+            trained(cpu_devices, rows(), both())
+        assert str(newest) in str(error.value)
+
+
 def test_the_next_fit_begins_with_the_first_epoch(cpu_devices, tmp_path):
     interrupted(cpu_devices, rows(), tmp_path, 14)
     model = linear_model(cpu_devices)

@@ -8,6 +8,8 @@ from typing import Any
 
 from forked_workers import cluster_environments
 
+from keras_het.callbacks.backup_folder import BackupFolder
+
 
 def test_workers_agree(start_workers: Any, tmp_path: Path) -> None:
     environments = cluster_environments({"worker": 2})
@@ -19,5 +21,7 @@ def test_workers_agree(start_workers: Any, tmp_path: Path) -> None:
     assert sum(first["steps"]) == 4 * 480
     assert first["sizes"][0] == 12 and first["sizes"][-1] > 12
     assert first["sizes"] == sorted(first["sizes"])
-    position = json.loads((tmp_path / "backup" / "data_position.json").read_text())
+    backup = BackupFolder(tmp_path / "backup", 1)
+    assert backup.find()
+    position = json.loads(str(backup.state()["position"]))
     assert position["global_batch_size"] == first["sizes"][-1]

@@ -11,6 +11,8 @@ import pytest
 from local_training_reference import Simulation
 from recorded import arrays
 
+from keras_het.callbacks.backup_folder import BackupFolder
+
 SAMPLES, BATCH, STEPS = 44, 8, 6
 EPOCHS = 2
 
@@ -262,7 +264,8 @@ def interrupted_and_resumed(
     for worker in found.wait():
         assert worker.exit_code == 0, worker.output
     assert not (folder / "cut-0.npz").exists()
-    assert (folder / "backup" / "service.npz").exists()
+    backup = BackupFolder(folder / "backup", 1)
+    assert backup.find() and "service/local_training/step" in backup.state()
     resumed = start(start_workers, folder, {"cut": options})["cut"]
     return load(folder, "whole"), resumed
 

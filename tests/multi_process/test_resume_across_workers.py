@@ -2,28 +2,89 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+PROGRAM = "program_resume.py"
 
 
-def test_an_interrupted_cluster_goes_on_at_the_right_sample(
-    start_workers: Any, tmp_path: Path
-) -> None:
-    backup, result, expected = (tmp_path / name for name in ("backup", "result.npz", "one.npz"))
-    single = start_workers("program_resume.py", arguments=["", expected, 0])
-    # Six steps an epoch: the last backup is after step 8, the third batch of the second epoch.
-    interrupted = start_workers("program_resume.py", {"worker": 2}, [backup, result, 9])
-    for worker in interrupted.wait():
-        assert worker.exit_code == 1
-        assert "InterruptedError: the power went out" in worker.output
-    assert not result.exists()
-    assert backup.exists()
-    resumed = start_workers("program_resume.py", {"worker": 2}, [backup, result, 0])
-    for worker in [*resumed.wait(), *single.wait()]:
-        assert worker.exit_code == 0, worker.output
-    with np.load(result) as ours, np.load(expected) as theirs:
+@pytest.fixture(scope="module")
+def expected(start_for_session: Any, tmp_path_factory: Any) -> Path:
+    """What one device ends with."""
+    path: Path = tmp_path_factory.mktemp("expected") / "one.npz"
+    (worker,) = start_for_session(PROGRAM, arguments=["", path, 0, 0]).wait()
+    assert worker.exit_code == 0, worker.output
+    return path
+
+
+def assert_equal(found: Path, expected: Path) -> None:
+    with np.load(found) as ours, np.load(expected) as theirs:
         assert ours.keys() == theirs.keys()
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=2e-6)
+
+
+def test_an_interrupted_cluster_goes_on_at_the_right_sample(
+    start_workers: Any, tmp_path: Path, expected: Path
+) -> None:
+    local, shared, result = (tmp_path / name for name in ("backup-{}", "backup-0", "result.npz"))
+    # Six steps an epoch: the last backup is after step 8, the third batch of the second epoch.
+    interrupted = start_workers(PROGRAM, {"worker": 2}, [local, result, 9, 0])
+    for worker in interrupted.wait():
+        assert worker.exit_code == 1
+        assert "InterruptedError: the power went out" in worker.output
+    assert shared.exists() and not (tmp_path / "backup-1").exists()
+    # A folder of each worker's own has no backup but the chief's.
+    refused = start_workers(PROGRAM, {"worker": 2}, [local, result, 0, 0])
+    for index, worker in enumerate(refused.wait()):
+        assert worker.exit_code == 1
+        assert "The workers found different backups" in worker.output
+        assert f"{tmp_path}/backup-{index} of this worker ({index})" in worker.output
+    assert not result.exists()
+    resumed = start_workers(PROGRAM, {"worker": 2}, [shared, result, 0, 0])
+    for worker in resumed.wait():
+        assert worker.exit_code == 0, worker.output
+    assert_equal(result, expected)
+    assert not shared.exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_kill_at_every_file_operation_of_two_saves(
+    start_workers: Any, tmp_path: Path, expected: Path
+) -> None:
+    killed_before = set()
+    for number in itertools.count(1):
+        backup, result = tmp_path / str(number), tmp_path / f"{number}.npz"
+        (killed,) = start_workers(PROGRAM, arguments=[backup, result, 5, number]).wait()
+        if killed.exit_code != -signal.SIGKILL:
+            assert "the power went out" in killed.output
+            break
+        killed_before.add(killed.output.split("killed before ")[-1].strip())
+        (resumed,) = start_workers(PROGRAM, arguments=[backup, result, 0, 0]).wait()
+        assert resumed.exit_code == 0, resumed.output
+        assert_equal(result, expected)
+    assert {"os.mkdir", "os.rename", "os.remove", "fsync", "after save_weights"} <= killed_before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_local", [False, True], ids=["shared", "copied"])
+def test_a_cluster_whose_chief_is_killed_within_a_save(
+    start_workers: Any, tmp_path: Path, expected: Path, is_local: bool
+) -> None:
+    backup, result = tmp_path / "backup-0", tmp_path / "result.npz"
+    killed = start_workers(PROGRAM, {"worker": 2}, [backup, result, 0, 30]).wait()
+    assert killed[0].exit_code == -signal.SIGKILL
+    assert "WorkerLostError" in killed[1].output
+    if is_local:
+        shutil.copytree(backup, tmp_path / "backup-1")
+        backup = tmp_path / "backup-{}"
+    for worker in start_workers(PROGRAM, {"worker": 2}, [backup, result, 0, 0]).wait():
+        assert worker.exit_code == 0, worker.output
+    assert_equal(result, expected)

@@ -1,5 +1,8 @@
 """State of rules that is larger than a message comes back as it was, from tasks of their own."""
 
+from types import SimpleNamespace
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -123,23 +126,28 @@ def leader_of(client, goes_on):
     return host
 
 
-def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(cpu_devices, tmp_path):
+def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
+    cpu_devices, tmp_path, monkeypatch
+):
     service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
     host, backup = leader_of(client, goes_on=True), BackupAndRestore(str(tmp_path))
-    backup._save_service(host.exported)
-    with np.load(tmp_path / "service.npz") as saved:
-        before = {name: saved[name] for name in saved}
-    assert set(before) == set(to_arrays(client.export()))
+    strategy = SimpleNamespace(service_state=host.exported)
+    monkeypatch.setattr(backup, "_strategy", lambda: strategy)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd")
+    before = backup._service_state()
+    assert set(before) == {f"service/{name}" for name in to_arrays(client.export())}
     # nobody needs to wait long for one that is gone
     host._parts.weights = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
     service.close()
     for _ in range(2):  # the second time nobody is asked
-        backup._save_service(host.exported)
+        backup._folder.add(model, {"position": np.array("{}"), **before})
+        found = backup._service_state()
+        assert host._is_lost
+        np.testing.assert_equal(found, before)
     host._return.stop()
-    assert host._is_lost
-    with np.load(tmp_path / "service.npz") as saved:
-        assert set(saved) == set(before)
-    backup._save_service(None)
+    strategy.service_state = None  # a training without a service
+    assert backup._service_state() == {}
 
 
 def test_a_backup_ends_a_training_that_shall_not_go_on_alone(cpu_devices):

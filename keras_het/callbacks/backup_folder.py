@@ -1,0 +1,204 @@
+"""Backups on disk: one file each, there as a whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import tensorflow as tf
+
+_logger = logging.getLogger("keras_het")
+_NAME = re.compile(r"backup-(\d+)-([0-9a-f]{64})\.weights\.h5")
+_STATE = "keras_het"
+_OTHER_FORMATS = ("latest.weights.h5", "training_metadata.json", "data_position.json")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CHUNK_BYTES = 2**20
+# What HDF5 adds to the numbers: for a file, and for each variable.
+_FILE_BYTES, _VARIABLE_BYTES = 2**16, 2**11
+
+
+class BackupFolder:
+    """The backups of a training: weights files of Keras that also hold the rest of its state.
+
+    A backup is written under another name, brought to the disk and renamed; the one before is
+    removed after that. Whenever the process or the machine stops, the folder has a whole backup.
+    The name carries the SHA-256 of the content.
+
+    Args:
+        path: the folder, made by the first backup.
+        num_kept: number of backups to keep: 1, or 2 to have another if the newest is damaged.
+
+    Raises:
+        ValueError: if `path` is a URL.
+    """
+
+    def __init__(self, path: str | Path, num_kept: int) -> None:
+        if "://" in str(path):
+            raise ValueError(
+                "A backup is renamed when it is complete, which needs a file system. Received: "
+                f"backup_dir={str(path)!r}. Give a folder, such as a mounted one."
+            )
+        self.path = Path(path)
+        self._num_kept = num_kept
+        self._whole: list[Path] = []
+
+    @property
+    def newest(self) -> Path | None:
+        """The backup that was found or added last, None if there is none."""
+        return self._whole[-1] if self._whole else None
+
+    def find(self) -> str:
+        """Looks for the newest backup whose content is what was written.
+
+        Returns:
+            The SHA-256 of the content, "" if there is no backup.
+
+        Raises:
+            OSError: if every backup is damaged, or one cannot be read.
+            ValueError: if there is one in another format.
+        """
+        self._refuse_other_formats()
+        self._whole = []
+        damaged: list[Path] = []
+        for number in sorted(found := self._found(), reverse=True):
+            path, expected = found[number]
+            if _sha256(path) == expected:
+                self._whole = [path]
+                if damaged:
+                    _logger.warning("Going on from %s: damaged are %s.", path, _listed(damaged))
+                return expected
+            damaged.append(path)
+        if damaged:
+            raise OSError(
+                f"The backup is damaged, and there is no other. Received: {_listed(damaged)}, "
+                "whose content does not have the SHA-256 in its name. Restore the file from a "
+                "copy, or remove it to train from the beginning; double_checkpoint=True keeps two."
+            )
+        return ""
+
+    def restore(self, model: Any) -> dict[str, np.ndarray]:
+        """Loads the weights of the newest backup, optimizer included.
+
+        Args:
+            model: a built and compiled `keras.Model`.
+
+        Returns:
+            The rest of the state, as `add` was given it.
+        """
+        optimizer = model.optimizer
+        if optimizer is not None and not optimizer.built:
+            with model.distribute_strategy.scope():
+                optimizer.build(model.trainable_variables)
+        model.load_weights(str(self.newest))
+        return self.state()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The state beside the weights in the newest backup, {} if there is none."""
+        if self.newest is None:
+            return {}
+        with h5py.File(self.newest, "r") as file:
+            content = io.BytesIO(file[_STATE][()].tobytes())
+        with np.load(content) as arrays:
+            return dict(arrays)
+
+    def add(self, model: Any, state: Mapping[str, Any]) -> None:
+        """Writes a backup, then removes those that are not kept.
+
+        Args:
+            model: its `keras.Model`.
+            state: arrays to keep beside the weights.
+
+        Raises:
+            OSError: if it could not be written; the backup before is as it was.
+        """
+        content = io.BytesIO()
+        np.savez(content, **state)
+        present = self._found()
+        aside = self.path / "incomplete.weights.h5"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _reserve(aside, _bytes_needed(model) + content.tell())
+            model.save_weights(str(aside), overwrite=True)
+            with h5py.File(aside, "r+") as file:
+                file[_STATE] = np.frombuffer(content.getvalue(), np.uint8)
+            _to_disk(aside)
+            name = f"backup-{max(present, default=0) + 1}-{_sha256(aside)}.weights.h5"
+            path = aside.rename(self.path / name)
+            _to_disk(self.path)
+        except (OSError, RuntimeError) as error:  # h5py has both for what cannot be written
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise OSError(
+                f"The backup could not be written. Received: {error}, for {aside}. The backup "
+                f"before it is as it was: {self.newest}. See to room and rights there, and start "
+                "again."
+            ) from error
+        self._whole = [*self._whole, path][-self._num_kept :]
+        for earlier, _ in present.values():
+            if earlier not in self._whole:
+                earlier.unlink(missing_ok=True)
+
+    def _found(self) -> dict[int, tuple[Path, str]]:
+        """Path and hash of each backup by its number; that of the newest is the largest."""
+        paths = self.path.iterdir() if self.path.exists() else ()
+        names = (_NAME.fullmatch(path.name) for path in paths)
+        return {int(name[1]): (self.path / name[0], name[2]) for name in names if name}
+
+    def _refuse_other_formats(self) -> None:
+        for path in (self.path / name for name in _OTHER_FORMATS):
+            if path.exists():
+                raise ValueError(
+                    "A backup of keras.callbacks.BackupAndRestore, or of an earlier version of "
+                    "this one, does not tie its weights to a place in the data. Received: "
+                    f"{path}. Give another backup_dir, or remove the files of that backup; "
+                    "model.load_weights reads the weights alone."
+                )
+
+
+def _bytes_needed(model: Any) -> int:
+    optimizer = [] if model.optimizer is None else model.optimizer.variables
+    variables = [*model.variables, *optimizer]
+    sizes = (math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in variables)
+    return sum(sizes) + _VARIABLE_BYTES * len(variables) + _FILE_BYTES
+
+
+def _reserve(path: Path, num_bytes: int) -> None:
+    """Asks for room on the disk first: where HDF5 finds none, it may end the process."""
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except (AttributeError, OSError) as error:  # not every system and file system can
+            if getattr(error, "errno", None) in _NO_ROOM:
+                raise
+
+
+def _to_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, would outlast a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def _listed(paths: list[Path]) -> str:
+    return ", ".join(map(str, paths))
