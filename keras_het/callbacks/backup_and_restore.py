@@ -56,6 +56,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores weights, optimizer, epoch and place in the data."""
         strategy = self._strategy()
+        if strategy.is_async_worker:
+            return  # it goes on from the group's center and epoch
         self._check_same_backup(self._folder.find())
         super().on_train_begin(logs)  # reads a backup in Keras's format, and there is none
         self._forget()
