@@ -129,6 +129,7 @@ __all__ = [
     "repeat_operation",
     "run_independently",
     "separate_operation_seeds",
+    "share_instances",
     "type_spec_from_value",
     "undecorated_step",
 ]
@@ -288,6 +289,56 @@ def is_of_keras(metric: Any) -> bool:
     return module.split(".")[0] == "keras" and all(
         is_of_keras(function) for function in wrapped if function is not None
     )
+
+
+def share_instances(collectives: CollectiveAllReduce) -> None:
+    """Bounds what TensorFlow keeps of the all-reduces that are launched from now on.
+
+    It gives every call an instance of its own and frees none: 1.5 KB on every worker for each
+    collective of each step. The calls of a group come one after the other, in the same order on
+    all workers, so those of one type and shape may share an instance. NCCL's are left alone.
+    """
+    for launcher in collectives._launchers:
+        if "GPU" not in launcher._device.upper():
+            launcher.__class__ = _SharedInstances
+            launcher._instances = {}
+
+
+class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
+    """A launcher of all-reduces of which those of one type and shape share an instance."""
+
+    _instances: dict[Any, Any]
+    _lock = threading.RLock()
+
+    def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> Any:
+        """Adds up a dense tensor of each worker."""
+        if not input_tensor.shape.is_fully_defined():
+            return super().all_reduce(input_tensor, control_input, options)
+        with self._launching((input_tensor.dtype, tuple(input_tensor.shape))):
+            return super().all_reduce(input_tensor, control_input, options)
+
+    @contextlib.contextmanager
+    def _launching(self, kind: Any) -> Iterator[None]:
+        """Makes TensorFlow's launcher ask for the instance of this type and shape."""
+        with self._lock:
+            before = vars(self).get("_next_instance_key")
+            self._next_instance_key = functools.partial(self._instance_of, kind)
+            try:
+                yield
+            finally:
+                del self._next_instance_key
+                if before is not None:
+                    self._next_instance_key = before
+
+    def _instance_of(self, kind: Any) -> Any:
+        """The instance's number; in a graph, a place that gets it when the function is called."""
+        new_instance = cross_device_utils.CollectiveReplicaLauncher._next_instance_key
+        if not tf.executing_eagerly():
+            with self._launching(kind):
+                return new_instance(self)
+        if kind not in self._instances:
+            self._instances[kind] = new_instance(self)
+        return self._instances[kind]
 
 
 class EpochLoop:

@@ -142,6 +142,13 @@ SIGNATURES = [
         ["self", "per_replica_values", "axis", "options"],
     ),
     (private_api.CollectiveKeys, "__init__", ["self", "group_key_start"]),
+    (private_api.CollectiveKeys, "get_instance_key", ["self", "group_key", "device"]),
+    (
+        private_api.cross_device_utils.CollectiveReplicaLauncher,
+        "all_reduce",
+        ["self", "input_tensor", "control_input", "options"],
+    ),
+    (private_api.cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ["self"]),
     (private_api.ConcreteFunction, "set_external_captures", ["self", "captures"]),
     (private_api.autograph, "convert", ["recursive"]),
     (private_api.ag_ctx.ControlStatusCtx, "__init__", ["self", "status"]),

@@ -57,6 +57,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             options=options,
             collective_keys=collective_keys,
         )
+        private_api.share_instances(self)
         self._local_devices = tuple(devices)
         self._num_replicas = num_replicas
         # Sums float32 values in place of the collective, where the user wants that.
