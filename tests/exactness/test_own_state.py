@@ -142,7 +142,7 @@ def with_state(layer, **options):
     return dense_model(layers=hidden, **options)
 
 
-@pytest.mark.quick("Counters", "Averages")
+@pytest.mark.quick("Counters")
 @pytest.mark.parametrize("name", LAYERS)
 def test_state_is_that_of_one_device(name, caplog):
     trial = Trial(lambda: with_state(LAYERS[name]), evaluate=False, predict=False)
@@ -150,6 +150,7 @@ def test_state_is_that_of_one_device(name, caplog):
     assert not said(caplog)
 
 
+@pytest.mark.full
 def test_a_counter_counts_every_sample_once():
     strategy = three_replicas()
     strategy.set_shares((5, 0, 3))
@@ -248,7 +249,7 @@ class Declared(State):
         self.value.assign_add(what[self.value.aggregation])
 
 
-@pytest.mark.quick("False-sum", "False-mean")
+@pytest.mark.quick("False-sum")
 @pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_state_that_says_what_it_is(eagerly, aggregation, caplog):
@@ -282,7 +283,7 @@ UPDATES = {
 }
 
 
-@pytest.mark.quick("maximum", "moving")
+@pytest.mark.quick("maximum")
 @pytest.mark.parametrize("name", UPDATES)
 def test_metrics_whose_state_is_no_sum_are_named(name, caplog):
     update, aggregation, is_wrong = UPDATES[name]
@@ -302,6 +303,7 @@ def test_metrics_whose_state_is_no_sum_are_named(name, caplog):
         assert part in message
 
 
+@pytest.mark.full
 def test_steps_of_keras_itself_say_nothing(caplog):
     def build():
         normalization = keras.layers.BatchNormalization(synchronized=True, epsilon=0.1)

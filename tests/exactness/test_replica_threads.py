@@ -97,7 +97,7 @@ class Plan:
         return tf.data.Dataset.from_tensor_slices((x, targets, weights)).batch(8)
 
 
-@pytest.mark.quick("2")
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(9))
 def test_several_at_once(seed):
     plan = Plan(seed)
@@ -129,6 +129,7 @@ def test_masks_of_dropout_stay_with_their_replica():
     assert all(cell.has_same_masks)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_losses_in_a_loop_of_ones_own(eagerly):
     strategy = three_replicas()
