@@ -96,6 +96,7 @@ __all__ = [
     "bind_captures",
     "calls_functions",
     "convert_as_called",
+    "coordination_timeouts",
     "distribute_lib",
     "distribute_utils",
     "distribute_values",
@@ -106,6 +107,7 @@ __all__ = [
     "global_seed",
     "has_begun",
     "is_stateful",
+    "is_too_late_to_join",
     "keras_base_optimizer",
     "keras_batch_normalization",
     "keras_loss",
@@ -478,15 +480,47 @@ def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
 
     Args:
         task: name of the peer, such as "/job:worker/replica:0/task:1".
-        timeout_seconds: how long to wait for its answer, in seconds.
+        timeout_seconds: how long to wait for its answer, in seconds. The interpreter waits, too.
+
+    Raises:
+        ProcessLookupError: if another process has taken its place.
     """
     try:
         eager_context.context().check_collective_ops_peer_health(
             task, timeout_in_ms=int(timeout_seconds * 1000)
         )
+    except tf.errors.FailedPreconditionError as error:
+        raise ProcessLookupError(str(error)) from None
     except tf.errors.OpError:
         return False
     return True
+
+
+def is_too_late_to_join() -> bool:
+    """Whether TensorFlow has begun to work in this process without a cluster."""
+    context = eager_context.context()
+    return context._context_handle is not None and context._collective_leader is None
+
+
+@contextlib.contextmanager
+def coordination_timeouts(register_seconds: float, silence_seconds: float) -> Iterator[None]:
+    """Sets the time-outs of a cluster that is joined meanwhile.
+
+    Args:
+        register_seconds: how long to wait for the other workers to join, in seconds.
+        silence_seconds: how long a worker may be silent before TensorFlow ends all, in seconds.
+    """
+    context = eager_context.context()
+    configure = context.configure_coordination_service
+    context.configure_coordination_service = functools.partial(
+        configure,
+        cluster_register_timeout_in_ms=round(1000 * register_seconds),
+        heartbeat_timeout_in_ms=round(1000 * silence_seconds),
+    )
+    try:
+        yield
+    finally:
+        del context.configure_coordination_service
 
 
 def abort_collectives(message: str) -> None:

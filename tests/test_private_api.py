@@ -283,6 +283,20 @@ def test_the_predict_function_of_keras_is_recognised(cpu_devices, monkeypatch):
     assert kinds == ["predict"]
 
 
+def test_time_outs_of_a_cluster_that_is_joined(monkeypatch):
+    context = private_api.eager_context.context()
+    before = context.coordination_service
+    monkeypatch.setattr(context, "_coordination_service_config", None)
+    with private_api.coordination_timeouts(7.5, 45):
+        context.configure_coordination_service("standalone")
+    config = context.coordination_service
+    assert config.cluster_register_timeout_in_ms == 7500
+    assert config.heartbeat_timeout_in_ms == 45_000
+    assert "configure_coordination_service" not in vars(context)
+    monkeypatch.undo()
+    assert context.coordination_service is before
+
+
 def test_metrics_of_keras_are_recognised(cpu_devices):
     class Own(keras.metrics.Mean):
         pass

@@ -102,6 +102,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Saves every `save_freq` batches."""
         self._step = self._first_step + batch + 1
         super().on_train_batch_end(batch, logs)
+        self._save_if_it_ends()
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Saves if training ends within a validation."""
+        super().on_test_batch_end(batch, logs)
+        self._save_if_it_ends()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Saves after the epoch, if `save_freq` is "epoch"."""
@@ -113,11 +119,20 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._pass_step = None
         self._epoch, self._first_step, self._step = epoch + 1, 0, 0
         super().on_epoch_end(epoch, logs)
+        self._save_if_it_ends()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Deletes the backup, unless it is to be kept."""
+        if (request := self._strategy().stop_request) is not None:
+            request.end_if_agreed()
         super().on_train_end(logs)
         self.model._initial_epoch = None
+
+    def _save_if_it_ends(self) -> None:
+        """Saves if all workers end by a signal before the next step."""
+        request = self._strategy().stop_request
+        if request is not None and request.is_agreed:
+            self._save_model()
 
     def _forget(self) -> None:
         """Forgets a `fit` that failed within an epoch."""

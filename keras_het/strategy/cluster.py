@@ -7,15 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.strategy.arrival import wait_for_peers
 from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
-from keras_het.strategy.peer_watch import PeerWatch
+from keras_het.strategy.neighbours import neighbours
+from keras_het.strategy.peer_news import PeerNews, new_token
+from keras_het.strategy.peer_watch import PeerWatch, short_name
 from keras_het.strategy.summation import SummationGroup
 
 _KEYS_PER_STRATEGY = 100_000
 _strategies = itertools.count()
+# Joining takes as long as TensorFlow needs for the devices.
+_SHORTEST_WAIT = 60.0
 
 
 def next_collective_key_base() -> int:
@@ -32,15 +38,23 @@ class Membership:
 
     Args:
         resolver: the cluster resolver for TensorFlow; its cluster is empty for a single worker.
-        peers: name of every other worker's task to its address.
+        workers: name of every worker's task to its address, the chief first; empty for a single
+            worker.
         num_workers: number of workers that train together.
         config: the whole cluster, None if TF_CONFIG describes none or a resolver was given.
+        own_task: the name of this worker's task; None for a single worker.
     """
 
     resolver: Any
-    peers: Mapping[str, str]
+    workers: Mapping[str, str]
     num_workers: int
     config: ClusterConfig | None = None
+    own_task: str | None = None
+
+    @property
+    def peers(self) -> dict[str, str]:
+        """Name of every other worker's task to its address."""
+        return {task: at for task, at in self.workers.items() if task != self.own_task}
 
     @property
     def is_async_worker(self) -> bool:
@@ -66,18 +80,16 @@ def find_cluster(cluster_resolver: Any = None) -> Membership:
             return Membership(_single_worker_resolver(), {}, 1, config)
         cluster_resolver = _sync_group_resolver(config)
     spec = cluster_resolver.cluster_spec()
-    peers = {
+    workers = {
         f"/job:{job}/replica:0/task:{index}": spec.task_address(job, index)
         for job in ("chief", "worker")
         if job in spec.jobs
         for index in spec.task_indices(job)
     }
     own_task = f"/job:{cluster_resolver.task_type}/replica:0/task:{cluster_resolver.task_id}"
-    if own_task not in peers or len(peers) == 1:
+    if own_task not in workers or len(workers) == 1:
         return Membership(_single_worker_resolver(), {}, 1)
-    num_workers = len(peers)
-    del peers[own_task]
-    return Membership(cluster_resolver, peers, num_workers, config)
+    return Membership(cluster_resolver, workers, len(workers), config, own_task)
 
 
 def _check_runs_a_script(config: ClusterConfig | None) -> None:
@@ -169,25 +181,82 @@ def _short_name(device: str) -> str:
     return f"{device_type.upper()}:{index or 0}"
 
 
-def watch_peers(membership: Membership, summation: SummationGroup | None = None) -> PeerWatch:
-    """Starts watching the other workers, and the spare machines that sum.
+def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
+    """Waits until all workers have started.
 
     Args:
         membership: the workers.
-        summation: the machines that sum gradients, None if TensorFlow's collectives do.
+        connect_seconds: longest wait, in seconds.
+
+    Returns:
+        What is left of it for TensorFlow, a minute at least.
+
+    Raises:
+        RuntimeError: if this process cannot join a cluster any more.
+        TimeoutError: if a worker has not started in time.
     """
-    spare = {} if summation is None else summation.spare_machines
+    if membership.own_task is None:
+        return connect_seconds
+    if private_api.is_too_late_to_join():
+        raise RuntimeError(
+            "A process joins its cluster before it does anything else with TensorFlow. Received: "
+            "a HeterogeneousStrategy of several workers after TensorFlow had been used. Create "
+            "the strategy at the start of the script, before any tensor, variable or model."
+        )
+    peers = {short_name(task): address for task, address in membership.peers.items()}
+    own_address = membership.workers[membership.own_task]
+    return max(_SHORTEST_WAIT, wait_for_peers(own_address, peers, connect_seconds))
 
-    def is_healthy(task: str, timeout_seconds: float) -> bool:
-        if summation is not None and task in spare:
-            return summation.is_healthy(task, timeout_seconds)
-        return private_api.peer_is_healthy(task, timeout_seconds)
 
-    def abort(message: str) -> None:
-        if summation is not None:
-            summation.abort()
-        private_api.abort_collectives(message)
+def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:
+    """Starts watching a few of the other workers.
 
-    watch = PeerWatch({**membership.peers, **spare}, is_healthy, abort)
+    Args:
+        membership: the workers.
+        patience_seconds: time for which a worker may be silent, in seconds.
+    """
+    tasks = list(membership.workers.items())
+    place = [task for task, _ in tasks].index(membership.own_task or "")
+    peers = dict(tasks[other] for other in neighbours(place, len(tasks)))
+    watch = PeerWatch(
+        peers, private_api.peer_is_healthy, private_api.abort_collectives, patience_seconds
+    )
     watch.start()
     return watch
+
+
+def watch_summation(watch: PeerWatch, summation: SummationGroup) -> None:
+    """Watches the spare machines that sum, too.
+
+    Args:
+        watch: the watch of this process.
+        summation: the machines that sum gradients.
+    """
+    watch.watch_too(
+        summation.spare_machines, summation.is_healthy, lambda message: summation.abort()
+    )
+
+
+def spread_news(watch: PeerWatch, extended: Any, membership: Membership) -> PeerNews:
+    """Lets workers tell each other which one was lost; all workers must call it.
+
+    Args:
+        watch: the watch of this process.
+        extended: the strategy's `HeterogeneousExtended`.
+        membership: the workers.
+    """
+    addresses = list(membership.workers.values())
+    place = extended.layout.worker_index
+    news = PeerNews(addresses[place])
+    own = np.concatenate([np.array([news.port], np.int64), new_token()])
+    everyone = extended.gather_over_workers(own).reshape(len(addresses), -1)
+    numbers = range(len(addresses))
+    told = {
+        *neighbours(place, len(addresses)),
+        *(other for other in numbers if place in neighbours(other, len(addresses))),
+    }
+    hosts = {other: addresses[other].rpartition(":")[0] for other in told if everyone[other, 0]}
+    watch.tell = news.tell
+    places = [f"{host}:{everyone[other, 0]}" for other, host in hosts.items()]
+    news.start(everyone[0, 1:], places, watch.hear)
+    return news

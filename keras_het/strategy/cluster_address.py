@@ -53,6 +53,29 @@ def _address_error(address: Any, where: str, problem: str) -> ValueError:
     )
 
 
+def places_of(address: str) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """Where the system finds `host:port`; nowhere while the host's name is not known."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    places = [(family, (str(place[0]), int(place[1]))) for family, _, _, _, place in found]
+    return list(dict.fromkeys(places))
+
+
+def refuses_connections(address: str, timeout_seconds: float = 1.0) -> bool:
+    """Whether nobody listens at `host:port` any more, although the host answers."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def free_port(host: str) -> int:
     """A port of this machine that is free now.
 

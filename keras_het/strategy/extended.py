@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.strategy.summation import SummationGroup
 
 _KEYS_PER_RANGE = 10_000
+# Our watch finds a silent worker first, and names it.
+_MORE_SECONDS = 15.0
 
 
 class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
@@ -31,6 +34,9 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         cluster_resolver: where the cluster and this task's place in it come from.
         communication_options: `tf.distribute.experimental.CommunicationOptions`.
         devices: names of the local devices without job and task, such as ("CPU:0", "CPU:1").
+        connect_seconds: how long TensorFlow may wait for the other workers, in seconds.
+        peer_timeout_seconds: how long a worker may be silent, in seconds.
+        on_join: called when the cluster is there, before the first collective.
     """
 
     # Peers are watched by `PeerWatch`, which names the lost worker.
@@ -42,8 +48,13 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         cluster_resolver: Any,
         communication_options: Any,
         devices: Sequence[str],
+        connect_seconds: float = 300.0,
+        peer_timeout_seconds: float = 30.0,
+        on_join: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_join = on_join
         self._requested_devices = tuple(devices)
+        self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
         self._num_key_ranges = 0
         self._departure_barrier: Callable[[], Any] | None = None
         super().__init__(
@@ -70,7 +81,9 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._use_hierarchical_all_reduce((len(self._devices),))
 
     def _initialize_multi_worker(self, cluster_resolver: Any) -> None:
-        super()._initialize_multi_worker(cluster_resolver)
+        with private_api.coordination_timeouts(*self._timeouts), _ended_after(self._timeouts[0]):
+            super()._initialize_multi_worker(cluster_resolver)
+        self._on_join()
         self._use_hierarchical_all_reduce((1,) * self._num_workers)
         counts = self.gather_over_workers(np.array([len(self._devices)], np.int64))
         self._use_hierarchical_all_reduce(tuple(int(count) for count in counts))
@@ -243,3 +256,18 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             for replica_id in self.layout.local_replicas
         ]
         return private_api.regroup(values, always_wrap=True)
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Ends a process that is still in here, with a trace of where it is.
+
+    TensorFlow waits for a worker that dies while it joins, without a bound, and holds the
+    interpreter meanwhile: no thread of Python could end that.
+    """
+    with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):  # no real stderr
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

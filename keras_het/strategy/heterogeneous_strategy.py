@@ -27,7 +27,7 @@ from keras_het.strategy.cluster_config import ClusterConfig
 from keras_het.strategy.compiled_step import check_can_compile
 from keras_het.strategy.compute_times import ComputeTimes
 from keras_het.strategy.data_path import DataPath, with_own_batches
-from keras_het.strategy.departure import leave_together
+from keras_het.strategy.departure import leave_quickly, leave_together
 from keras_het.strategy.emulated_device_config import (
     describe_emulated_devices,
     read_emulated_devices,
@@ -36,8 +36,15 @@ from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.keras_hooks import keras_hooks
 from keras_het.strategy.keras_step import run_predict_step, run_train_or_test_step
 from keras_het.strategy.lost_worker_report import install_report
-from keras_het.strategy.peer_watch import PeerWatch, name_lost_workers
+from keras_het.strategy.peer_watch import (
+    PeerWatch,
+    check_seconds,
+    name_lost_workers,
+    read_peer_timeout,
+)
 from keras_het.strategy.replica_threads import own_function
+from keras_het.strategy.stop_request import StopRequest, install_loops
+from keras_het.strategy.stop_signals import stop_signals
 from keras_het.strategy.summation import (
     Summation,
     check_is_no_summation_machine,
@@ -81,6 +88,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             of the spare machines in TF_CONFIG's job `summation`, or a
             `keras_het.strategy.summation.Summation` with settings. Needs a shared secret in the
             environment.
+        connect_seconds: how long to wait for workers that have not started yet, in seconds.
+        peer_timeout_seconds: how long a worker may be silent before it counts as lost, in seconds;
+            one whose process has ended is noticed at once. Default:
+            `KERAS_HET_PEER_TIMEOUT_SECONDS` in the environment, or 30.
 
     Raises:
         TypeError: for devices that are not a list of names.
@@ -89,6 +100,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             replicas, and on every worker if the workers were started with different shares, device
             types or versions.
         RuntimeError: if a cluster is to be joined after TensorFlow has been used.
+        TimeoutError: if another worker has not started within `connect_seconds`.
 
     Example:
         >>> import keras, keras_het
@@ -110,9 +122,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         cluster_resolver: Any = None,
         communication_options: Any = None,
         aggregation: str | Summation = "all_reduce",
+        connect_seconds: float = 300.0,
+        peer_timeout_seconds: float | None = None,
     ) -> None:
         check_keras_backend(keras.backend.backend())
         install_symbolic_build()
+        check_seconds("connect_seconds", connect_seconds)
+        patience = read_peer_timeout(peer_timeout_seconds)
         summation = read_aggregation(aggregation)
         self._collective_key_base = cluster.next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
@@ -120,6 +136,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         membership = cluster.find_cluster(cluster_resolver)
         check_is_no_summation_machine(membership.config)
         names = cluster.choose_devices(devices, membership.num_workers)
+        self._peer_watch: PeerWatch | None = None
+        seconds_left = cluster.wait_for_workers(membership, connect_seconds)
         super().__init__(
             HeterogeneousExtended(
                 self,
@@ -127,8 +145,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 communication_options=communication_options
                 or tf.distribute.experimental.CommunicationOptions(),
                 devices=names,
+                connect_seconds=seconds_left,
+                peer_timeout_seconds=patience,
+                on_join=lambda: self._begin_watching(membership, patience),
             )
         )
+        if membership.config is not None or membership.num_workers > 1:
+            leave_quickly()
         self._cluster_config = membership.config
         self._data_path = DataPath(self)
         self._compute_times = ComputeTimes(self.num_replicas_in_sync)
@@ -143,24 +166,31 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         # roles="auto" chooses once: a new start forgets what was trained. Fits too short for it
         # would measure links, and trace their steps anew, each time.
         self.role_trials_left = 3
-        self._peer_watch: PeerWatch | None = None
         self._weights = _check_shares(shares, self.layout)
         self._check_emulated_devices()
         if self.num_workers > 1:
             agreement.check_agreement(self.extended, self._weights, summation)
             agreement.share_random_seed(self.extended)
-            group = None
+            watch = self._peer_watch or cluster.watch_peers(membership, patience)
+            cluster.spread_news(watch, self.extended, membership)
             if summation is not None:
-                group = start_summation(summation, self.extended, membership)
+                check = watch.raise_if_lost
+                group = start_summation(summation, self.extended, membership, check)
+                cluster.watch_summation(watch, group)
                 self.extended.use_summation(group)
-            self._peer_watch = cluster.watch_peers(membership, group)
-            install_report(self._peer_watch)
             install_chief_only()
             atexit.register(leave_together, weakref.ref(self))
         if self.is_async_worker:
             install_chief_only()
         install_average_loss()
         install_agreement(self)
+        # Ends at a step boundary after a signal; None where the signal ends the process itself.
+        self.stop_request: StopRequest | None = None
+        if self.num_workers > 1 or self.is_async_worker or self.num_async_workers:
+            self.stop_request = StopRequest(self.extended.worker_devices[0], self.barrier)
+            stop_signals.add(self.stop_request)
+            stop_signals.install()
+            install_loops()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -178,6 +208,16 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             f"<HeterogeneousStrategy: worker {self.worker_index} of {self.num_workers}, devices "
             f"[{devices}] here, shares [{shares}]>"
         )
+
+    def _begin_watching(self, membership: cluster.Membership, patience_seconds: float) -> None:
+        stop_signals.install(private_api.abort_collectives)
+        self._peer_watch = cluster.watch_peers(membership, patience_seconds)
+        install_report(self._peer_watch)
+
+    def stop_watching(self) -> None:
+        """Takes no more notice of workers that are gone; at the end of the script."""
+        if self._peer_watch is not None:
+            self._peer_watch.stop()
 
     @property
     def layout(self) -> ReplicaLayout:
@@ -484,6 +524,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         model = private_api.model_of_step(step) if kind is not None else None
         if kind is None:
             self._warn_that_nothing_waits()
+        elif self.stop_request is not None:
+            self.stop_request.watch_steps(
+                private_api.model_of_prediction(step), f"{kind}_function", self.steps_carry_wishes
+            )
         if kind is None and len(self.layout.local_replicas) > 1 and not _is_traced_apart(fn):
             with keras_hooks():
                 return super().run(own_function(fn), args=args, kwargs=kwargs, options=options)
@@ -526,6 +570,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if function is None or self._peer_watch is None or hasattr(function, "names_lost_workers"):
             return
         setattr(model, attribute, name_lost_workers(self._peer_watch, function))
+
+    @property
+    def steps_carry_wishes(self) -> bool:
+        """Whether a step that is traced now has a collective of all workers."""
+        return self.num_workers > 1 and not self.extended.reduces_within_worker
 
     def _plain_run(self, options: Any) -> Any:
         def run(fn: Any, args: Any) -> Any:

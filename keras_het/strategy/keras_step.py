@@ -123,6 +123,10 @@ def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
         outputs = run(run_step, (data, find_sizes(data)))
     if model is not None:
         tell(model, remarks)
+    if strategy.steps_carry_wishes:
+        # of a type that no summation machine sums
+        wishes = strategy.stop_request.contribution(True, tf.int64)
+        strategy.stop_request.record(strategy.extended.sum_over_workers(wishes))
     return tf.nest.map_structure(lambda leaf: gather_rows(strategy, leaf), outputs)
 
 
@@ -198,12 +202,15 @@ def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
     # A test step has no gradients that could wait for the emulated device.
     computed = emulated_device.wait_until_computed(step, _tensors(logs))
     times = _compute_time(strategy, step)
+    wishes = _wishes(strategy, step, logs)
     with tf.control_dependencies(computed):
-        logs, summed, gradients = cluster_logs(step, logs, [*summands, *times])
+        values = [*summands, *times, *wishes]
+        logs, summed, gradients = cluster_logs(step, logs, values)
     if step.pending_update is not None:
         step.pending_update.finish(step, gradients)
     before = {**step.state_before, **step.metric_state_before}
-    sums, times = iter(summed[: len(summands)]), summed[len(summands) :]
+    sums = iter(summed[: len(summands)])
+    times = summed[len(summands) : len(summands) + len(times)]
     for change in changes:
         value = change.finish([next(sums) for _ in change.summands])
         if step.may_have_no_samples:
@@ -212,6 +219,8 @@ def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
     if times and step.clock and step.replica_id == strategy.layout.local_replicas.start:
         waited = step.clock.seconds_since_stop(times)
         strategy.compute_times.record(step.sizes, times[0], waited, step.global_gradient_square)
+    if wishes and step.replica_id == strategy.layout.local_replicas.start:
+        strategy.stop_request.record(summed[-1])
     return logs
 
 
@@ -225,6 +234,17 @@ def _compute_time(strategy: Any, step: ExactStep) -> list[Any]:
     return [
         times.contribution(step.replica_id, step.sizes, step.clock.seconds, step.gradient_square)
     ]
+
+
+def _wishes(strategy: Any, step: ExactStep, logs: Any) -> list[Any]:
+    """What workers were asked to end by, to be summed over all; none where no worker waits."""
+    if not strategy.steps_carry_wishes:
+        return []
+    is_first = step.replica_id == strategy.layout.local_replicas.start
+    # of a type that travels anyway: another one would be a collective of its own
+    types = [leaf.dtype for leaf in _tensors(logs) if leaf.dtype.is_floating]
+    dtype = types[0] if types else tf.float32
+    return [strategy.stop_request.contribution(is_first, dtype)]
 
 
 def _tensors(structure: Any) -> list[Any]:

@@ -6,6 +6,7 @@ import sys
 from types import TracebackType
 
 from keras_het.strategy.peer_watch import PeerWatch, WorkerLostError, may_be_a_lost_connection
+from keras_het.strategy.stop_signals import stop_signals
 
 
 def install_report(watch: PeerWatch) -> None:
@@ -24,7 +25,10 @@ def install_report(watch: PeerWatch) -> None:
     ) -> None:
         message = None
         if may_be_a_lost_connection(error):
-            message = watch.wait_for_loss(timeout_seconds=11.0)
+            code = stop_signals.exit_code_in_place_of_error()
+            if code is not None:
+                raise SystemExit(code)  # Python ends with it
+            message = watch.wait_for_loss()
         if message is None:
             show(kind, error, traceback)
         else:

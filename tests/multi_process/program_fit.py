@@ -1,13 +1,14 @@
 """Program: one worker of a cluster that trains until something happens to it.
 
-Its single argument is a JSON object: "steps" of training, "shares", what this worker does at a step
-("raise_at", "exit_late", "custom_loop"), or what it does wrong before training ("seed",
-"use_tensorflow_first").
-Each may be a list with one entry a worker.
+Its single argument is a JSON object: "steps" of training, "shares", how long it waits for others
+("connect_seconds"), what this worker does at a step ("raise_at", "hold_at", "exit_late",
+"custom_loop"), or what it does wrong before training ("seed", "use_tensorflow_first"). Each may
+be a list with one entry a worker.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -39,6 +40,8 @@ class AtStep(keras.callbacks.Callback):
         self.step += 1
         if self.step == 20:
             print("training", flush=True)
+        if self.step == option("hold_at"):
+            ctypes.PyDLL(None).sleep(10)  # no other thread of Python runs meanwhile
         if self.step == option("raise_at"):
             raise ZeroDivisionError("a mistake in a callback")
 
@@ -61,7 +64,8 @@ def main() -> None:
         keras.utils.set_random_seed(option("seed"))
     shares = option("shares")
     strategy = keras_het.HeterogeneousStrategy(
-        shares=None if shares is None else [float(share) for share in shares.split(":")]
+        shares=None if shares is None else [float(share) for share in shares.split(":")],
+        connect_seconds=option("connect_seconds") or 300.0,
     )
     print(f"strategy of {strategy.num_workers} worker(s)", flush=True)
     with strategy.scope():

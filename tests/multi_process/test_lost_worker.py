@@ -1,21 +1,29 @@
-"""A worker that dies or hangs is one error on all others, which names it, within 15 seconds."""
+"""A worker that dies, hangs or never comes is one error on all others, which names it."""
 
 from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 from typing import Any
 
 import pytest
+from forked_workers import cluster_environments
 
+# How long a worker may be silent here; the default is half a minute.
+PATIENCE = {"KERAS_HET_PEER_TIMEOUT_SECONDS": "3"}
 # A requirement of the product, not a speed that depends on the machine.
 LONGEST_SECONDS = 15.0
 FOR_EVER = 10_000_000
 
 
 def _start(start_workers: Any, jobs: dict[str, int], **options: Any) -> Any:
-    workers = start_workers("program_fit.py", jobs, [json.dumps({"steps": FOR_EVER, **options})])
+    workers = start_workers(
+        "program_fit.py",
+        arguments=[json.dumps({"steps": FOR_EVER, **options})],
+        environments=cluster_environments(jobs, PATIENCE),
+    )
     for index in range(sum(jobs.values())):
         workers.wait_for_output(index, "training")
     return workers
@@ -83,3 +91,60 @@ def test_an_exception_of_one_worker_ends_the_others(start_workers: Any) -> None:
     assert "ZeroDivisionError: a mistake in a callback" in failed.output
     assert "WorkerLostError" not in failed.output
     _assert_survivors_name(workers, [0, 2], "worker 1")
+
+
+@pytest.mark.full
+def test_a_worker_that_stands_still_for_a_while_is_waited_for(start_workers: Any) -> None:
+    """With the default patience, for longer than TensorFlow's own heartbeats have."""
+    workers = start_workers("program_fit.py", {"worker": 3}, [json.dumps({"steps": FOR_EVER})])
+    workers.wait_for_outputs(range(3), "training")
+    workers.send_signal(1, signal.SIGSTOP)
+    threading.Event().wait(15)
+    workers.send_signal(1, signal.SIGCONT)
+    # all of them still come to the end of the same step
+    workers.send_signal(2, signal.SIGTERM)
+    for result in workers.wait():
+        assert result.exit_code == 128 + signal.SIGTERM, result.output
+        assert "Lost worker" not in result.output
+
+
+@pytest.mark.full
+def test_a_call_that_holds_the_interpreter_for_longer_is_survived(start_workers: Any) -> None:
+    workers = start_workers(
+        "program_fit.py",
+        arguments=[json.dumps({"steps": 25, "hold_at": [None, 10]})],
+        environments=cluster_environments({"worker": 2}, PATIENCE),
+    )
+    for result in workers.wait():
+        assert result.exit_code == 0, result.output
+        assert "finished" in result.output
+
+
+@pytest.mark.full
+def test_a_worker_that_never_comes_is_named(start_workers: Any) -> None:
+    environments = cluster_environments({"worker": 2})
+    address = json.loads(environments[0]["TF_CONFIG"])["cluster"]["worker"][1]
+    workers = start_workers(
+        "program_fit.py",
+        arguments=[json.dumps({"steps": 5, "connect_seconds": 11})],
+        environments=environments[:1],
+    )
+    result = workers.wait_for(0)
+    assert f"Waiting for worker 1 ({address}), 10 s ..." in result.output
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1].startswith(
+        f"TimeoutError: worker 1 ({address}) did not come within 11 s"
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_waits_for_others_can_be_ended(start_workers: Any, number: int) -> None:
+    workers = start_workers(
+        "program_fit.py",
+        arguments=[json.dumps({"steps": 5})],
+        environments=cluster_environments({"worker": 2})[:1],
+    )
+    workers.wait_for_output(0, "Waiting for worker 1")
+    workers.send_signal(0, number)
+    assert workers.wait_for(0, timeout=20).exit_code == -number

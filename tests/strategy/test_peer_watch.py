@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from keras_het.strategy.peer_watch import PeerWatch, WorkerLostError, name_lost_workers
+from keras_het.strategy.peer_watch import (
+    PeerWatch,
+    WorkerLostError,
+    name_lost_workers,
+    read_peer_timeout,
+)
 
 PEERS = {
     "/job:chief/replica:0/task:0": "host-a:1",
@@ -25,9 +32,10 @@ class UnavailableError(Exception):
 def make_watch(
     is_healthy: Callable[[str, float], bool] = lambda task, timeout: True,
     abort: Callable[[str], None] = lambda message: None,
-    **options: float,
+    **options: Any,
 ) -> PeerWatch:
-    return PeerWatch(PEERS, is_healthy, abort, **{"interval_seconds": 0.001, **options})
+    options = {"interval_seconds": 0.001, "refuses": lambda address: True, **options}
+    return PeerWatch(PEERS, is_healthy, abort, **options)
 
 
 def test_nobody_is_lost() -> None:
@@ -36,7 +44,7 @@ def test_nobody_is_lost() -> None:
     assert watch.check() is None
 
 
-def test_a_worker_is_lost_when_it_misses_two_rounds_in_a_row() -> None:
+def test_a_worker_that_refuses_connections_is_lost_in_the_second_round() -> None:
     answers = iter([False, True, False, False])
     watch = make_watch(lambda task, timeout: next(answers) if task == SECOND else True)
     assert [watch.check() for _ in range(3)] == [None, None, None]
@@ -47,26 +55,87 @@ def test_a_worker_is_lost_when_it_misses_two_rounds_in_a_row() -> None:
     assert "host-b" not in message
 
 
+def test_a_worker_in_whose_place_is_another_process_is_lost_at_once() -> None:
+    def ask(task: str, timeout: float) -> bool:
+        if task == FIRST:
+            raise ProcessLookupError
+        return True
+
+    message = make_watch(ask).check()
+    assert message is not None
+    assert message.startswith("Lost worker 0 (host-b:2)")
+
+
+def test_a_silent_worker_is_lost_when_patience_is_at_its_end() -> None:
+    watch = make_watch(
+        lambda task, timeout: task != FIRST,
+        refuses=lambda address: False,
+        patience_seconds=3.0,
+        interval_seconds=0.5,
+    )
+    rounds = 0
+    while (message := watch.check()) is None:
+        rounds += 1
+    assert rounds == 5
+    assert message.startswith("Lost worker 0 (host-b:2)")
+
+
+def test_one_answer_ends_a_silence() -> None:
+    answers = itertools.cycle([False, False, True])
+    watch = make_watch(
+        lambda task, timeout: next(answers) if task == FIRST else True,
+        refuses=lambda address: False,
+        patience_seconds=1.2,
+        interval_seconds=0.5,
+    )
+    assert [watch.check() for _ in range(30)] == [None] * 30
+
+
+def test_the_watchs_own_pause_is_not_the_silence_of_others(monkeypatch: Any) -> None:
+    now = [100.0]
+
+    def ask(task: str, timeout: float) -> bool:
+        now[0] += 60.0  # this process stood still for a minute, while it asked
+        return False
+
+    monkeypatch.setattr("keras_het.strategy.peer_watch.time.monotonic", lambda: now[0])
+    watch = make_watch(ask, refuses=lambda address: False, patience_seconds=3.0)
+    assert watch.check() is None
+
+
 def test_all_lost_workers_are_named() -> None:
-    watch = make_watch(lambda task, timeout: task == FIRST, num_failures=1)
+    watch = make_watch(lambda task, timeout: task == FIRST)
+    watch.check()
     message = watch.check()
     assert message is not None
     assert message.startswith("Lost chief 0 (host-a:1), worker 1 (host-c:3): ")
 
 
-def test_peers_that_hang_share_one_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    patience: list[float] = []
+def test_news_are_told_once_and_abort() -> None:
+    told: list[str] = []
+    aborted: list[str] = []
+    watch = make_watch(abort=aborted.append, tell=told.append)
+    watch.hear("Lost worker 7")
+    watch.hear("Lost worker 8")
+    assert told == aborted == ["Lost worker 7"]
+    assert watch.wait_for_loss() == "Lost worker 7"
 
-    def hang(task: str, timeout: float) -> bool:
-        patience.append(timeout)
-        now[0] += timeout
-        return False
 
-    monkeypatch.setattr("keras_het.strategy.peer_watch.time.monotonic", lambda: now[0])
-    watch = make_watch(hang, timeout_seconds=4.0)
-    watch.check()
-    assert patience == [4.0, 0.5, 0.5]
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+def test_the_time_out_in_the_environment_is_checked(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERAS_HET_PEER_TIMEOUT_SECONDS", text)
+    with pytest.raises(ValueError, match="KERAS_HET_PEER_TIMEOUT_SECONDS must be a positive"):
+        read_peer_timeout(None)
+    assert read_peer_timeout(7) == 7.0
+
+
+def test_the_time_out_is_the_environments_or_half_a_minute(monkeypatch: Any) -> None:
+    monkeypatch.delenv("KERAS_HET_PEER_TIMEOUT_SECONDS", raising=False)
+    assert read_peer_timeout(None) == 30.0
+    monkeypatch.setenv("KERAS_HET_PEER_TIMEOUT_SECONDS", "2.5")
+    assert read_peer_timeout(None) == 2.5
 
 
 def test_the_watch_aborts_collectives_once_and_ends() -> None:
@@ -133,7 +202,7 @@ def test_an_error_while_all_workers_answer_passes_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = make_watch()
-    monkeypatch.setattr(watch, "wait_for_loss", lambda timeout_seconds: None)
+    monkeypatch.setattr(watch, "wait_for_loss", lambda: None)
 
     def step() -> None:
         raise UnavailableError("another server that the data come from")

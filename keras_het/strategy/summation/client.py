@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +12,7 @@ from keras_het.strategy.parameter_service.admission import Status
 from keras_het.strategy.parameter_service.function_client import FunctionClient, NoAnswerError
 
 _DEADLINE_EXCEEDED = 4
+_SECONDS_OF_A_CALL = 1.0
 _EXCHANGE_SPECS = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None], tf.float32))
 
 
@@ -58,19 +61,30 @@ class SummationClient:
             ],
         )
 
-    def join(self, timeout_seconds: float) -> None:
+    def join(self, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
         """Begins the run there.
 
         Args:
             timeout_seconds: how long to wait for the machine to be started.
+            check: called while it waits; raises if there is nothing to wait for any more.
 
         Raises:
             ConnectionError: if it does not answer in time.
             PermissionError: if it refuses.
         """
         run, spec = tf.constant(self._run, tf.int64), tf.TensorSpec([], tf.int32)
+        end = time.monotonic() + timeout_seconds
         try:
-            status = self._client.ask("sum_join", [run], spec, timeout_seconds)
+            # In short calls: nothing else happens in this thread meanwhile, not even Ctrl-C.
+            while True:
+                seconds = max(0.001, min(end - time.monotonic(), _SECONDS_OF_A_CALL))
+                try:
+                    status = self._client.ask("sum_join", [run], spec, seconds)
+                    break
+                except NoAnswerError as error:
+                    if error.code != _DEADLINE_EXCEEDED or time.monotonic() >= end:
+                        raise
+                    check()
         except NoAnswerError as error:
             raise ConnectionError(
                 f"{self.name}: {error} Start all workers, and `python -m "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +37,7 @@ class SummationGroup:
         worker: this worker.
         credential: as all services have it.
         run: number of this run, equal on all workers.
+        check: called while it waits for the machines; raises if a worker was lost.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SummationGroup:
         worker: int,
         credential: bytes,
         run: int,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._options = options
         self._service = service
@@ -68,7 +70,7 @@ class SummationGroup:
             for machine, address in enumerate(addresses)
         }  # fmt: skip
         for client in self._clients.values():
-            client.join(_START_TIMEOUT_SECONDS)
+            client.join(_START_TIMEOUT_SECONDS, check)
         self._used_slots = [0] * len(addresses)
         self._places: dict[tuple[str, int, int, bool], _Place | None] = {}
         # Sums of each outermost graph so far.

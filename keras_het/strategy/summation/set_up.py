@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from keras_het.strategy.cluster import Membership
 
 
-def start_summation(options: Summation, extended: Any, membership: Membership) -> SummationGroup:
+def start_summation(
+    options: Summation, extended: Any, membership: Membership, check: Callable[[], None]
+) -> SummationGroup:
     """Starts this worker's service and joins those of all machines; all workers must call it.
 
     Args:
@@ -28,6 +31,7 @@ def start_summation(options: Summation, extended: Any, membership: Membership) -
         extended: the strategy's `HeterogeneousExtended`.
         membership: the workers, and in TF_CONFIG the spare machines. A worker's service listens
             on a free port of the host that it has there.
+        check: called while it waits for the others; raises if one was lost.
 
     Raises:
         ValueError: if there is no shared secret, or the rates do not fit the cluster.
@@ -46,9 +50,8 @@ def start_summation(options: Summation, extended: Any, membership: Membership) -
     told = np.array([port, secrets.randbelow(2**62) + 1], np.int64)
     everyone = extended.gather_over_workers(told).reshape(-1, len(told))
     addresses = [f"{host}:{port}" for host, port in zip(hosts, everyone[:, 0], strict=True)]
-    group = SummationGroup(
-        options, service, [*addresses, *spare], num_workers, worker, proof, int(everyone[0, 1])
-    )
+    machines, run = [*addresses, *spare], int(everyone[0, 1])
+    group = SummationGroup(options, service, machines, num_workers, worker, proof, run, check)
     atexit.register(group.close)
     return group
 

@@ -1,0 +1,178 @@
+"""Ctrl-C and SIGTERM: the first one ends training in an orderly way, the second one at once.
+
+TensorFlow takes SIGTERM when a process joins a cluster, and does nothing about it. Python calls
+handlers in the main thread only, between two of its instructions: not while a collective waits for
+another worker. So a thread looks after what must not wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
+
+_logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# `timeout` and others that pass a signal on send it to a process and to its group: twice.
+_SAME_SIGNAL_SECONDS = 0.2
+# What the main thread may take to return from TensorFlow before its collectives are aborted.
+_PATIENCE_SECONDS = 2.0
+_SECONDS_TO_SEND_AGAIN = 0.05
+# An error of a collective within this time after a signal is a consequence of it.
+_SECONDS_TO_END = 15.0
+
+
+class Stoppable(Protocol):
+    """What ends at a step boundary."""
+
+    @property
+    def is_in_steps(self) -> bool:
+        """Whether it comes to a step boundary."""
+
+    def ask(self, number: int) -> None:
+        """Asks it to end there; called in a signal handler."""
+
+
+class StopSignals:
+    """Receives the signals of this process; a handler of the user's own stays in its place."""
+
+    def __init__(self) -> None:
+        self._is_leaving = False
+        self._raised = (0, 0.0)
+        self._stoppables: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+        self._abort: Callable[[str], None] = lambda message: None
+        self._is_installed = False
+        self._num_received = 0
+        self._num_sent_again = 0
+        self._last = (0, 0.0)
+        self._was_received = threading.Event()
+
+    def add(self, stoppable: Stoppable) -> None:
+        """Has signals end something; it is forgotten when nobody else holds it."""
+        self._stoppables.add(stoppable)
+
+    def install(self, abort: Callable[[str], None] | None = None) -> None:
+        """Takes the signals that nobody else has; in the main thread, after joining a cluster.
+
+        Args:
+            abort: makes pending collectives fail with a message, None if there are none.
+        """
+        self._abort = abort or self._abort
+        if threading.current_thread() is not threading.main_thread():
+            _logger.debug("no signals: only the main thread may handle them")
+            return
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            if handler in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, self._receive)
+            elif handler is not None:
+                signal.signal(number, handler)  # which TensorFlow has replaced
+        if not self._is_installed:
+            self._is_installed = True
+            self._start_thread()
+            os.register_at_fork(after_in_child=self._forget)
+            atexit.register(self.leave)
+
+    def exception(self, number: int) -> BaseException:
+        """The exception that ends the script with the exit code of a signal, 143 or 130."""
+        self._raised = (number, time.monotonic())
+        if number == signal.SIGINT:  # which a script may catch, and go on
+            self._num_received = 0
+            return KeyboardInterrupt()
+        return SystemExit(128 + number)
+
+    def exit_code_in_place_of_error(self) -> int | None:
+        """The exit code for a collective that failed because a signal ends this process."""
+        number, since = self._raised
+        is_late = time.monotonic() - since > _SECONDS_TO_END
+        return None if number == 0 or is_late else 128 + number
+
+    def leave(self) -> None:
+        """Has any signal end the process at once: the script is at its end."""
+        self._is_leaving = True
+
+    def _start_thread(self) -> None:
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        other = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        if other != -1:  # an event loop's
+            signal.set_wakeup_fd(other)
+            return
+        self._sockets = reader, writer
+        threading.Thread(target=self._watch, name="keras_het-signals", daemon=True).start()
+
+    def _forget(self) -> None:
+        """In a process that was forked: its parent's training is none of its business."""
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            if self._is_ours(number):
+                is_interrupt = number == signal.SIGINT
+                signal.signal(
+                    number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
+                )
+
+    def _is_ours(self, number: int) -> bool:
+        return signal.getsignal(number) == self._receive
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """The handler, in the main thread."""
+        self._was_received.set()
+        if self._is_leaving:
+            os._exit(128 + number)
+        running = [each for each in list(self._stoppables) if each.is_in_steps]
+        for each in running:
+            each.ask(number)
+        if not running:
+            exception = self.exception(number)
+            if not _makes_an_exception(frame):
+                raise exception
+            threading.Timer(_SECONDS_TO_SEND_AGAIN, self._send_again, (number,)).start()
+
+    def _send_again(self, number: int) -> None:
+        self._num_sent_again += 1
+        os.kill(os.getpid(), number)
+
+    def _watch(self) -> None:
+        while received := self._sockets[0].recv(1):
+            number = received[0]
+            if number in SIGNALS and self._is_ours(number):
+                self._look_after(number)
+
+    def _look_after(self, number: int) -> None:
+        if self._num_sent_again:
+            self._num_sent_again -= 1
+            return
+        now = time.monotonic()
+        is_same = self._last[0] == number and now - self._last[1] < _SAME_SIGNAL_SECONDS
+        if is_same:
+            return
+        self._last = (number, now)
+        self._num_received += 1
+        name = signal.Signals(number).name
+        if self._num_received > 1 or self._is_leaving:
+            os.write(2, f"[keras_het] {name} again: ends at once\n".encode())
+            os._exit(128 + number)
+        time.sleep(_SAME_SIGNAL_SECONDS)  # who sends another one when told so means it
+        if any(each.is_in_steps for each in list(self._stoppables)):
+            _logger.warning("%s: ends after the next step; once more ends at once.", name)
+        elif not self._was_received.wait(_PATIENCE_SECONDS):
+            self._abort(f"{name} ends this worker")
+        self._was_received.clear()
+
+
+def _makes_an_exception(frame: FrameType | None) -> bool:
+    """Whether another one would be lost here: TensorFlow's C++ waits for the one that is made."""
+    return frame is not None and isinstance(frame.f_locals.get("self"), BaseException)
+
+
+stop_signals = StopSignals()
+"""The signals of this process."""

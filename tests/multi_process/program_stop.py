@@ -1,0 +1,129 @@
+"""Program: trains, or does something else, until a signal ends it.
+
+Its single argument is a JSON object: "mode" ("fit", "evaluate", "predict", "custom_loop",
+"wait_at_start", "handler", "fork"), "backup" and "result" (paths), "validate", and for each worker
+a list: "signal_at" (its signal at a step, the number of the step), "stuck_at" (a step in which it
+stays), "signal".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from recorded import arrays
+from recording import small_model
+
+import keras_het
+
+OPTIONS = json.loads(sys.argv[1])
+TASK = json.loads(os.environ.get("TF_CONFIG") or '{"task": {"type": "worker", "index": 0}}')["task"]
+PLACE = TASK["index"] + (TASK["type"] == "async")
+FOR_EVER = 10_000_000
+
+
+def option(name: str) -> Any:
+    value = OPTIONS.get(name)
+    return value[PLACE] if isinstance(value, list) else value
+
+
+class Happens(keras.callbacks.Callback):
+    """What happens to this worker at a step of training or validation."""
+
+    step = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.step += 1
+        if self.step == 5:
+            print("training", flush=True)
+        if self.step == option("signal_at"):
+            os.kill(os.getpid(), option("signal") or signal.SIGTERM)
+        if self.step == option("stuck_at"):
+            print("stuck", flush=True)
+            threading.Event().wait()
+
+    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+
+class HappensInValidation(Happens):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts no steps of training."""
+
+
+def train_without_fit(strategy: Any, model: Any, data: Any) -> None:
+    @tf.function
+    def step(batch: Any) -> Any:
+        return strategy.run(lambda x, y: tf.reduce_sum(model(x) - y), args=batch)
+
+    happens = Happens()
+    for number, batch in enumerate(strategy.distribute(data.repeat())):
+        strategy.reduce("SUM", step(batch), axis=None)
+        happens.on_train_batch_end(number)
+
+
+def fork_a_child() -> None:
+    child = os.fork()
+    if child == 0:
+        threading.Event().wait()
+    os.kill(child, signal.SIGTERM)
+    print("child ended by", os.WTERMSIG(os.waitpid(child, 0)[1]), flush=True)
+
+
+def main() -> None:
+    mode = option("mode")
+    if mode == "handler":
+        signal.signal(signal.SIGTERM, lambda *_: print("my own handler", flush=True))
+    strategy = keras_het.HeterogeneousStrategy()
+    keras.utils.set_random_seed(7)
+    print("joined", flush=True)
+    if mode == "wait_at_start" and strategy.is_chief:
+        print("stuck", flush=True)
+        threading.Event().wait()
+    if mode == "fork":
+        fork_a_child()
+    with strategy.scope():
+        model = small_model(keras.optimizers.SGD(0.1, momentum=0.9))
+    data = tf.data.Dataset.from_tensor_slices(arrays(44)).shuffle(44, seed=3).batch(8)
+    if mode == "custom_loop":
+        train_without_fit(strategy, model, data)
+    if mode == "evaluate":
+        model.evaluate(data.repeat(), steps=FOR_EVER, verbose=0, callbacks=[Happens()])
+    if mode == "predict":
+        x, _ = arrays(44)
+        endless = tf.data.Dataset.from_tensor_slices(x).batch(8).repeat()
+        model.predict(endless, steps=FOR_EVER, verbose=0, callbacks=[Happens()])
+    validates = option("validate")
+    callbacks: list[Any] = [HappensInValidation() if validates else Happens()]
+    if backup := option("backup"):
+        callbacks.insert(0, keras_het.callbacks.BackupAndRestore(backup))
+    if local := option("local"):
+        callbacks.append(keras_het.callbacks.LocalTraining(local))
+    if TASK["type"] == "async" or option("hybrid"):
+        callbacks.append(keras_het.callbacks.HybridAggregation(timeout_seconds=10))
+    try:
+        model.fit(
+            data,
+            epochs=option("epochs") or FOR_EVER,
+            verbose=0,
+            callbacks=callbacks,
+            validation_data=data if validates else None,
+        )
+    except BaseException as error:
+        print(f"raised {type(error).__name__} after {callbacks[0].__class__.__name__}", flush=True)
+        raise
+    print("trained", flush=True)
+    if (result := option("result")) and strategy.is_chief:
+        variables = [*model.weights, *model.optimizer.variables]
+        values = {f"variable_{position}": np.array(v) for position, v in enumerate(variables)}
+        np.savez(Path(result), **values)
+
+
+main()

@@ -1,0 +1,178 @@
+"""SIGTERM and Ctrl-C end all workers after the same step, and a second signal ends one at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forked_workers import Workers
+from hybrid_clusters import environments
+
+from keras_het.launch.worker_process import WorkerProcess
+
+TERMINATED = 128 + signal.SIGTERM
+SCRIPT = str(Path(__file__).with_name("program_stop.py"))
+
+
+@pytest.fixture
+def start(start_workers: Any) -> Callable[..., Workers]:
+    def run(jobs: dict[str, int], **options: Any) -> Workers:
+        return start_workers(  # type: ignore[no-any-return]
+            "program_stop.py",
+            arguments=[json.dumps(options)],
+            environments=environments(jobs),
+        )
+
+    return run
+
+
+def assert_all_end(workers: Workers, code: int = TERMINATED) -> None:
+    for result in workers.wait():
+        assert result.exit_code == code, result.output
+        assert "WorkerLostError" not in result.output
+
+
+def assert_one_ends_at_once(workers: Workers, index: int, number: int, code: int) -> None:
+    """After a second signal; the others are stuck."""
+    workers.send_signal(index, number)
+    workers.wait_for_output(index, "once more ends at once")
+    workers.send_signal(index, number)
+    result = workers.wait_for(index, timeout=20)
+    assert result.exit_code == code, result.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("validate", [False, True], ids=["in-training", "in-validation"])
+def test_training_goes_on_from_the_backup_at_the_right_sample(
+    start: Any, start_workers: Any, tmp_path: Path, validate: bool
+) -> None:
+    backup, result, expected = (tmp_path / name for name in ("backup", "result.npz", "one.npz"))
+    common = {"epochs": 3, "validate": validate}
+    single = start_workers(
+        "program_stop.py", arguments=[json.dumps({**common, "result": str(expected)})]
+    )
+    common["backup"] = str(backup)
+    # six steps an epoch; the tenth of validation is in that of the second epoch
+    stopped = start({"worker": 2}, signal_at=[None, 10], **common)
+    assert_all_end(stopped)
+    assert "Another worker has received SIGTERM" in stopped.output(0)
+    assert backup.exists()
+    resumed = start({"worker": 2}, result=str(result), **common)
+    for worker in [*resumed.wait(), *single.wait()]:
+        assert worker.exit_code == 0, worker.output
+    with np.load(result) as ours, np.load(expected) as theirs:
+        assert ours.keys() == theirs.keys()
+        assert ours["variable_4"] == 18  # steps
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.quick("fit-2")
+@pytest.mark.parametrize(
+    ("mode", "number"), [("fit", 2), ("fit", 3), ("evaluate", 2), ("predict", 2)]
+)
+def test_ctrl_c_on_one_worker_ends_all(start: Any, mode: str, number: int) -> None:
+    at = [None, 10, None][:number]
+    workers = start({"worker": number}, mode=mode, signal_at=at, signal=int(signal.SIGINT))
+    assert_all_end(workers, -signal.SIGINT)
+    assert all("KeyboardInterrupt" in workers.output(index) for index in range(number))
+
+
+WAYS = {
+    "local-training": ({"worker": 2}, {"local": "sync_easgd"}),
+    "custom-loop": ({"worker": 2}, {"mode": "custom_loop"}),
+    "hybrid": ({"worker": 1, "async": 1}, {"hybrid": True}),
+    "hybrid-group": ({"worker": 2, "async": 1}, {"hybrid": True}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("jobs", "options"), WAYS.values(), ids=WAYS)
+def test_workers_that_all_get_the_signal_end_by_it(
+    start: Any, jobs: dict[str, int], options: dict[str, Any]
+) -> None:
+    workers = start(jobs, **options)
+    number = sum(jobs.values())
+    workers.wait_for_outputs(range(number), "training")
+    for index in range(number):
+        workers.send_signal(index, signal.SIGTERM)
+    # one that loses another on its way there says so, and ends by its own signal
+    for result in workers.wait():
+        assert result.exit_code == TERMINATED, result.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, 128 + signal.SIGINT)]
+)
+def test_a_second_signal_ends_a_worker_that_waits_for_another(
+    start: Any, number: int, code: int
+) -> None:
+    workers = start({"worker": 2}, stuck_at=[8, None])
+    workers.wait_for_output(0, "stuck")
+    workers.wait_for_output(1, "training")
+    assert_one_ends_at_once(workers, 1, number, code)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "codes"),
+    [(signal.SIGTERM, [TERMINATED]), (signal.SIGINT, [-signal.SIGINT, 128 + signal.SIGINT])],
+)
+def test_one_signal_ends_a_worker_that_waits_before_its_first_step(
+    start: Any, number: int, codes: list[int]
+) -> None:
+    workers = start({"worker": 2}, mode="wait_at_start")
+    workers.wait_for_output(0, "stuck")
+    workers.wait_for_output(1, "joined")
+    workers.send_signal(1, number)
+    result = workers.wait_for(1, timeout=60)
+    assert result.exit_code in codes, result.output
+
+
+@pytest.mark.full
+def test_a_handler_of_the_users_own_is_called(start: Any) -> None:
+    workers = start({"worker": 2}, mode="handler", epochs=3, signal_at=[7, None])
+    for result in workers.wait():
+        assert result.exit_code == 0, result.output
+        assert "trained" in result.output
+    assert workers.output(0).count("my own handler") == 1
+
+
+@pytest.mark.full
+def test_a_process_that_a_worker_forks_ends_by_sigterm(start: Any) -> None:
+    workers = start({"worker": 2}, mode="fork", epochs=1)
+    for result in workers.wait():
+        assert result.exit_code == 0, result.output
+        assert "child ended by 15" in result.output
+
+
+@pytest.mark.full
+def test_the_launcher_ends_its_workers_without_killing_them(tmp_path: Path) -> None:
+    """The grace period is longer than the test may take."""
+    backup = tmp_path / "backup"
+    options = json.dumps({"backup": str(backup)})
+    command = [sys.executable, "-m", "keras_het", "run", "--workers", "2"]
+    process = WorkerProcess(
+        0,
+        [*command, "--grace-seconds", "1000", SCRIPT, options],
+        {**os.environ, "PYTHONUNBUFFERED": "1"},
+        on_line=lambda index, stream, line: None,
+        on_exit=lambda index: None,
+    )
+    try:
+        assert process.wait_for_output("training", 120), process.text("stderr")
+        os.kill(process.process_id, signal.SIGTERM)
+        assert process.join(120), process.text("stderr")
+        assert process.result().exit_code == TERMINATED
+        assert backup.exists()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.join(20)

@@ -1,0 +1,85 @@
+"""Workers wait for each other, say for whom, and not for ever."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from keras_het.launch.free_ports import ReservedPorts
+from keras_het.strategy import arrival
+from keras_het.strategy.arrival import wait_for_peers
+
+TIMEOUT = 30.0
+
+
+@pytest.fixture
+def addresses() -> Iterator[tuple[str, ...]]:
+    with ReservedPorts(8) as ports:
+        ports.release()
+        yield ports.addresses
+
+
+def peers_of(place: int, addresses: tuple[str, ...]) -> dict[str, str]:
+    return {f"worker {i}": at for i, at in enumerate(addresses) if i != place}
+
+
+def test_all_come_at_once_however_many(addresses: tuple[str, ...]) -> None:
+    def come(place: int) -> None:
+        left[place] = wait_for_peers(addresses[place], peers_of(place, addresses), TIMEOUT)
+        # TensorFlow's server has the place from now on
+        host, port = addresses[place].split(":")
+        server = socket.create_server((host, int(port)))
+        servers.append(server)
+
+    left: dict[int, float] = {}
+    servers: list[socket.socket] = []
+    threads = [threading.Thread(target=come, args=(place,)) for place in range(len(addresses))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    for server in servers:
+        server.close()
+    assert sorted(left) == list(range(len(addresses)))
+    assert all(0 < seconds <= TIMEOUT for seconds in left.values())
+
+
+def test_who_is_missing_is_named(
+    addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrival, "_FIRST_MESSAGE_SECONDS", 0.5)
+    host, port = addresses[1].split(":")
+    with (
+        caplog.at_level(logging.WARNING),
+        socket.create_server((host, int(port))),
+        pytest.raises(TimeoutError) as raised,
+    ):
+        wait_for_peers(addresses[0], peers_of(0, addresses[:3]), 1.2)
+    assert str(raised.value).startswith(
+        f"worker 2 ({addresses[2]}) did not come within 1.2 s, `connect_seconds`"
+    )
+    assert f"Waiting for worker 2 ({addresses[2]}), " in caplog.text
+    assert "worker 1" not in caplog.text
+    assert caplog.text.count("Waiting for") == 2
+
+
+def test_a_name_that_is_not_known_yet_is_waited_for(addresses: tuple[str, ...]) -> None:
+    with pytest.raises(TimeoutError, match=r"worker 1 \(no\.such\.host\.invalid:1\)"):
+        wait_for_peers(addresses[0], {"worker 1": "no.such.host.invalid:1"}, 0.5)
+
+
+def test_many_missing_ones_are_not_all_listed(addresses: tuple[str, ...]) -> None:
+    many = {f"worker {i}": f"127.0.0.1:{i}" for i in range(1, 20)}
+    with pytest.raises(TimeoutError, match=r"worker 8 \(127.0.0.1:8\) and 11 more did not"):
+        wait_for_peers(addresses[0], many, 0.1)
+
+
+def test_the_own_place_is_free_again(addresses: tuple[str, ...]) -> None:
+    with pytest.raises(TimeoutError):
+        wait_for_peers(addresses[0], {"worker 1": addresses[1]}, 0.1)
+    host, port = addresses[0].split(":")
+    socket.create_server((host, int(port)), reuse_port=False).close()
