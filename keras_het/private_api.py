@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -44,7 +43,7 @@ from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.experimental.rpc import rpc_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.framework import composite_tensor, random_seed
+from tensorflow.python.framework import composite_tensor
 from tensorflow.python.framework import type_spec as type_spec_lib
 from tensorflow.python.types import distribute as distribute_types
 
@@ -104,7 +103,6 @@ __all__ = [
     "end_collectives_of_all",
     "epoch_steps_of",
     "function_being_traced",
-    "global_seed",
     "has_begun",
     "is_stateful",
     "is_too_late_to_join",
@@ -122,7 +120,6 @@ __all__ = [
     "learning_rate_of",
     "move_optimizer",
     "mutex_of",
-    "operation_seed_state",
     "order_of_operation",
     "own_state",
     "peer_is_healthy",
@@ -130,7 +127,6 @@ __all__ = [
     "regroup",
     "repeat_operation",
     "run_independently",
-    "separate_operation_seeds",
     "share_instances",
     "type_spec_from_value",
     "undecorated_step",
@@ -420,59 +416,6 @@ def has_begun(iterator: Any) -> bool:
 def learning_rate_of(optimizer: Any) -> Any:
     """Returns what a Keras optimizer keeps of its rate: a variable, a schedule or a function."""
     return optimizer._learning_rate
-
-
-def global_seed() -> int | None:
-    """Returns what `tf.random.set_seed` was given in this process, None if it was not called."""
-    seed: int | None = eager_context.global_seed()
-    return seed
-
-
-def operation_seeds(seed: int) -> tuple[int, int]:
-    """Returns the pair of seeds that TensorFlow derives from an operation seed."""
-    first, second = random_seed.get_seed(seed)
-    return int(first), int(second)
-
-
-def operation_seed_state() -> Any:
-    """Where the sequence stands from which operations without a seed of their own take one.
-
-    Returns:
-        A state for `separate_operation_seeds`; None without a global seed, where none is taken.
-    """
-    return eager_context.context()._rng.getstate() if global_seed() is not None else None
-
-
-@contextlib.contextmanager
-def separate_operation_seeds(state: Any) -> Iterator[None]:
-    """Has operations that this thread makes take their seeds from a sequence apart.
-
-    The process has one sequence for all its threads. Saved before and restored after, it would
-    lose what another thread draws meanwhile.
-
-    Args:
-        state: where the sequence begins, from `operation_seed_state`.
-    """
-    generator = random.Random(0)
-    if state is not None:
-        generator.setstate(state)
-    context = eager_context.context()
-    if "_internal_operation_seed" not in vars(context):
-        original = context._internal_operation_seed
-        context._internal_operation_seed = functools.partial(_operation_seed, original)
-    before, _of_thread.generator = getattr(_of_thread, "generator", None), generator
-    try:
-        yield
-    finally:
-        _of_thread.generator = before
-
-
-def _operation_seed(original: Callable[[], int]) -> int:
-    generator = getattr(_of_thread, "generator", None)
-    return original() if generator is None else generator.randint(0, tf.int32.max)
-
-
-_of_thread = threading.local()
 
 
 def peer_is_healthy(task: str, timeout_seconds: float) -> bool:

@@ -359,33 +359,33 @@ def test_what_an_optimizer_keeps_of_its_rate(cpu_devices):
 
 def test_operation_seeds_depend_on_the_global_seed(cpu_devices):
     tf.random.set_seed(5)
-    assert private_api.global_seed() is not None
-    assert private_api.operation_seeds(3) == (5, 3)
+    assert iterator_adapter.global_seed() is not None
+    assert iterator_adapter.operation_seeds(3) == (5, 3)
 
 
 def test_seeds_of_one_thread_may_come_from_a_sequence_apart(cpu_devices):
     def seeds_of(count):
-        return [private_api.operation_seeds(None)[1] for _ in range(count)]
+        return [iterator_adapter.operation_seeds(None)[1] for _ in range(count)]
 
     tf.random.set_seed(5)
-    state = private_api.operation_seed_state()
+    state = iterator_adapter.operation_seed_state()
     expected = seeds_of(5)
     tf.random.set_seed(5)
     with (
-        private_api.separate_operation_seeds(state),
+        iterator_adapter.separate_operation_seeds(state),
         concurrent.futures.ThreadPoolExecutor(1) as other,
     ):
         assert seeds_of(2) == expected[:2]
         assert other.submit(seeds_of, 2).result() == expected[:2]
         tf.random.set_seed(5)  # a new generator of the process
         assert seeds_of(1) == expected[2:3]
-        with private_api.separate_operation_seeds(state):
+        with iterator_adapter.separate_operation_seeds(state):
             assert seeds_of(2) == expected[:2]
         assert seeds_of(2) == expected[3:]
     assert seeds_of(5) == expected
     tf.random.set_seed(None)
-    assert private_api.operation_seed_state() is None
-    with private_api.separate_operation_seeds(None):
+    assert iterator_adapter.operation_seed_state() is None
+    with iterator_adapter.separate_operation_seeds(None):
         assert tf.random.uniform([]).shape == []
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het import private_api
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.handover import hand_over, has_memory_cache
@@ -43,7 +42,7 @@ def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
         TypeError: if `build` does not return a `tf.data.Dataset`.
     """
     knobs = knobs or Knobs.for_host()
-    seeds = private_api.operation_seed_state()
+    seeds = iterator_adapter.operation_seed_state()
     return AdjustablePipeline(build, knobs, build_tuned(build, knobs), seeds)
 
 
@@ -101,7 +100,7 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         Args:
             knobs: its settings.
         """
-        with private_api.separate_operation_seeds(self._seeds):
+        with iterator_adapter.separate_operation_seeds(self._seeds):
             return build_tuned(self.build, knobs)
 
     def to_look_at(self) -> Any:

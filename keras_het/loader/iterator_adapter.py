@@ -1,17 +1,23 @@
-"""Private symbols of tf.data's data sets and iterators, each with a test in test_private_api.py.
+"""Private symbols of tf.data's data sets, iterators and seeds, each with a test.
 
 Checked with TensorFlow 2.16.2 and 2.21.0.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import random
+import threading
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import model_pb2
 from tensorflow.python.data.ops import dataset_ops
-from tensorflow.python.framework import func_graph
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.framework import func_graph, random_seed
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
 FuncGraph = func_graph.FuncGraph
@@ -97,3 +103,56 @@ def iterator_model(iterator: Any) -> Any:
     except tf.errors.OpError:  # not found; or no kernel, where the iterator is on a GPU
         return None
     return model_pb2.ModelProto.FromString(text)
+
+
+def global_seed() -> int | None:
+    """Returns what `tf.random.set_seed` was given in this process, None if it was not called."""
+    seed: int | None = eager_context.global_seed()
+    return seed
+
+
+def operation_seeds(seed: int) -> tuple[int, int]:
+    """Returns the pair of seeds that TensorFlow derives from an operation seed."""
+    first, second = random_seed.get_seed(seed)
+    return int(first), int(second)
+
+
+def operation_seed_state() -> Any:
+    """Where the sequence stands from which operations without a seed of their own take one.
+
+    Returns:
+        A state for `separate_operation_seeds`; None without a global seed, where none is taken.
+    """
+    return eager_context.context()._rng.getstate() if global_seed() is not None else None
+
+
+@contextlib.contextmanager
+def separate_operation_seeds(state: Any) -> Iterator[None]:
+    """Has operations that this thread makes take their seeds from a sequence apart.
+
+    The process has one sequence for all its threads. Saved before and restored after, it would
+    lose what another thread draws meanwhile.
+
+    Args:
+        state: where the sequence begins, from `operation_seed_state`.
+    """
+    generator = random.Random(0)
+    if state is not None:
+        generator.setstate(state)
+    context = eager_context.context()
+    if "_internal_operation_seed" not in vars(context):
+        original = context._internal_operation_seed
+        context._internal_operation_seed = functools.partial(_operation_seed, original)
+    before, _of_thread.generator = getattr(_of_thread, "generator", None), generator
+    try:
+        yield
+    finally:
+        _of_thread.generator = before
+
+
+def _operation_seed(original: Callable[[], int]) -> int:
+    generator = getattr(_of_thread, "generator", None)
+    return original() if generator is None else generator.randint(0, tf.int32.max)
+
+
+_of_thread = threading.local()

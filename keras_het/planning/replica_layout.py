@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+from keras_het.planning.shares import apportion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,3 +66,26 @@ class ReplicaLayout:
         """
         first = sum(self.replicas_per_worker[:worker])
         return range(first, first + self.replicas_per_worker[worker])
+
+
+def share_weights(shares: Sequence[float] | None, layout: ReplicaLayout) -> tuple[float, ...]:
+    """The weights of all replicas' shares, equal ones by default.
+
+    Args:
+        shares: one weight for each replica of all workers, zero or more, or None.
+        layout: the replicas.
+
+    Raises:
+        ValueError: if their number is wrong, one is negative or infinite, or all are zero.
+    """
+    if shares is None:
+        return (1.0,) * layout.num_replicas
+    weights = tuple(shares)
+    if len(weights) != layout.num_replicas:
+        raise ValueError(
+            f"`shares` needs one weight per replica. Received: {len(weights)} weights {weights}; "
+            f"expected: {layout.num_replicas}, for workers with {layout.replicas_per_worker} "
+            "device(s)."
+        )
+    apportion(1, weights)
+    return weights

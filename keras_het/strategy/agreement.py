@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_het import private_api
+from keras_het.loader import iterator_adapter
 from keras_het.strategy.peer_watch import message_in
 
 PATIENCE_SECONDS = 30.0
@@ -181,7 +181,7 @@ _drawn_seeds: set[int] = set()
 
 def seed_was_drawn() -> bool:
     """Tells whether TensorFlow's global seed is one that all workers were given, not the user's."""
-    return private_api.global_seed() in _drawn_seeds
+    return iterator_adapter.global_seed() in _drawn_seeds
 
 
 def share_random_seed(extended: Any) -> None:
@@ -194,7 +194,7 @@ def share_random_seed(extended: Any) -> None:
         extended: the strategy's `HeterogeneousExtended`.
     """
     drawn = np.array([secrets.randbelow(2**31)], np.int64)
-    is_users = private_api.global_seed() is not None and not seed_was_drawn()
+    is_users = iterator_adapter.global_seed() is not None and not seed_was_drawn()
     is_set = np.array([is_users], np.int64)
     seeds = extended.gather_over_workers(np.concatenate([drawn, is_set])).reshape(-1, 2)
     if not seeds[:, 1].any():

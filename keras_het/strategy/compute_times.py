@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,9 @@ class ComputeTimes:
         self._read = 0
         self.is_measuring = False
         self.is_measuring_gradients = False
+        # Models whose train function was made while steps were measured; whether gradients too.
+        self._measured_models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._keeps_measuring = self._keeps_measuring_gradients = False
         with tf.init_scope(), tf.device("CPU:0"):
             self._rows = tf.Variable(
                 tf.zeros([CAPACITY, _ROWS, num_replicas], tf.float64), trainable=False
@@ -65,6 +69,32 @@ class ComputeTimes:
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._wanted = tf.Variable(tf.zeros([num_replicas]), trainable=False)
             self._wanted_batch = tf.Variable(tf.zeros([2]), trainable=False)
+
+    def begin(self, model: Any, gradients: bool, stops: bool) -> None:
+        """Makes training steps measure, see `HeterogeneousStrategy.measure_compute_times`."""
+        gradients = gradients and self._num_replicas > 1
+        self.is_measuring = True
+        self.is_measuring_gradients |= gradients
+        if not stops:
+            self._keeps_measuring = True
+            self._keeps_measuring_gradients |= gradients
+        if model is None or self._measured_models.get(model, -1) >= gradients:
+            return
+        self._measured_models[model] = self.is_measuring_gradients
+        if model.train_function is not None:
+            model.make_train_function(force=True)
+
+    def end(self, model: Any) -> None:
+        """Ends a measurement that stops, see `HeterogeneousStrategy.stop_measuring`."""
+        keeps = self._keeps_measuring_gradients
+        if self._keeps_measuring and self.is_measuring_gradients == keeps:
+            return
+        self.is_measuring, self.is_measuring_gradients = self._keeps_measuring, keeps
+        self._measured_models.pop(model, None)
+        if self._keeps_measuring:
+            self._measured_models[model] = keeps
+        if model.train_function is not None:
+            model.make_train_function(force=True)
 
     def want(self, shares: Sequence[int]) -> None:
         """Tells all workers, with the next step, which shares they should use; for the chief.

@@ -4,12 +4,15 @@ Nothing here delays anything; it only reads and describes. Standard library only
 """
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from keras_het.planning.time_model import LinearTimeModel
+
+_logger = logging.getLogger(__name__)
 
 KERAS_HET_EMULATED_DEVICES = "KERAS_HET_EMULATED_DEVICES"
 
@@ -109,3 +112,23 @@ def _error(problem: str, text: str) -> ValueError:
         f"expected for example {_EXAMPLE}. Unset it to use the devices as they are, or let "
         "`keras-het run --speeds` set it."
     )
+
+
+def warn_of_emulated_devices(devices: Any, num_local_replicas: int) -> None:
+    """Says that times are not real ones, where devices are emulated.
+
+    Args:
+        devices: what `read_emulated_devices` returned.
+        num_local_replicas: replicas of this worker.
+
+    Raises:
+        ValueError: if there is not one device for each local replica.
+    """
+    if devices is None:
+        return
+    if len(devices) != num_local_replicas:
+        raise ValueError(
+            "KERAS_HET_EMULATED_DEVICES must describe every local replica. Received: "
+            f"{len(devices)} device(s); expected: {num_local_replicas}."
+        )
+    _logger.warning("%s", describe_emulated_devices(devices))

@@ -18,7 +18,8 @@ from keras_het import private_api
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.distributed_steps import DistributedSteps
-from keras_het.planning import ReplicaLayout, apportion
+from keras_het.planning import ReplicaLayout
+from keras_het.planning.replica_layout import share_weights
 from keras_het.strategy import agreement, cluster
 from keras_het.strategy.agreed_calls import install_agreement
 from keras_het.strategy.average_loss import check_caller, install_average_loss
@@ -29,8 +30,8 @@ from keras_het.strategy.compute_times import ComputeTimes
 from keras_het.strategy.data_path import DataPath, with_own_batches
 from keras_het.strategy.departure import leave_quickly, leave_together
 from keras_het.strategy.emulated_device_config import (
-    describe_emulated_devices,
     read_emulated_devices,
+    warn_of_emulated_devices,
 )
 from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.keras_hooks import keras_hooks
@@ -155,9 +156,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._cluster_config = membership.config
         self._data_path = DataPath(self)
         self._compute_times = ComputeTimes(self.num_replicas_in_sync)
-        # Models whose train function was made while steps were measured; whether gradients too.
-        self._measured_models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._keeps_measuring = self._keeps_measuring_gradients = False
         # What a backup keeps of a parameter service in this process, and what one brought back.
         self.service_state: Callable[[], dict[str, np.ndarray] | None] | None = None
         self.restored_service_state: dict[str, np.ndarray] | None = None
@@ -166,8 +164,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         # roles="auto" chooses once: a new start forgets what was trained. Fits too short for it
         # would measure links, and trace their steps anew, each time.
         self.role_trials_left = 3
-        self._weights = _check_shares(shares, self.layout)
-        self._check_emulated_devices()
+        self._weights = share_weights(shares, self.layout)
+        warn_of_emulated_devices(self._emulated_devices, len(self.layout.local_replicas))
         if self.num_workers > 1:
             agreement.check_agreement(self.extended, self._weights, summation)
             agreement.share_random_seed(self.extended)
@@ -302,7 +300,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         Raises:
             ValueError: if the number of weights is not the number of replicas, or all are zero.
         """
-        self._weights = _check_shares(shares, self.layout)
+        self._weights = share_weights(shares, self.layout)
 
     def distribute(
         self, dataset: tf.data.Dataset, global_batch_size: int | None = None, **options: Any
@@ -363,18 +361,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 single replica has none to compare.
             stops: whether the caller says when it needs no more, by `stop_measuring`.
         """
-        times = self._compute_times
-        gradients = gradients and self.num_replicas_in_sync > 1
-        times.is_measuring = True
-        times.is_measuring_gradients |= gradients
-        if not stops:
-            self._keeps_measuring = True
-            self._keeps_measuring_gradients |= gradients
-        if model is None or self._measured_models.get(model, -1) >= gradients:
-            return
-        self._measured_models[model] = times.is_measuring_gradients
-        if model.train_function is not None:
-            model.make_train_function(force=True)
+        self._compute_times.begin(model, gradients, stops)
 
     def stop_measuring(self, model: Any) -> None:
         """Ends a measurement that stops; what another caller measures goes on.
@@ -384,15 +371,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         Args:
             model: the model that was measured; its step is traced again.
         """
-        times, keeps = self._compute_times, self._keeps_measuring_gradients
-        if self._keeps_measuring and times.is_measuring_gradients == keeps:
-            return
-        times.is_measuring, times.is_measuring_gradients = self._keeps_measuring, keeps
-        self._measured_models.pop(model, None)
-        if self._keeps_measuring:
-            self._measured_models[model] = keeps
-        if model.train_function is not None:
-            model.make_train_function(force=True)
+        self._compute_times.end(model)
 
     @property
     def latest_shares(self) -> tuple[int, ...]:
@@ -614,32 +593,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 )
         return super().reduce(reduce_op, value, axis)
 
-    def _check_emulated_devices(self) -> None:
-        devices = self._emulated_devices
-        if devices is None:
-            return
-        num_local = len(self.layout.local_replicas)
-        if len(devices) != num_local:
-            raise ValueError(
-                "KERAS_HET_EMULATED_DEVICES must describe every local replica. Received: "
-                f"{len(devices)} device(s); expected: {num_local}."
-            )
-        _logger.warning("%s", describe_emulated_devices(devices))
-
 
 def _is_traced_apart(function: Any) -> bool:
     return hasattr(function, "get_concrete_function")
-
-
-def _check_shares(shares: Sequence[float] | None, layout: ReplicaLayout) -> tuple[float, ...]:
-    if shares is None:
-        return (1.0,) * layout.num_replicas
-    weights = tuple(shares)
-    if len(weights) != layout.num_replicas:
-        raise ValueError(
-            f"`shares` needs one weight per replica. Received: {len(weights)} weights {weights}; "
-            f"expected: {layout.num_replicas}, for workers with {layout.replicas_per_worker} "
-            "device(s)."
-        )
-    apportion(1, weights)  # Raises a ValueError for negative, infinite or all-zero weights.
-    return weights

@@ -198,6 +198,6 @@ def test_the_drawn_seed_differs_between_runs(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tensorflow_tells_whether_a_seed_is_set() -> None:
     tf.random.set_seed(3)
-    assert agreement.private_api.global_seed() is not None
+    assert agreement.iterator_adapter.global_seed() is not None
     tf.random.set_seed(None)
-    assert agreement.private_api.global_seed() is None
+    assert agreement.iterator_adapter.global_seed() is None
