@@ -43,6 +43,7 @@ class DistributedSteps(adapter.DistributedDataset):
 
     Attributes:
         samples_delivered: samples of all of its batches so far, over all replicas.
+        replica_spec: specs of the batch of one replica.
         may_be_looked_at: whether Keras may draw an element before the first epoch begins.
         epoch_steps: gives the steps of an epoch that Keras was told, None if it was not.
     """
@@ -61,6 +62,7 @@ class DistributedSteps(adapter.DistributedDataset):
         self._steps = np.int64(cardinality)
         self._wrap: Wrap = wrap.bound_to(self) if hasattr(wrap, "bound_to") else wrap
         to_element = getattr(self._wrap, "element_spec", lambda spec: spec)
+        self.replica_spec = element_spec
         self._element_spec = to_element(element_spec)
         self.may_be_looked_at = may_be_looked_at
         self.epoch_steps: Callable[[], int | None] = lambda: None

@@ -31,7 +31,7 @@ def install_symbolic_build() -> None:
             data.epoch_steps = functools.partial(private_api.epoch_steps_of, weakref.ref(iterator))
             # one that has begun belongs to the validation before, which has built the model
             if not data.may_be_looked_at or private_api.has_begun(iterator):
-                batch = tf.nest.map_structure(_shape_and_type, data.element_spec)
+                batch = tf.nest.map_structure(_shape_and_type, data.replica_spec)
                 iterator, data_batch = None, batch
         return original(model, iterator=iterator, data_batch=data_batch)
 
