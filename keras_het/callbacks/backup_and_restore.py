@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_het import private_api
 from keras_het.callbacks.backup_folder import BackupFolder
-from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy
+from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.callbacks.shorter_epochs import ShorterEpochs
 
 _SERVICE = "service/"
@@ -30,6 +30,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     Args:
         backup_dir: folder of the backup, the same for all workers.
         save_freq: "epoch", or the number of batches between two backups.
+        verbose: 1 prints on the chief where a training goes on, and each backup.
         **kwargs: further arguments of `keras.callbacks.BackupAndRestore`.
 
     Raises:
@@ -40,8 +41,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     Reference: `keras.callbacks.BackupAndRestore`.
     """
 
-    def __init__(self, backup_dir: str, save_freq: str | int = "epoch", **kwargs: Any) -> None:
+    def __init__(
+        self, backup_dir: str, save_freq: str | int = "epoch", *, verbose: int = 0, **kwargs: Any
+    ) -> None:
         super().__init__(str(backup_dir), save_freq=save_freq, **kwargs)
+        self._verbose = verbose
         self._folder = BackupFolder(backup_dir, num_kept=2 if self.double_checkpoint else 1)
         self._epoch = 0
         self._first_step = 0
@@ -84,6 +88,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         else:
             self._data.start_at(position["passes"], position["pass_step"])
         self._pass_step = position["pass_step"]
+        place = f"epoch {self._epoch + 1}, step {self._first_step + 1}"
+        tell(f"Training goes on from {self._folder.newest} at {place}.", strategy, self._verbose)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes where the epoch starts."""
@@ -157,6 +163,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._strategy().is_chief:
             position = np.array(json.dumps(self._position()))
             self._folder.add(self.model, {"position": position, **self._service_state()})
+            tell(f"Saved {self._folder.newest}.", self._strategy(), self._verbose)
 
     def _service_state(self) -> dict[str, np.ndarray]:
         """Versions and the rule's state of a parameter service; those saved last if it is lost."""
