@@ -53,6 +53,8 @@ _SAME_KIND = (
     *("Identity", "Snapshot", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape"),
     *("Reshape", "Squeeze", "ExpandDims", "Transpose", "Pack", "ConcatV2", "Cast"),
 )
+# The inputs after the first are sizes and places.
+_RESHAPES = ("Reshape", "BroadcastTo", "Tile", "Slice", "StridedSlice", "GatherV2", "Pad", "PadV2")
 _SUBSETS = ("Where", "DynamicPartition")
 # Each row of what they give depends on the others, or on where it lies.
 _COUPLES_ROWS = ("Cumsum", "Cumprod", "Unique", "UniqueV2", "UniqueWithCounts")
@@ -199,6 +201,11 @@ class SampleDependence:
         if not has_rows:
             return _of_aggregates(operation, kinds)
         if not tensor.shape.rank or tensor.shape[0] is not None or _couples(operation):
+            return Kind.OTHER
+        # What a row becomes by a sum over the replica's rows is not what it is on one device.
+        is_random = operation.type.startswith(("Random", "Stateless"))
+        of_values = kinds[:1] if operation.type in _RESHAPES else kinds
+        if not is_random and not set(of_values) <= {Kind.EQUAL, Kind.SHAPE, *_ROWS}:
             return Kind.OTHER
         return Kind.SUBSET if _leaves_rows_out(operation, kinds) else Kind.ROWS
 

@@ -240,6 +240,24 @@ def test_what_cannot_be_read_off_is_named(eagerly, caplog):
         assert part in message
 
 
+class Centred(State):
+    """Each row depends on the others of its replica."""
+
+    def shapes(self):
+        return {"spread": ("float32",)}
+
+    def update(self, x):
+        self.spread.assign(ops.sum(ops.square(x - ops.mean(x, axis=0))))
+
+
+def test_a_sum_of_rows_that_depend_on_each_other_is_named(caplog):
+    with three_replicas().scope():
+        model = with_state(Centred)
+    model.fit(*arrays(8), batch_size=4, verbose=0)
+    (message,) = said(caplog)
+    assert "'own/spread': the mean over samples" in message
+
+
 class Declared(State):
     def shapes(self):
         return {"value": ("float32",)}
