@@ -82,10 +82,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """Let iterators go while they are young.
+    """Let iterators go while they are young, and clusters with the test that made them.
 
-    The end of one may wait for tf.data's autotuner, which sleeps the longer the older it is.
+    The end of an iterator may wait for tf.data's autotuner, which sleeps the longer the older it
+    is. A process that belongs to a cluster trains no model outside of it.
     """
+    if (calls := sys.modules.get("keras_het.strategy.agreed_calls")) is not None:
+        calls._clusters.clear()
     global _last_collection
     if time.monotonic() - _last_collection > SECONDS_BETWEEN_COLLECTIONS:
         gc.collect()

@@ -16,7 +16,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-import tensorflow as tf
 
 _logger = logging.getLogger("keras_het")
 _NAME = re.compile(r"backup-(\d+)-([0-9a-f]{64})\.weights\.h5")
@@ -169,7 +168,7 @@ class BackupFolder:
 def _bytes_needed(model: Any) -> int:
     optimizer = [] if model.optimizer is None else model.optimizer.variables
     variables = [*model.variables, *optimizer]
-    sizes = (math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in variables)
+    sizes = (math.prod(each.shape) * each.value.dtype.size for each in variables)
     return sum(sizes) + _VARIABLE_BYTES * len(variables) + _FILE_BYTES
 
 

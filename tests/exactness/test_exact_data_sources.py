@@ -298,6 +298,7 @@ def linear_model(strategy):
 
 def test_batches_of_replicas_under_equal_shares():
     strategy = three_replicas()
+    strategy.set_shares([1, 1, 1])
     ours, one_device = linear_model(strategy), linear_model(None)
     ours.fit(of_own_batches(strategy), verbose=0)
     one_device.fit(*arrays(24), batch_size=12, shuffle=False, verbose=0)
@@ -307,6 +308,7 @@ def test_batches_of_replicas_under_equal_shares():
 
 def test_batches_of_replicas_refuse_what_cannot_apply():
     strategy = three_replicas()
+    strategy.set_shares([1, 1, 1])
     data = of_own_batches(strategy)
     model = linear_model(strategy)
     with pytest.raises(ValueError, match=r"(?s)BatchBalancer\..*strategy\.distribute\(dataset"):

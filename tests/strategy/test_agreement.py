@@ -167,7 +167,9 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def share_seed(monkeypatch: pytest.MonkeyPatch, own_is_set: bool, others_are_set: Any) -> None:
-    monkeypatch.setattr(agreement.private_api, "global_seed", lambda: 5 if own_is_set else None)
+    monkeypatch.setattr(
+        agreement.iterator_adapter, "global_seed", lambda: 5 if own_is_set else None
+    )
     first, last = others_are_set
     everyone = [np.array([123, first]), np.array([456, last])]
     agreement.share_random_seed(Cluster(lambda own: [everyone[0], own, everyone[1]]))
@@ -190,7 +192,7 @@ def test_a_seed_of_the_user_stays(
 
 def test_the_drawn_seed_differs_between_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr(agreement.private_api, "global_seed", lambda: 5)
+    monkeypatch.setattr(agreement.iterator_adapter, "global_seed", lambda: 5)
     for _ in range(4):
         agreement.share_random_seed(Cluster(lambda own: [drawn.append(int(own[0])) or own] * 3))
     assert len(set(drawn)) > 1
