@@ -133,7 +133,8 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         options = self._options if options is None else self._options.merge(options)
         carried = tf.cast(value, _TYPES_TO_GATHER_AS.get(value.dtype, value.dtype))
         if tf.executing_eagerly():  # TensorFlow gathers in graphs only.
-            gathered = self._gather_function(axis, options)(carried)
+            spec = tf.TensorSpec([None] * carried.shape.rank, carried.dtype)
+            gathered = self._gather_function(axis, options, spec)(carried)
         else:
             gathered = self._launchers[0].all_gather(carried, axis, options)
         return tf.cast(gathered, value.dtype)
@@ -159,11 +160,12 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             return value
         return self._all_reduce_by_type([value], 0, self._options)[0]
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019 - the strategy lives as long as its process.
-    def _gather_function(self, axis: Any, options: Any) -> Any:
+    @functools.lru_cache(maxsize=32)  # noqa: B019 - the strategy lives as long as its process.
+    def _gather_function(self, axis: Any, options: Any, spec: tf.TensorSpec) -> Any:
+        # one trace each: TensorFlow warns of a function that is traced again and again
         return tf.function(
             lambda value: self._launchers[0].all_gather(value, axis, options),
-            reduce_retracing=True,
+            input_signature=[spec],
         )
 
     def _mirror(self, value: Any) -> Any:
