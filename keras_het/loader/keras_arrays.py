@@ -43,7 +43,7 @@ def with_order_of_epoch(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
         seed: as for `with_repeatable_order`.
 
     Returns:
-        A data set of equal batches; `dataset` itself if it is none of arrays, or not shuffled.
+        A data set of equal batches; `dataset` itself if it has no arrays, or does not shuffle them.
     """
     node = _without_prefetch(dataset)
     found = adapter.keras_arrays(node)

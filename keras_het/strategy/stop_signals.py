@@ -111,7 +111,7 @@ class StopSignals:
         threading.Thread(target=self._watch, name="keras_het-signals", daemon=True).start()
 
     def _forget(self) -> None:
-        """In a process that was forked: its parent's training is none of its business."""
+        """In a process that was forked: its parent's training does not concern it."""
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             if self._is_ours(number):

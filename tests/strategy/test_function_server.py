@@ -1,9 +1,13 @@
 """Functions answer over RPC until their server is closed; the client tells what went wrong."""
 
+import contextlib
 import gc
+import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 
 import keras
 import pytest
@@ -107,37 +111,54 @@ def test_a_server_that_did_not_start_does_not_end_a_later_one(address):
     second.close()
 
 
-PUSHES_AT_ITS_END = """
-import sys, threading
+IS_PUSHED_TO_AT_ITS_END = """
+import subprocess, sys
 import tensorflow as tf
 from keras_het.strategy.parameter_service import ParameterClient, ParameterService, Partitions
 from keras_het.strategy.rules import AsyncSGD
 
-address, proof, partitions = sys.argv[1], b"of this test", Partitions(((400_000,),), 100_000)
-service = ParameterService(address, partitions, AsyncSGD(0.1, momentum=0.5), proof, 2)
-service.start()
-gradients, versions = [tf.ones([100_000])] * 4, tf.zeros([4], tf.int64)
-pushed = threading.Event()
+code, address, role = sys.argv[1:]
+proof, partitions = b"of this test", Partitions(((400_000,),), 100_000)
 
 def push():
     client = ParameterClient(address, partitions, proof, 0, timeout_seconds=2.0)
+    gradients, versions = [tf.ones([100_000])] * 4, tf.zeros([4], tf.int64)
+    is_taken = False
     while True:
         answer = client.push(gradients, versions, 1, gradients)
-        if not answer.statuses.numpy().any():  # all were taken
-            pushed.set()
+        if answer.statuses.numpy().any():
+            assert is_taken, "no push was taken"
+            return
+        if not is_taken:
+            is_taken = True
+            print("taken", flush=True)
 
-for _ in range(2):
-    threading.Thread(target=push, daemon=True).start()
-assert pushed.wait(60), "no push was taken"
+if role == "pushes":  # a process of its own: threads of this one would crash it as it ends
+    push()
+else:
+    service = ParameterService(address, partitions, AsyncSGD(0.1, momentum=0.5), proof, 2)
+    service.start()
+    command = [sys.executable, "-c", code, code, address, "pushes"]
+    pushes = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    print(pushes.pid, flush=True)
+    assert pushes.stdout.readline() == "taken\\n"
 """
 
 
 @pytest.mark.full
 def test_a_process_ends_well_while_it_is_pushed_to(address):
     for _ in range(3):
-        command = [sys.executable, "-c", PUSHES_AT_ITS_END, free_address()]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert ended.returncode == 0, ended.stderr[-2000:]
+        code = IS_PUSHED_TO_AT_ITS_END
+        command = [sys.executable, "-c", code, code, free_address(), "is pushed to"]
+        # not a pipe, which the process that pushes would keep open
+        with tempfile.TemporaryFile("w+") as output:
+            ended = subprocess.run(command, stdout=output, stderr=output, timeout=120)
+            output.seek(0)
+            text = output.read()
+        pusher = next(int(line) for line in text.splitlines() if line.isdigit())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pusher, signal.SIGKILL)
+        assert ended.returncode == 0, text[-2000:]
 
 
 def test_many_calls_are_under_way_at_once_in_a_graph(address):
