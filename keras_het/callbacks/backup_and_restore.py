@@ -36,7 +36,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     Raises:
         ValueError: if the model does not train under a `HeterogeneousStrategy`, the workers found
             different backups, or one is in another format.
-        OSError: if a backup is damaged, and there is none before it, or cannot be written.
+        OSError: if the only backup is damaged, or a backup cannot be written.
 
     Reference: `keras.callbacks.BackupAndRestore`.
     """
@@ -63,7 +63,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if strategy.is_async_worker:
             return  # it goes on from the group's center and epoch
         self._check_same_backup(self._folder.find())
-        super().on_train_begin(logs)  # reads a backup in Keras's format, and there is none
+        super().on_train_begin(logs)  # finds no backup in Keras's format
         self._forget()
         self._data = data_of_fit(self.model, strategy)
         self._loop = private_api.EpochLoop(self.model)

@@ -63,13 +63,15 @@ class InputSpec(tf.TypeSpec):
         return self.value_type(components, self._element_spec)
 
 
-class GraphIterator(tf.distribute.DistributedIterator, private_api.CompositeTensor):
-    """An iterator in a graph.
+class _InGraph:
+    """What stands in a graph for a distributed data set or its iterator.
 
     Args:
         number: its number, int64 scalar.
         element_spec: the type of its elements.
     """
+
+    _is_iterator: bool
 
     def __init__(self, number: Any, element_spec: Any) -> None:
         self.number, self._element_spec = number, element_spec
@@ -81,11 +83,22 @@ class GraphIterator(tf.distribute.DistributedIterator, private_api.CompositeTens
 
     @property
     def _type_spec(self) -> InputSpec:
-        return InputSpec(self._element_spec, is_iterator=True)
+        return InputSpec(self._element_spec, is_iterator=self._is_iterator)
 
     def __tf_tracing_type__(self, context: Any) -> InputSpec:
         del context
         return self._type_spec
+
+
+class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.CompositeTensor):
+    """An iterator in a graph.
+
+    Args:
+        number: its number, int64 scalar.
+        element_spec: the type of its elements.
+    """
+
+    _is_iterator = True
 
     def __iter__(self) -> GraphIterator:
         return self
@@ -133,7 +146,7 @@ class GraphIterator(tf.distribute.DistributedIterator, private_api.CompositeTens
         return has_value, element
 
 
-class GraphDataset(tf.distribute.DistributedDataset, private_api.CompositeTensor):
+class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.CompositeTensor):
     """A distributed data set in a graph.
 
     Args:
@@ -141,21 +154,7 @@ class GraphDataset(tf.distribute.DistributedDataset, private_api.CompositeTensor
         element_spec: the type of its elements.
     """
 
-    def __init__(self, number: Any, element_spec: Any) -> None:
-        self.number, self._element_spec = number, element_spec
-
-    @property
-    def element_spec(self) -> Any:
-        """The type of its elements."""
-        return self._element_spec
-
-    @property
-    def _type_spec(self) -> InputSpec:
-        return InputSpec(self._element_spec, is_iterator=False)
-
-    def __tf_tracing_type__(self, context: Any) -> InputSpec:
-        del context
-        return self._type_spec
+    _is_iterator = False
 
     def __iter__(self) -> GraphIterator:
         held: list[Any] = []  # one for each place in a graph, until it opens the next

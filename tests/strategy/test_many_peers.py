@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -24,15 +23,20 @@ class Worker:
     def __init__(self, cluster: Cluster, place: int) -> None:
         self.place = place
         self.aborted_by: list[str] = []
+        self.aborts = threading.Event()
         self.news = PeerNews("127.0.0.1:1")
         self.watch = PeerWatch(
             {cluster.task(other): f"host:{other}" for other in neighbours(place, NUMBER)},
             cluster.ask,
-            self.aborted_by.append,
+            self.abort,
             patience_seconds=0.5,
             refuses=lambda address: int(address.split(":")[1]) in cluster.dead,
             interval_seconds=0.1,
         )
+
+    def abort(self, message: str) -> None:
+        self.aborted_by.append(message)
+        self.aborts.set()
 
 
 class Cluster:
@@ -96,8 +100,7 @@ def test_everybody_hears_who_was_lost(cluster: Cluster, place: int, kind: str) -
             assert message is not None, worker.place
             assert message.startswith(f"Lost worker {place} (host:{place}): ")
             # in the thread that has found or heard it
-            while not worker.aborted_by:
-                time.sleep(0.001)
+            assert worker.aborts.wait(TIMEOUT), worker.place
             assert worker.aborted_by == [message]
 
 
