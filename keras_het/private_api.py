@@ -128,8 +128,10 @@ __all__ = [
     "repeat_operation",
     "run_independently",
     "share_instances",
+    "tell_cluster",
     "type_spec_from_value",
     "undecorated_step",
+    "wait_for_cluster",
 ]
 
 
@@ -479,6 +481,21 @@ def end_collectives_of_all(message: str) -> None:
     abort_collectives(message)
     with contextlib.suppress(tf.errors.OpError):  # another worker was first
         eager_context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
+
+
+def tell_cluster(name: str, text: str) -> None:
+    """Gives a text to all workers of the cluster; the first one under a name stays."""
+    with contextlib.suppress(tf.errors.OpError):  # another worker was first, or worker 0 is gone
+        eager_context.context().set_config_key_value(name, text)
+
+
+def wait_for_cluster(name: str) -> str | None:
+    """Waits until a worker gives all a text under a name; None if worker 0 is gone first."""
+    try:
+        text: str = eager_context.context().get_config_key_value(name)
+    except tf.errors.OpError:
+        return None
+    return text
 
 
 def run_independently(result: Any) -> Any:

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.arrival import wait_for_peers
 from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.strategy.neighbours import neighbours
-from keras_het.strategy.peer_news import PeerNews, new_token
 from keras_het.strategy.peer_watch import PeerWatch, short_name
 from keras_het.strategy.summation import SummationGroup
 
@@ -22,6 +20,7 @@ _KEYS_PER_STRATEGY = 100_000
 _strategies = itertools.count()
 # Joining takes as long as TensorFlow needs for the devices.
 _SHORTEST_WAIT = 60.0
+_LOST_WORKER = "keras_het/lost_worker"
 
 
 def next_collective_key_base() -> int:
@@ -237,26 +236,13 @@ def watch_summation(watch: PeerWatch, summation: SummationGroup) -> None:
     )
 
 
-def spread_news(watch: PeerWatch, extended: Any, membership: Membership) -> PeerNews:
-    """Lets workers tell each other which one was lost; all workers must call it.
+def share_news(watch: PeerWatch) -> None:
+    """Lets all workers hear at once which one is lost; when all have joined.
 
     Args:
         watch: the watch of this process.
-        extended: the strategy's `HeterogeneousExtended`.
-        membership: the workers.
     """
-    addresses = list(membership.workers.values())
-    place = extended.layout.worker_index
-    news = PeerNews(addresses[place])
-    own = np.concatenate([np.array([news.port], np.int64), new_token()])
-    everyone = extended.gather_over_workers(own).reshape(len(addresses), -1)
-    numbers = range(len(addresses))
-    told = {
-        *neighbours(place, len(addresses)),
-        *(other for other in numbers if place in neighbours(other, len(addresses))),
-    }
-    hosts = {other: addresses[other].rpartition(":")[0] for other in told if everyone[other, 0]}
-    watch.tell = news.tell
-    places = [f"{host}:{everyone[other, 0]}" for other, host in hosts.items()]
-    news.start(everyone[0, 1:], places, watch.hear)
-    return news
+    watch.share_news(
+        lambda message: private_api.tell_cluster(_LOST_WORKER, message),
+        lambda: private_api.wait_for_cluster(_LOST_WORKER),
+    )

@@ -170,7 +170,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             agreement.check_agreement(self.extended, self._weights, summation)
             agreement.share_random_seed(self.extended)
             watch = self._peer_watch or cluster.watch_peers(membership, patience)
-            cluster.spread_news(watch, self.extended, membership)
+            cluster.share_news(watch)
             if summation is not None:
                 check = watch.raise_if_lost
                 group = start_summation(summation, self.extended, membership, check)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-_MOST = 4
+_MOST = 3
 
 
 def neighbours(place: int, number: int, most: int = _MOST) -> tuple[int, ...]:
-    r"""The workers that one of `number` watches, and tells what it has found.
+    """The workers that one of `number` watches: worker 0, and those behind it in a ring.
 
-    They lie :math:`n^{i/k}, i = 0 \ldots k-1` places ahead in a ring, so that news reach everybody
-    in about :math:`k n^{1/k}` hops, whoever is gone.
+    Worker 0 carries the news of any other one that is lost, so that everybody watches it.
 
     Args:
         place: the worker's place, 0 to `number` - 1.
-        number: :math:`n`, number of workers.
-        most: :math:`k`, the largest number of neighbours.
+        number: number of workers.
+        most: the largest number of workers that are watched beside worker 0.
 
     Returns:
-        Places of `most` workers at most; all others where these are few.
+        Places of `most` + 1 workers at most.
     """
-    if number <= most + 1:
-        offsets = set(range(1, number))
-    else:
-        offsets = {round(number ** (step / most)) for step in range(most)}
-    return tuple((place + offset) % number for offset in sorted(offsets))
+    watched = {0, *((place + offset) % number for offset in range(1, most + 1))}
+    return tuple(sorted(watched - {place}))

@@ -88,7 +88,6 @@ class PeerWatch:
         abort: makes pending collectives fail with a message.
         patience_seconds: time for which a peer may be silent, in seconds.
         refuses: tells whether nobody listens at an address any more.
-        tell: passes on to other workers what this one has found.
         interval_seconds: pause between two rounds, in seconds.
     """
 
@@ -99,13 +98,12 @@ class PeerWatch:
         abort: Callable[[str], None],
         patience_seconds: float = _DEFAULT_PATIENCE_SECONDS,
         refuses: Callable[[str], bool] = refuses_connections,
-        tell: Callable[[str], None] = lambda message: None,
         interval_seconds: float = 0.5,
     ) -> None:
         self._patience = patience_seconds
         self._refuses = refuses
         self._interval = interval_seconds
-        self.tell = tell
+        self._tell: Callable[[str], None] = lambda message: None
         self._peers: dict[str, str] = {}
         self._is_healthy: dict[str, Callable[[str, float], bool]] = {}
         self._silence: dict[str, float] = {}
@@ -135,6 +133,25 @@ class PeerWatch:
         """Starts watching in a background thread."""
         self._thread.start()
 
+    def share_news(
+        self, tell: Callable[[str], None], wait_for_news: Callable[[], str | None]
+    ) -> None:
+        """Tells all other workers what this one finds, and hears what they have found.
+
+        Args:
+            tell: gives a message to all; it may wait, as for a worker 0 that is silent.
+            wait_for_news: returns the first message that a worker tells, or None if none can come
+                any more.
+        """
+
+        def hear() -> None:
+            message = wait_for_news()
+            if message is not None:
+                self._lose(message)
+
+        self._tell = lambda message: _in_background(lambda: tell(message))
+        _in_background(hear)
+
     def stop(self) -> None:
         """Stops watching."""
         self._stop.set()
@@ -162,14 +179,6 @@ class PeerWatch:
         """
         if self._message is not None:
             raise WorkerLostError(self._message)
-
-    def hear(self, message: str) -> None:
-        """Takes what another worker has found, and passes it on.
-
-        Args:
-            message: its message that names the lost worker.
-        """
-        self._lose(message)
 
     def check(self) -> str | None:
         """Asks every peer once and returns the message about the lost ones, if any."""
@@ -205,9 +214,13 @@ class PeerWatch:
             self._message = message
         _logger.debug("%s", message)
         self._found.set()
-        self.tell(message)
+        self._tell(message)
         for abort in self._aborts:
             abort(message)
+
+
+def _in_background(function: Callable[[], None]) -> None:
+    threading.Thread(target=function, name="keras_het-news", daemon=True).start()
 
 
 def _message(lost: Mapping[str, str]) -> str:

@@ -1,9 +1,9 @@
 """Program: one worker of a cluster that trains until something happens to it.
 
 Its single argument is a JSON object: "steps" of training, "shares", how long it waits for others
-("connect_seconds"), what this worker does at a step ("raise_at", "hold_at", "exit_late",
-"custom_loop"), or what it does wrong before training ("seed", "use_tensorflow_first"). Each may
-be a list with one entry a worker.
+("connect_seconds"), how many workers it watches beside worker 0 ("most_watched"), what this worker
+does at a step ("raise_at", "hold_at", "exit_late", "custom_loop"), or what it does wrong before
+training ("seed", "use_tensorflow_first"). Each may be a list with one entry a worker.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
+from keras_het.strategy import neighbours
 
 config = json.loads(os.environ.get("TF_CONFIG") or '{"task": {"index": 0}}')
 PLACE = config["task"]["index"] + (
@@ -62,6 +63,8 @@ def main() -> None:
         print("used", float(tf.constant(1.0) + 1.0))
     if option("seed") is not None:
         keras.utils.set_random_seed(option("seed"))
+    if option("most_watched") is not None:
+        neighbours.neighbours.__defaults__ = (option("most_watched"),)
     shares = option("shares")
     strategy = keras_het.HeterogeneousStrategy(
         shares=None if shares is None else [float(share) for share in shares.split(":")],

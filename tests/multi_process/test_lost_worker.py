@@ -54,7 +54,8 @@ LOSSES = [
 def test_survivors_name_the_lost_worker(
     start_workers: Any, number: int, lost: int, jobs: dict[str, int], name: str
 ) -> None:
-    workers = _start(start_workers, jobs)
+    # Only one worker finds it, or all where it was worker 0: the others hear of it.
+    workers = _start(start_workers, jobs, most_watched=1)
     workers.send_signal(lost, number)
     survivors = [index for index in range(sum(jobs.values())) if index != lost]
     _assert_survivors_name(workers, survivors, name)
