@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -49,14 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if config.getoption("--quick") else "full")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     """Leaves out what a quick run does not have."""
     for item in items:
         if _room(item.nodeid) in FULL_FOLDERS or item.get_closest_marker("alone"):
             item.add_marker("full")
     if not any("::" in argument for argument in config.args):
-        _check_names(items)
+        _check_names(items)  # before -k and -m leave tests out
+    yield
     quick, rest = config.getoption("--quick"), config.getoption("--rest")
     if not (quick or rest):
         return

@@ -91,6 +91,11 @@ def test_a_name_that_no_parameter_has_is_an_error(folder: Path) -> None:
     assert "do not have: {'room/test_some.py::test_of_one_parameter': ['four']}" in run(folder)
 
 
+def test_some_tests_can_be_chosen(folder: Path) -> None:
+    assert "3 passed" in run(folder, "--quick", "-k", "always or one_parameter or property")
+    assert "1 passed" in run(folder, "--quick", "-k", "always")
+
+
 def test_rooms_that_are_collected_without_tensorflow() -> None:
     program = f"""
 import sys, pytest

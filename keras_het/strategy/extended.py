@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -126,28 +127,38 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Callable[[], Any]:
-        """Compares a new variable between the workers before the chief's value is sent to them.
+        """Gives all replicas of a new variable one value.
 
-        The value is only sent where it differs: with one random seed it hardly ever does.
+        Between the workers it is compared before the chief's is sent to them, and only sent where
+        it differs: with one random seed it hardly ever does. A variable that is created in a graph
+        passes the tensor on to the other replicas: TensorFlow can only initialize variables before
+        it runs the graph where their values read no other variable, and feeds the collectives of a
+        graph that it runs in the same go with nothing.
         """
-        create = super()._get_variable_creator_initial_value
         places = {"replica_id": replica_id, "device": device, "primary_var": primary_var}
-        if replica_id or self.layout.num_workers == 1:
-            return create(**places, **kwargs)
+        create = functools.partial(super()._get_variable_creator_initial_value, **places)
 
         def initial_value() -> Any:
-            if not tf.executing_eagerly():
-                return create(**places, **kwargs)()
-            given = kwargs["initial_value"]
-            with tf.device(device):
-                value = given() if callable(given) else given
-                value = getattr(value, "wrapped_value", value)
-                value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
-            if agreement.has_equal_value(self, value, str(kwargs.get("name"))):
-                return value
-            return create(**places, **{**kwargs, "initial_value": value})()
+            if tf.executing_eagerly():
+                if replica_id or self.layout.num_workers == 1:
+                    return create(**kwargs)()
+                return self._agreed_value(create, device, kwargs)
+            if replica_id == 0:
+                self._value_in_graph = tf.convert_to_tensor(create(**kwargs)(), kwargs.get("dtype"))
+            return tf.identity(self._value_in_graph)
 
         return initial_value
+
+    def _agreed_value(self, create: Any, device: Any, given: dict[str, Any]) -> Any:
+        """The value of the chief, which most often every worker has."""
+        value = given["initial_value"]
+        with tf.device(device):
+            value = value() if callable(value) else value
+            value = getattr(value, "wrapped_value", value)
+            value = tf.convert_to_tensor(value, dtype=given.get("dtype"))
+        if agreement.has_equal_value(self, value, str(given.get("name"))):
+            return value
+        return create(**{**given, "initial_value": value})()
 
     def wait_for_departure(self) -> None:
         """Waits until every worker leaves; returns at once if there is one only.
