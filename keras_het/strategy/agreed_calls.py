@@ -110,7 +110,9 @@ def _agree(strategy: Any, model: Any, name: str, given: dict[str, Any]) -> None:
     described = describe_call(model, given)
     weights = [weight / sum(strategy.shares) for weight in strategy.shares]
     described["shares"] = str([float(f"{weight:.4g}") for weight in weights])
-    may_differ = trains_locally(given.get("callbacks"))
+    # Steps of a local training that failed begin with the chief's weights, whatever comes next.
+    is_left_local = name == "fit" and hasattr(model.train_function, "adopts_the_chiefs")
+    may_differ = is_left_local or trains_locally(given.get("callbacks"))
     if may_differ:
         described.pop("steps trained before", None)
     everyone = strategy.agree(

@@ -44,6 +44,7 @@ class LocalSteps:
                 finally:  # not what callbacks evaluate or predict
                     self._samples += self._strategy.own_samples_delivered - before
 
+        train_function.adopts_the_chiefs = True  # type: ignore[attr-defined]
         self._model.train_function = train_function
 
     def take_samples(self) -> int:
