@@ -356,15 +356,34 @@ def test_what_an_optimizer_keeps_of_its_rate(cpu_devices):
     assert isinstance(private_api.learning_rate_of(keras.optimizers.SGD(0.1)), keras.Variable)
 
 
-def test_operation_seeds_depend_on_the_global_seed(cpu_devices):
+def test_operation_seeds_may_be_kept_from_a_global_seed(cpu_devices, monkeypatch):
+    seeds = iterator_adapter.random_seed
+    monkeypatch.setattr(seeds, "get_seed", seeds.get_seed)
+
+    def orders():
+        data = tf.data.Dataset.range(20)
+        return [[int(n) for n in data.shuffle(20, seed=seed)] for seed in (3, None)]
+
+    tf.random.set_seed(None)
+    seeded, _ = orders()
     tf.random.set_seed(5)
-    assert iterator_adapter.global_seed() is not None
-    assert iterator_adapter.operation_seeds(3) == (5, 3)
+    assert iterator_adapter.global_seed() == 5
+    under_global = orders()
+    assert under_global[0] != seeded
+    iterator_adapter.keep_operation_seeds(lambda: True)
+    tf.random.set_seed(5)
+    assert orders() == [seeded, under_global[1]]
+    in_graph = tf.function(lambda: tf.random.uniform([], seed=3))()
+    iterator_adapter.keep_operation_seeds(lambda: False)
+    tf.random.set_seed(5)
+    assert orders() == under_global
+    tf.random.set_seed(None)
+    assert float(in_graph) == float(tf.function(lambda: tf.random.uniform([], seed=3))())
 
 
 def test_seeds_of_one_thread_may_come_from_a_sequence_apart(cpu_devices):
     def seeds_of(count):
-        return [iterator_adapter.operation_seeds(None)[1] for _ in range(count)]
+        return [iterator_adapter.random_seed.get_seed(None)[1] for _ in range(count)]
 
     tf.random.set_seed(5)
     state = iterator_adapter.operation_seed_state()

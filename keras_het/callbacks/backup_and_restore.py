@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import keras
@@ -12,6 +13,8 @@ from keras_het import private_api
 from keras_het.callbacks.backup_folder import BackupFolder
 from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.callbacks.shorter_epochs import ShorterEpochs
+
+_logger = logging.getLogger("keras_het")
 
 _SERVICE = "service/"
 
@@ -88,6 +91,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         else:
             self._data.start_at(position["passes"], position["pass_step"])
         self._pass_step = position["pass_step"]
+        if self._pass_step:
+            self._warn_of_another_order(position.get("seeds"))
         place = f"epoch {self._epoch + 1}, step {self._first_step + 1}"
         tell(f"Training goes on from {self._folder.newest} at {place}.", strategy, self._verbose)
 
@@ -173,6 +178,19 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             return {n: v for n, v in self._folder.state().items() if n.startswith(_SERVICE)}
         return {_SERVICE + name: values for name, values in arrays.items()}
 
+    def _warn_of_another_order(self, seeds: list[list[int]] | None) -> None:
+        now = getattr(self._data, "seeds_of_orders", None)
+        if seeds is None or now is None or (seeds == now and [0, 0] not in now):
+            return
+        _logger.warning(
+            "Training goes on in the middle of an epoch, but the data are shuffled in another "
+            "order than before the backup: of this epoch some samples are used twice and others "
+            "not at all. Received: shuffles with seeds %s, before %s (0 for none). Call "
+            "keras.utils.set_random_seed with the same number at the start of every run.",
+            now,
+            seeds,
+        )
+
     def _check_same_backup(self, sha256: str) -> None:
         """Compares what all workers are about to go on from."""
         strategy = self._strategy()
@@ -210,6 +228,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "passes": passes,
             "pass_step": pass_step,
             "global_batch_size": getattr(self._data, "global_batch_size", None),
+            "seeds": getattr(self._data, "seeds_of_orders", None),
         }
 
     def _strategy(self) -> Any:

@@ -18,6 +18,7 @@ from keras_het.loader.claimed_run import BatchSource, ClaimedRun
 from keras_het.loader.claims import Claims
 from keras_het.loader.content import describe_content
 from keras_het.loader.distributed_steps import DistributedSteps
+from keras_het.loader.keras_arrays import seeds_of_orders
 from keras_het.loader.local_pipeline import build_local_pipeline, global_batches, whole_batches
 from keras_het.loader.order_tuning import OrderTuning
 from keras_het.loader.pass_counter import Pass
@@ -154,6 +155,11 @@ class GlobalOrderDataset(DistributedSteps):
     def first_global_batch_size(self) -> int | None:
         """Samples of a full global batch as it was given, None if not known."""
         return self._first_batch_size or self.form.batch_size
+
+    @property
+    def seeds_of_orders(self) -> list[list[int | None]]:
+        """The seeds of all shuffles; 0 and 0 of one whose order nothing can bring back."""
+        return seeds_of_orders(self._source[0])
 
     def set_global_batch_size(self, samples: int) -> None:
         """Changes the size of global batches from the next pass on; orders of samples stay.

@@ -111,10 +111,31 @@ def global_seed() -> int | None:
     return seed
 
 
-def operation_seeds(seed: int) -> tuple[int, int]:
-    """Returns the pair of seeds that TensorFlow derives from an operation seed."""
-    first, second = random_seed.get_seed(seed)
-    return int(first), int(second)
+def keep_operation_seeds(is_active: Callable[[], bool]) -> None:
+    """Gives operations with a seed of their own the seeds that they have without a global one.
+
+    Args:
+        is_active: asked each time that an operation is made; replaces an earlier one.
+    """
+    global _keeps_operation_seeds
+    _keeps_operation_seeds = is_active
+    original = random_seed.get_seed
+    if hasattr(original, "may_keep_operation_seeds"):
+        return
+
+    @functools.wraps(original)
+    def get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
+        first, second = original(op_seed)
+        if op_seed is not None and _keeps_operation_seeds():
+            return random_seed.DEFAULT_GRAPH_SEED, second
+        return first, second
+
+    get_seed.may_keep_operation_seeds = True  # type: ignore[attr-defined]
+    random_seed.get_seed = get_seed
+
+
+def _keeps_operation_seeds() -> bool:
+    return False
 
 
 def operation_seed_state() -> Any:

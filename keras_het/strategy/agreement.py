@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import random
 import re
 import secrets
 import threading
@@ -179,27 +180,39 @@ def check_agreement(extended: Any, weights: Sequence[float], aggregation: object
 _drawn_seeds: set[int] = set()
 
 
-def seed_was_drawn() -> bool:
-    """Tells whether TensorFlow's global seed is one that all workers were given, not the user's."""
-    return iterator_adapter.global_seed() in _drawn_seeds
+def drawn_seed() -> int | None:
+    """TensorFlow's global seed if all workers were given it; None if it is the user's, or none."""
+    seed = iterator_adapter.global_seed()
+    return seed if seed in _drawn_seeds else None
 
 
 def share_random_seed(extended: Any) -> None:
     """Gives all workers one random seed if the user has set none.
 
     An unseeded shuffle would put the samples in another order on every worker. The chief draws the
-    seed, so that two runs still differ.
+    seed, so that two runs still differ. What the user has seeded stays: an operation with a seed of
+    its own, and the generators of Python and NumPy that all workers have in the same state.
 
     Args:
         extended: the strategy's `HeterogeneousExtended`.
     """
-    drawn = np.array([secrets.randbelow(2**31)], np.int64)
-    is_users = iterator_adapter.global_seed() is not None and not seed_was_drawn()
-    is_set = np.array([is_users], np.int64)
-    seeds = extended.gather_over_workers(np.concatenate([drawn, is_set])).reshape(-1, 2)
-    if not seeds[:, 1].any():
-        keras.utils.set_random_seed(int(seeds[0, 0]))
-        _drawn_seeds.add(int(seeds[0, 0]))
+    is_users = iterator_adapter.global_seed() is not None and drawn_seed() is None
+    python = random.getstate()
+    numpy: Any = np.random.get_state()
+    states = [_hash(repr(python)), _hash(repr((numpy[0], numpy[1].tolist(), *numpy[2:])))]
+    own = np.array([secrets.randbelow(2**31), is_users, *states], np.int64)
+    everyone = extended.gather_over_workers(own).reshape(-1, len(own))
+    if everyone[:, 1].any():
+        return
+    seed = int(everyone[0, 0])
+    keras.utils.set_random_seed(seed)
+    _drawn_seeds.add(seed)
+    iterator_adapter.keep_operation_seeds(lambda: drawn_seed() is not None)
+    is_equal = (everyone == everyone[0]).all(axis=0)
+    if is_equal[2]:
+        random.setstate(python)
+    if is_equal[3]:
+        np.random.set_state(numpy)
 
 
 def check_same_pass(strategy: Any, dataset: Any, shares: str) -> None:

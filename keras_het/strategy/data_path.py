@@ -40,11 +40,12 @@ class DataPath:
         self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: Any
     ) -> GlobalOrderDataset:
         """Gives every replica its share of one global order; see `Strategy.distribute`."""
+        drawn = agreement.drawn_seed()
         if self._get_strategy().num_async_workers:
-            dataset = with_repeatable_order(dataset)
-        elif agreement.seed_was_drawn():
+            dataset = with_repeatable_order(dataset, drawn)
+        elif drawn is not None:
             # the seed is not the user's, and must not make epochs alike
-            dataset = with_order_of_epoch(dataset, seed=self._num_distributed)
+            dataset = with_order_of_epoch(dataset, (drawn + self._num_distributed) % 2**31)
             self._num_distributed += 1
         return self._build(
             GlobalOrderDataset,

@@ -223,6 +223,43 @@ def test_a_resumed_fit_that_failed_leaves_nothing_behind(cpu_devices, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.quick("equal-3", "none-3")
+@pytest.mark.parametrize("step", [3, 8])
+@pytest.mark.parametrize(
+    ("seeds", "is_told"),
+    [
+        pytest.param((7, 7), False, id="equal"),
+        pytest.param((7, 8), True, id="other"),
+        pytest.param((None, None), True, id="none"),
+    ],
+)
+def test_another_order_is_told(cpu_devices, tmp_path, caplog, seeds, is_told, step):
+    def rows_in_order_of(seed):
+        tf.random.set_seed(None)
+        numbers = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=seed)
+        return numbers.map(lambda row: (tf.fill([3], tf.cast(row, tf.float32)), row)).batch(BATCH)
+
+    data = [rows_in_order_of(seed) for seed in seeds]
+    interrupted(cpu_devices, data[0], tmp_path, step, save_freq=1)
+    trained(cpu_devices, data[1], [backup(tmp_path)])
+    # at the end of an epoch nothing is used twice
+    assert ("shuffled in another order" in caplog.text) == (is_told and step < 8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [None, 5])
+def test_another_order_of_arrays_is_told(cpu_devices, tmp_path, caplog, seed):
+    def train(callbacks):
+        model = linear_model(cpu_devices)
+        tf.random.set_seed(seed)
+        model.fit(np.ones([64, 3]), np.ones([64]), batch_size=8, verbose=0, callbacks=callbacks)
+
+    with pytest.raises(InterruptedError):
+        train([backup(tmp_path), Interruption(4)])
+    train([backup(tmp_path)])
+    assert ("shuffled in another order" in caplog.text) == (seed is None)
+
+
 class Grows(keras.callbacks.Callback):
     """Doubles the global batch after the first epoch, as an adaptive one does."""
 

@@ -38,6 +38,9 @@ def unseeded_numpy_shuffle(run: Recording) -> None:
     first, second = np.split(np.array(means), 2)
     run.keep("epochs_differ", np.any(np.abs(first[:-1] - second[:-1]) > 1e-5))
     run.keep(ONLY_WORKERS + "orders", np.array(means))
+    # The user's own seed means what it means on one device.
+    order = [int(number) for number in tf.data.Dataset.range(20).shuffle(20, seed=3)]
+    run.keep("seeded_order", np.array(order))
     losses = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
     run.keep(ONLY_WORKERS + "history", np.array(losses))
     for position, variable in enumerate(model.weights):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -171,7 +172,7 @@ def share_seed(monkeypatch: pytest.MonkeyPatch, own_is_set: bool, others_are_set
         agreement.iterator_adapter, "global_seed", lambda: 5 if own_is_set else None
     )
     first, last = others_are_set
-    everyone = [np.array([123, first]), np.array([456, last])]
+    everyone = [np.array([123, first, 0, 0]), np.array([456, last, 0, 0])]
     agreement.share_random_seed(Cluster(lambda own: [everyone[0], own, everyone[1]]))
 
 
@@ -188,6 +189,29 @@ def test_a_seed_of_the_user_stays(
 ) -> None:
     share_seed(monkeypatch, own, others)
     assert seeds == []
+
+
+@pytest.mark.parametrize("which", ["python", "numpy", "none"])
+def test_a_generator_that_all_have_seeded_stays(
+    monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    monkeypatch.setattr(agreement, "_drawn_seeds", set())
+    tf.random.set_seed(None)
+    before = random.getstate(), repr(np.random.get_state())
+
+    def answer(own: np.ndarray) -> list[np.ndarray]:
+        other = own.copy()
+        other[2] += which != "python"
+        other[3] += which != "numpy"
+        return [own, other]
+
+    agreement.share_random_seed(Cluster(answer))
+    try:
+        assert agreement.drawn_seed() == agreement.iterator_adapter.global_seed() is not None
+        assert (random.getstate() == before[0]) == (which == "python")
+        assert (repr(np.random.get_state()) == before[1]) == (which == "numpy")
+    finally:
+        tf.random.set_seed(None)
 
 
 def test_the_drawn_seed_differs_between_runs(monkeypatch: pytest.MonkeyPatch) -> None:
