@@ -59,8 +59,9 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if getattr(self, "_distribute_strategy", None) is strategy:
             move_optimizer(strategy, self)
         is_first = name not in _called.setdefault(self, set())
+        call = strategy.name_lost_workers(original)
         if name in _ON_BATCHES and not is_first:
-            return original(self, *args, **kwargs)
+            return call(self, *args, **kwargs)
         _called[self].add(name)
         try:
             bound = signature.bind(self, *args, **kwargs)
@@ -75,7 +76,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
                 bound.arguments["callbacks"] = _with_step_watch(given["callbacks"])
                 args, kwargs = bound.args[1:], bound.kwargs
         try:
-            return original(self, *args, **kwargs)
+            return call(self, *args, **kwargs)
         except StopIteration:
             raise ValueError(
                 f"The data set is empty: model.{name} got no batch. Expected at least one. Look "

@@ -514,8 +514,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         run = self._plain_run(options)
         check_can_compile(self, model)
-        if self.num_workers > 1 and model is not None:
-            self._name_lost_workers(model, f"{kind}_function")
         if kind == "predict":
             return run_predict_step(self, run, step, args[0])
         return run_train_or_test_step(self, run, step, args[0])
@@ -539,16 +537,6 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         watch = self._peer_watch
         return function if watch is None else name_lost_workers(watch, function)
-
-    def _name_lost_workers(self, model: Any, attribute: str) -> None:
-        """Makes `fit` say which worker was lost, from its second step on.
-
-        Keras looks `model.train_function` up in every step; this runs while the first is traced.
-        """
-        function = getattr(model, attribute, None)
-        if function is None or self._peer_watch is None or hasattr(function, "names_lost_workers"):
-            return
-        setattr(model, attribute, name_lost_workers(self._peer_watch, function))
 
     @property
     def steps_carry_wishes(self) -> bool:

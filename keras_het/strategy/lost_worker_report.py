@@ -12,7 +12,7 @@ from keras_het.strategy.stop_signals import stop_signals
 def install_report(watch: PeerWatch) -> None:
     """Makes an uncaught error of a broken connection end with the name of the lost worker.
 
-    Steps of Keras raise `WorkerLostError` themselves; a custom loop, the first step and the calls
+    `fit`, `evaluate` and `predict` raise `WorkerLostError` themselves; a custom loop and the calls
     before it get TensorFlow's error, which names sockets.
 
     Args:

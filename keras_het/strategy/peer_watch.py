@@ -239,7 +239,7 @@ def short_name(task: str) -> str:
 
 
 def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Callable[..., object]:
-    """Wraps a step function so that a lost worker is one error that names it.
+    """Wraps a function so that a lost worker is one error that names it.
 
     Args:
         watch: the watch of this process.
@@ -251,7 +251,7 @@ def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Call
     """
 
     @functools.wraps(function)
-    def step(*args: object, **kwargs: object) -> object:
+    def call(*args: object, **kwargs: object) -> object:
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -265,8 +265,7 @@ def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Call
             # TensorFlow's error is pages of graph nodes and says nothing about the worker.
             raise WorkerLostError(message) from None
 
-    step.names_lost_workers = True  # type: ignore[attr-defined]
-    return step
+    return call
 
 
 _CONNECTION_ERRORS = (

@@ -2,7 +2,7 @@
 
 Its single argument is a JSON object: "steps" of training, "shares", how long it waits for others
 ("connect_seconds"), how many workers it watches beside worker 0 ("most_watched"), what this worker
-does at a step ("raise_at", "hold_at", "exit_late", "custom_loop"), or what it does wrong before
+does ("raise_at", "hold_at", "exit_late", "custom_loop", "predicts"), or what it does wrong before
 training ("seed", "use_tensorflow_first"). Each may be a list with one entry a worker.
 """
 
@@ -36,6 +36,9 @@ def option(name: str) -> Any:
 
 class AtStep(keras.callbacks.Callback):
     step = 0
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.on_train_batch_end(batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.step += 1
@@ -79,7 +82,10 @@ def main() -> None:
     if option("custom_loop"):
         train_without_fit(strategy, model, data)
     try:
-        model.fit(data, steps_per_epoch=option("steps"), epochs=1, verbose=0, callbacks=[AtStep()])
+        options = {"verbose": 0, "callbacks": [AtStep()]}
+        if option("predicts"):
+            model.predict(data, steps=option("steps"), **options)
+        model.fit(data, steps_per_epoch=option("steps"), epochs=1, **options)
     except BaseException as error:
         print(f"raised {type(error).__name__} at {time.time():.3f}", flush=True)
         raise

@@ -75,10 +75,14 @@ def test_survivors_know_in_time(
     assert time.monotonic() - since < LONGEST_SECONDS
 
 
-def test_a_custom_loop_ends_with_the_name_too(start_workers: Any) -> None:
-    workers = _start(start_workers, {"worker": 2}, custom_loop=True)
+@pytest.mark.quick("custom_loop")
+@pytest.mark.parametrize("loop", ["custom_loop", "predicts"])
+def test_other_loops_end_with_the_name_too(start_workers: Any, loop: str) -> None:
+    workers = _start(start_workers, {"worker": 2}, **{loop: True})
     workers.send_signal(1, signal.SIGKILL)
     _assert_survivors_name(workers, [0], "worker 1")
+    if loop == "predicts":  # raised there, not only shown at the end
+        assert "raised WorkerLostError" in workers.wait_for(0).output
 
 
 def test_an_exception_of_one_worker_ends_the_others(start_workers: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -111,14 +112,28 @@ def test_all_lost_workers_are_named() -> None:
     assert message.startswith("Lost chief 0 (host-a:1), worker 1 (host-c:3): ")
 
 
-def test_news_are_told_once_and_abort() -> None:
-    told: list[str] = []
-    aborted: list[str] = []
-    watch = make_watch(abort=aborted.append, tell=told.append)
-    watch.hear("Lost worker 7")
-    watch.hear("Lost worker 8")
-    assert told == aborted == ["Lost worker 7"]
+def test_the_first_news_abort() -> None:
+    aborted: queue.Queue[str] = queue.Queue()
+    watch = make_watch(abort=aborted.put)
+    news: queue.Queue[str | None] = queue.Queue()
+    for _ in range(3):
+        watch.share_news(lambda message: None, news.get)
+    for message in (None, "Lost worker 7"):  # of a worker 0 that is gone none come
+        news.put(message)
+    assert aborted.get(timeout=TIMEOUT) == "Lost worker 7"
+    news.put("Lost worker 8")
     assert watch.wait_for_loss() == "Lost worker 7"
+    assert aborted.empty()
+
+
+def test_what_is_found_is_told_once() -> None:
+    told: queue.Queue[str] = queue.Queue()
+    watch = make_watch(lambda task, timeout: task != SECOND)
+    watch.share_news(told.put, lambda: None)
+    watch.start()
+    assert told.get(timeout=TIMEOUT).startswith("Lost worker 1 ")
+    watch._thread.join(TIMEOUT)
+    assert not watch._thread.is_alive() and told.empty()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
@@ -214,4 +229,3 @@ def test_an_error_while_all_workers_answer_passes_unchanged(
 def test_results_and_arguments_pass() -> None:
     step = name_lost_workers(make_watch(), lambda *args, **kwargs: (args, kwargs))
     assert step(1, 2, key=3) == ((1, 2), {"key": 3})
-    assert step.names_lost_workers  # type: ignore[attr-defined]
