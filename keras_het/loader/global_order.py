@@ -329,7 +329,8 @@ class GlobalOrderDataset(DistributedSteps):
             whole = whole_batches(self.form, self.lookahead)
             source: BatchSource = SlicedSource(whole, weights, layout.local_replicas, self.form)
         else:
-            orders = WorkOrders(layout.num_replicas, self.lookahead)
+            admits = not self.form.reads_ahead
+            orders = WorkOrders(layout.num_replicas, self.lookahead, admits)
             pipeline = build_local_pipeline(
                 self.form, layout, orders, self.lookahead, 0, self._row_functions
             )
@@ -348,9 +349,10 @@ class GlobalOrderDataset(DistributedSteps):
             The pipeline, and the orders that it takes.
         """
         self.pipelines_built += 1
-        orders = WorkOrders(self.layout.num_replicas, self.lookahead)
+        form = form or self.form
+        orders = WorkOrders(self.layout.num_replicas, self.lookahead, not form.reads_ahead)
         pipeline = build_local_pipeline(
-            form or self.form,
+            form,
             self.layout,
             orders,
             self.lookahead,

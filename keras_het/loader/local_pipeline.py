@@ -66,11 +66,8 @@ def build_local_pipeline(
     batches = global_batches(form)
     if skip:
         batches = batches.skip(skip)
-    if not form.reads_ahead:
-        # zip() asks from left to right: a batch is read after its order was taken
-        taken = tf.data.Dataset.range(tf.int64.max).map(lambda _: orders.take())
-        batches = tf.data.Dataset.zip((taken, batches))
-    elif form.mode == "element":
+    batches = orders.admit(batches)
+    if form.reads_ahead and form.mode == "element":
         # read the next samples while the maps of this step run
         batches = batches.prefetch(1)
     cut = _cut_function(batches.element_spec, form, layout, orders)
@@ -95,8 +92,7 @@ def _cut_function(
     @tf.autograph.experimental.do_not_convert
     def cut(*arguments: Any) -> tuple[Any, Any, Any]:
         batch = arguments if is_tuple else arguments[0]
-        order, batch = (orders.take(), batch) if form.reads_ahead else batch
-        return _own_rows(batch, form, layout, orders, order)
+        return _own_rows(batch, form, layout, orders)
 
     return cut
 
@@ -120,12 +116,12 @@ def _finish_function(
 
 
 def _own_rows(
-    batch: Any, form: PipelineForm, layout: ReplicaLayout, orders: WorkOrders, order: Any
+    batch: Any, form: PipelineForm, layout: ReplicaLayout, orders: WorkOrders
 ) -> tuple[Any, Any, Any]:
     """Own rows of a global batch before their maps, the sizes, and the batch's fingerprint."""
     cut, rest = batch if form.gathers_indices else (batch, None)
     total = rows.count_rows(cut)
-    sizes, wants_fingerprint = orders.sizes(order, total)
+    sizes, wants_fingerprint = orders.sizes(orders.take(), total)
     local = layout.local_replicas
     start = tf.reduce_sum(sizes[: local.start])
     count = tf.reduce_sum(sizes[local.start : local.stop])

@@ -23,9 +23,10 @@ class WorkOrders:
     Args:
         num_replicas: replicas over all workers.
         lookahead: largest number of steps the pipeline may work ahead.
+        admits: whether a batch may be read only after it was ordered, see `admit`.
     """
 
-    def __init__(self, num_replicas: int, lookahead: int) -> None:
+    def __init__(self, num_replicas: int, lookahead: int, admits: bool = False) -> None:
         self._num_replicas = num_replicas
         self._latest: tuple[Any, list[tf.Tensor]] | None = None
         with tf.init_scope(), tf.device("CPU:0"):
@@ -34,6 +35,8 @@ class WorkOrders:
                 dtypes=[tf.float64, tf.int64, tf.int64],
                 shapes=[[num_replicas], [num_replicas], [2]],
             )
+            # the number of the input to read from, which is 0, for each order in the queue
+            self._admissions = tf.queue.FIFOQueue(lookahead + 2, tf.int64, [[]]) if admits else None
 
     def put(self, weights: Sequence[float], expected_rows: int, fingerprint: bool) -> None:
         """Orders the next global batch.
@@ -54,6 +57,8 @@ class WorkOrders:
         tf.raw_ops.QueueEnqueueV2(
             handle=self._queue.queue_ref, components=self._latest[1], timeout_ms=-1
         )
+        if self._admissions is not None:
+            self._admissions.enqueue(tf.zeros([], tf.int64))
 
     def _order(
         self, weights: Sequence[float], expected_rows: int, fingerprint: bool
@@ -72,6 +77,20 @@ class WorkOrders:
     def take(self) -> Any:
         """Inside a pipeline: waits for the next order, and gives it for `sizes`."""
         return self._queue.dequeue()
+
+    def admit(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Reads a batch when its order is there, and none while the pipeline is let go.
+
+        In a zip of orders and batches the end of the wait is an error, after which tf.data reads
+        from the other input all the same.
+
+        Args:
+            batches: data set of global batches.
+        """
+        if self._admissions is None:
+            return batches
+        admissions = tf.data.Dataset.range(tf.int64.max).map(lambda _: self._admissions.dequeue())
+        return tf.data.Dataset.choose_from_datasets([batches], admissions)
 
     def sizes(self, order: Any, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Inside a pipeline: applies an order to a batch.
@@ -94,14 +113,19 @@ class WorkOrders:
 
     def clear(self) -> None:
         """Drops the orders that nobody took. No pipeline may be waiting for one."""
-        left = int(self._queue.size())
-        if left:
-            self._queue.dequeue_many(left)
+        for queue in self._queues():
+            left = int(queue.size())
+            if left:
+                queue.dequeue_many(left)
 
     def close(self) -> None:
         """Ends the queue for good and wakes up a pipeline that waits for an order."""
-        with contextlib.suppress(tf.errors.OpError):
-            self._queue.close(cancel_pending_enqueues=True)
+        for queue in self._queues():
+            with contextlib.suppress(tf.errors.OpError):
+                queue.close(cancel_pending_enqueues=True)
+
+    def _queues(self) -> list[tf.queue.FIFOQueue]:
+        return [self._queue] if self._admissions is None else [self._queue, self._admissions]
 
 
 def _sizes(rows: Any, weights: Any) -> Any:
