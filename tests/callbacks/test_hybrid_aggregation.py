@@ -142,7 +142,7 @@ def test_an_own_rule_of_async_workers_alone_is_refused_on_a_second_task(
         make_model(strategy).fit(data(), verbose=0, callbacks=[HybridAggregation(Half())])
 
 
-@pytest.mark.quick("spread")
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("service", ["auto", "spread"])
 def test_an_own_rule_trains_where_the_script_runs(strategy, service):
     model = make_model(strategy)
@@ -222,7 +222,7 @@ def test_a_fit_with_async_workers_after_one_that_failed_trains(strategy, rule):
     assert np.abs(before - flat(model)).min() > 1e-3
 
 
-@pytest.mark.quick("before a balancer")
+@pytest.mark.quick("alone")
 @pytest.mark.parametrize("others", [[], [BatchBalancer]], ids=["alone", "before a balancer"])
 def test_a_step_that_fails_ends_the_service(strategy, others):
     model = make_model(strategy)
@@ -457,7 +457,7 @@ class ReadsAhead(keras.callbacks.Callback):
         return self.original([batch])
 
 
-@pytest.mark.quick("3-others1")
+@pytest.mark.quick("1-others0")
 @pytest.mark.parametrize(("number", "others"), [(1, []), (3, [BatchBalancer])])
 def test_samples_that_were_read_ahead_count_when_they_are_trained(strategy, number, others):
     model = make_model(strategy)

@@ -90,7 +90,7 @@ def compiled_again(strategy, metrics, first):
     return [*history.values(), *map(np.ravel, logs), *model.get_weights(), *optimizer.variables]
 
 
-@pytest.mark.quick("fit-own")
+@pytest.mark.full
 @pytest.mark.parametrize("metrics", [(), (keras.metrics.MeanAbsoluteError,)], ids=["none", "own"])
 @pytest.mark.parametrize("first", ["nothing", "evaluate", "fit"])
 def test_compiled_again_outside_of_the_scope(metrics, first):

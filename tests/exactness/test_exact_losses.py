@@ -73,7 +73,7 @@ def test_every_reduction_with_masks(reduction, weights):
     assert_equivalent(Trial(build, functools.partial(sequences, weights)))
 
 
-@pytest.mark.quick("per time step")
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["per sample", "per time step"])
 def test_per_time_step_losses_without_masks(weights):
     build = functools.partial(masked_model, "mean_with_sample_weight", mask_zero=False)
@@ -129,7 +129,7 @@ def test_class_weight(reduction, distribute):
     assert_equivalent(plain)
 
 
-@pytest.mark.quick("mean_with_sample_weight")
+@pytest.mark.full
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
 def test_ignored_class(reduction):
     # ignore_class makes a mask of the losses themselves
@@ -234,6 +234,7 @@ def test_add_loss(penalty):
     assert_equivalent(Trial(build))
 
 
+@pytest.mark.full
 def test_add_loss_without_another_loss():
     def build():
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), MeanPenalty()])
@@ -243,6 +244,7 @@ def test_add_loss_without_another_loss():
     assert_equivalent(Trial(build))
 
 
+@pytest.mark.full
 def test_activity_regularizer():
     # Keras divides an activity regulariser's loss by the number of samples it has seen
     def layers():
@@ -265,5 +267,6 @@ def test_fewer_samples_than_replicas():
     assert_equivalent(Trial(dense_model, functools.partial(batches, 5, size=2)), ALL_SHARES)
 
 
+@pytest.mark.full
 def test_fit_on_a_plain_data_set_of_global_batches():
     assert_equivalent(Trial(dense_model, distribute=lambda strategy, data: data), ALL_SHARES)

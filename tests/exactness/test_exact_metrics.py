@@ -128,6 +128,7 @@ class Tracked(keras.layers.Layer):
         return x
 
 
+@pytest.mark.full
 def test_mean_and_sum_inside_a_layer():
     def layers():
         return [keras.layers.Dense(4), Tracked()]
@@ -188,6 +189,7 @@ class Steps(keras.metrics.Metric):
         return self.steps + 0.0
 
 
+@pytest.mark.quick("mean")
 @pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
 def test_state_that_is_not_summed(aggregation):
     def build():

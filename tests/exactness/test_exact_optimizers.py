@@ -108,7 +108,7 @@ OWN_OPTIMIZERS = {
 }
 
 
-@pytest.mark.quick("ScalingWrapper", "OldStyleWrapper", "TwoGroups")
+@pytest.mark.quick("TwoGroups")
 @pytest.mark.parametrize("name", OWN_OPTIMIZERS)
 def test_optimizer_of_ones_own(name):
     build = functools.partial(dense_model, "mse", OWN_OPTIMIZERS[name])
@@ -126,16 +126,14 @@ def test_optimizers_for_parts_of_the_model():
     assert_equivalent(Trial(build, evaluate=False, predict=False), ALL_SHARES)
 
 
-@pytest.mark.quick("AdamW", "RMSprop")
+@pytest.mark.quick("AdamW")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     build = functools.partial(dense_model, "mse", OPTIMIZERS[name])
     assert_equivalent(Trial(build, evaluate=False, predict=False))
 
 
-@pytest.mark.quick(
-    "global_clipnorm", "use_ema", "gradient_accumulation_steps", "LossScaleOptimizer"
-)
+@pytest.mark.quick("global_clipnorm", "gradient_accumulation_steps", "LossScaleOptimizer")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_setting(name):
     build = functools.partial(dense_model, "mse", SETTINGS[name])
@@ -218,7 +216,7 @@ def test_embeddings(clip):
     assert_equivalent(Trial(build, data, evaluate=False, predict=False))
 
 
-@pytest.mark.quick("mixed_float16")
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_mixed_precision(policy):
     # Half precision keeps 11 bits (bfloat16: 8), and each replica rounds its own share's sums: one

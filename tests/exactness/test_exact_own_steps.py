@@ -300,7 +300,7 @@ def test_low_level_step():
 DECORATED = [DecoratedStep, DecoratedInstance, RenamedStep, DecoratedRenamedStep]
 
 
-@pytest.mark.quick("DecoratedStep")
+@pytest.mark.full
 @pytest.mark.parametrize("model", DECORATED)
 def test_decorated_steps(model):
     assert_equivalent(Trial(compiled(model, metrics=None)), ALL_SHARES)
@@ -320,7 +320,7 @@ VECTORS = [
 ]
 
 
-@pytest.mark.quick("VectorLossStep")
+@pytest.mark.full
 @pytest.mark.parametrize("model", VECTORS)
 def test_gradients_of_vectors(model):
     trial = Trial(compiled(model, sgd, metrics=None), evaluate=False, predict=False)
@@ -370,6 +370,7 @@ def test_loss_object():
     assert_equivalent(Trial(compiled(LossObjectStep, metrics=None), evaluate=False))
 
 
+@pytest.mark.full
 def test_own_compute_loss_and_predict_step():
     assert_equivalent(Trial(compiled(OwnLoss)), ALL_SHARES)
 
@@ -425,6 +426,7 @@ class Gan(keras.Model):
         return {"d_loss": self.d_loss_metric.result(), "g_loss": self.g_loss_metric.result()}
 
 
+@pytest.mark.full
 def test_gan_with_two_optimizers():
     def build():
         model = Gan()

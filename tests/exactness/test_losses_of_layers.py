@@ -101,12 +101,13 @@ def own_step():
 MODELS = {each.__name__: each for each in (behind_statistics, own_layer, used_twice, subclassed)}
 
 
-@pytest.mark.quick("own_layer", "used_twice")
+@pytest.mark.quick("used_twice")
 @pytest.mark.parametrize("name", MODELS)
 def test_behind_synchronized_statistics(name):
     assert_equivalent(Trial(lambda: compiled(MODELS[name](), metrics=["mae"])))
 
 
+@pytest.mark.full
 def test_every_kind_of_share():
     trial = Trial(lambda: compiled(behind_statistics()), infer_always=True)
     # statistics of one replica's share are those of the batch, too
@@ -138,7 +139,7 @@ def test_behind_a_mask():
     assert_equivalent(Trial(build, masked_words), rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.quick("mean_with_sample_weight")
+@pytest.mark.full
 @pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "mean", "sum"])
 def test_beside_a_loss_whose_divisor_is_summed(reduction):
     def data():

@@ -42,6 +42,7 @@ def test_a_weight_that_is_slightly_wrong_is_noticed(monkeypatch):
         assert_equivalent(Trial(functools.partial(dense_model, "mse", sgd)), SHARES)
 
 
+@pytest.mark.full
 def test_a_missing_factor_of_masked_losses_is_noticed(monkeypatch):
     monkeypatch.setattr(exact_losses, "_divisor_factor", lambda step, divisor: 1.0)
 

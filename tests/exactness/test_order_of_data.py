@@ -136,7 +136,7 @@ def some(*quick: str) -> Any:
     return mark
 
 
-@some("one_thread", "two_threads")
+@some("two_threads")
 def test_sequences_that_are_shuffled_and_reshuffle(kind: str) -> None:
     def train(model: Any, seen: Any) -> None:
         data, other = Sequence(**SEQUENCES[kind]), Sequence(first=100, **SEQUENCES[kind])
