@@ -1,7 +1,6 @@
 """Devices of different speed on one machine: what the workers are told, and the label."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keras_het.planning.time_model import LinearTimeModel
@@ -70,14 +69,3 @@ class Emulation:
             f"EMULATION: device speeds {speeds} are emulated by waiting ({times} ms per sample"
             f"{fixed}). Times of this run are not those of real devices."
         )
-
-
-def emulation_of(
-    speeds: Sequence[float] | None,
-    seconds_per_sample: float = _DEFAULT_SECONDS_PER_SAMPLE,
-    fixed_seconds: float = 0.0,
-) -> Emulation | None:
-    """Returns the emulation for a list of speeds, or `None` without one."""
-    if speeds is None:
-        return None
-    return Emulation(tuple(float(speed) for speed in speeds), seconds_per_sample, fixed_seconds)

@@ -15,7 +15,6 @@ from keras_het.planning.min_max import (
     min_max_shares_of_models,
 )
 from keras_het.planning.overlapped_time_model import OverlappedTimeModel
-from keras_het.planning.piecewise_time_model import PiecewiseLinearTimeModel
 from keras_het.planning.push_rates import (
     PushPlan,
     accumulated_samples,
@@ -29,8 +28,6 @@ from keras_het.planning.roles import RolePlan, advise_roles
 from keras_het.planning.shares import apportion
 from keras_het.planning.summation_placement import (
     SummationPlan,
-    assign_partitions,
-    equal_links_split,
     plan_summation,
 )
 from keras_het.planning.time_model import LinearTimeModel, TimeModel
@@ -45,7 +42,6 @@ __all__ = [
     "LocalStepsPlan",
     "ModePrediction",
     "OverlappedTimeModel",
-    "PiecewiseLinearTimeModel",
     "PushPlan",
     "ReplicaLayout",
     "RolePlan",
@@ -55,10 +51,8 @@ __all__ = [
     "accumulated_samples",
     "advise_roles",
     "apportion",
-    "assign_partitions",
     "choose_local_steps",
     "compression_ratios",
-    "equal_links_split",
     "learning_rate_factor",
     "make_policy",
     "min_max_shares",

@@ -87,45 +87,6 @@ class SummationPlan:
         return self.parameter_server_seconds / self.seconds if self.seconds else math.inf
 
 
-def equal_links_split(
-    num_workers: int, num_spare: int, gradient_bytes: int
-) -> tuple[Fraction, Fraction]:
-    r"""The paper's closed form for links of one rate.
-
-    .. math:: D = n^2 + kn - 2k, \quad M_g = \frac{n - k}{D} M, \quad M_c = \frac{2(n - 1)}{D} M
-
-    for k <= n; beyond that spare machines alone sum, M / k each. It takes 2n(n - 1) M / (D B)
-    seconds, D / n^2 times less than a ring all-reduce and D / (2k(n - 1)) times less than k
-    parameter servers.
-
-    Args:
-        num_workers: n, at least 2.
-        num_spare: k, at least 0.
-        gradient_bytes: M.
-
-    Returns:
-        Bytes summed on one worker (M_g) and on one spare machine (M_c; 0 if k = 0), exactly.
-
-    Raises:
-        ValueError: if there are fewer than two workers or the number of spare ones is negative.
-
-    Reference:
-        Jiang, Zhu, Lan, Yi, Cui and Guo, "A Unified Architecture for Accelerating Distributed DNN
-        Training in Heterogeneous GPU/CPU Clusters", OSDI 2020, section 4.1.
-    """
-    n, k = num_workers, num_spare
-    if n < 2 or k < 0:
-        raise ValueError(
-            "The split needs at least two workers and no negative number of spare machines. "
-            f"Received: num_workers={n}, num_spare={k}. One worker has nothing to exchange."
-        )
-    if k > n:
-        return Fraction(0), Fraction(gradient_bytes, k)
-    denominator = n * n + k * n - 2 * k
-    worker = Fraction((n - k) * gradient_bytes, denominator)
-    return worker, Fraction(2 * (n - 1) * gradient_bytes, denominator) if k else Fraction(0)
-
-
 def plan_summation(
     gradient_bytes: int, worker_rates: Sequence[float], spare_rates: Sequence[float] = ()
 ) -> SummationPlan:
@@ -201,42 +162,3 @@ def _exact_rates(name: str, rates: Sequence[float]) -> list[Fraction]:
                 f"Received: {rate!r} in {list(rates)}. Leave out machines that cannot be reached."
             )
     return [Fraction(float(rate)) for rate in rates]
-
-
-def assign_partitions(plan: SummationPlan, partition_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Gives every partition of the gradients the machine that sums it.
-
-    A weighted round robin: among the machines that are below their plan, the one that would be
-    least far through it with this partition. Partitions that follow each other so go to different
-    machines, and every link is busy from the first one on.
-
-    No machine's bytes differ from the plan by more than the largest partition. Not above: only who
-    is below gets one. Not below: as long as a machine lacks more than one partition, nobody who is
-    preferred to it goes beyond his plan, so the sums could not agree.
-
-    Args:
-        plan: bytes of every machine.
-        partition_bytes: bytes of every partition, at least 1 each; they sum to the plan's.
-
-    Returns:
-        The machine of every partition, workers first, then spare machines.
-
-    Raises:
-        ValueError: if a partition is empty, or the sum is not the plan's.
-    """
-    if any(size < 1 for size in partition_bytes) or sum(partition_bytes) != plan.gradient_bytes:
-        raise ValueError(
-            f"Partitions must have at least one byte each and {plan.gradient_bytes} together. "
-            f"Received: {len(partition_bytes)} partitions with {sum(partition_bytes)} bytes, the "
-            f"smallest with {min(partition_bytes, default=0)}. Plan for the bytes that are sent."
-        )
-    assigned = [0] * len(plan.machine_bytes)
-    owners = []
-    for size in partition_bytes:
-        owner = min(
-            (m for m, planned in enumerate(plan.machine_bytes) if assigned[m] < planned),
-            key=lambda m: Fraction(assigned[m] + size, plan.machine_bytes[m]),
-        )
-        assigned[owner] += size
-        owners.append(owner)
-    return tuple(owners)

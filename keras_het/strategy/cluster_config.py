@@ -177,17 +177,6 @@ class ClusterConfig:
             )
         return address
 
-    def task_name_of(self, worker_index: int) -> str:
-        """Returns TensorFlow's name of one worker, for example `/job:worker/replica:0/task:1`.
-
-        Args:
-            worker_index: Index among the workers that train together, the chief first.
-
-        Raises:
-            ValueError: If there is no such worker.
-        """
-        return _task_name(*self._member(worker_index))
-
     def as_cluster_dict(self) -> dict[str, list[str]]:
         """Returns job name -> addresses, as `tf.train.ClusterSpec` takes it."""
         jobs = {

@@ -15,7 +15,6 @@ from keras_het.planning.min_max import (
     min_max_shares_of_models,
 )
 from keras_het.planning.overlapped_time_model import OverlappedTimeModel
-from keras_het.planning.piecewise_time_model import PiecewiseLinearTimeModel
 from keras_het.planning.time_model import LinearTimeModel
 
 
@@ -164,9 +163,8 @@ def test_models_of_different_kinds_in_one_program():
     models = [
         LinearTimeModel(0.0, 1.0),
         OverlappedTimeModel(LinearTimeModel(0, 0.5), LinearTimeModel(0, 0.5), 0.2, 10.0, 1.0),
-        PiecewiseLinearTimeModel((10, 20, 30), (10, 10, 100)),
     ]
-    total, lower, upper = 40, (0, 0, 0), (40, 40, 40)
+    total, lower, upper = 40, (0, 0), (40, 40)
     table = [[model.seconds(share) for share in range(total + 1)] for model in models]
     shares = min_max_shares_of_models(models, total)
     assert step_seconds(table, shares) == brute_force(table, total, lower, upper)

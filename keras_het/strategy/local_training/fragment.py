@@ -74,11 +74,6 @@ class Fragment:
         """The center, float32 vector."""
         return self.state["center"]
 
-    @property
-    def is_on_its_way(self) -> bool:
-        """Whether an exchange has begun that has not merged with the weights yet."""
-        return self._pending is not None
-
     def _traced(self) -> Any:
         """Traced here: in the background the order of tracing, and of keys, would be chance."""
 

@@ -103,31 +103,6 @@ class ASHL(SendsChange):
         self.num_workers: int = len(data_shares or ()) if num_workers is None else num_workers
         self._check()
 
-    @classmethod
-    def from_plans(
-        cls,
-        first: LocalStepsPlan,
-        second: LocalStepsPlan,
-        loss_threshold: float,
-        largest_lead: int = 3,
-    ) -> ASHL:
-        """The rule for what `planning.plan_local_steps` chose from times known beforehand.
-
-        Args:
-            first: plan of the first stage; its data shares and compression ratios are used.
-            second: plan of the second stage, of a smaller preset.
-            loss_threshold: loss at which the second stage begins.
-            largest_lead: pushes of the second stage by which a worker may be ahead.
-        """
-        return cls(
-            first.data_shares,
-            first.steps,
-            second.steps,
-            loss_threshold,
-            first.compression_ratios,
-            largest_lead,
-        )
-
     @property
     def is_measured(self) -> bool:
         """Whether steps and compression follow from times that workers measure."""
@@ -273,14 +248,6 @@ class ASHL(SendsChange):
 
     def _worker(self, meta: PushMeta) -> Any:
         return tf.clip_by_value(meta.client, 0, self.num_workers - 1)
-
-    def enter_second_stage(self, slots: dict[str, Any]) -> None:
-        """Begins the second stage of a part; pushes are counted from here.
-
-        Args:
-            slots: the variables of `create_slots`.
-        """
-        slots["second_stage"].assign(1.0)
 
     def is_second_stage(self, loss: Any) -> Any:
         """Whether a training with this loss is in the second stage.

@@ -202,7 +202,7 @@ class Simulation:
             for other in self.workers:
                 other.second_stage = True
             for slots in self.center.slots:
-                self.rule.enter_second_stage(slots)
+                slots["second_stage"].assign(1.0)
 
     def _send(self, time, i):
         worker = self.workers[i]

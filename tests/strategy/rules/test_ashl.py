@@ -14,7 +14,6 @@ from rule_checks import (
     start_vector,
 )
 
-from keras_het.planning import plan_local_steps
 from keras_het.strategy.parameter_service import Status, TopKWire
 from keras_het.strategy.rules import ASHL, Signal, get
 
@@ -125,7 +124,7 @@ def test_equations(cpu_devices, second_stage, monkeypatch):
 
         def create_in_second_stage(center):
             slots = create(center)
-            rule.enter_second_stage(slots)
+            slots["second_stage"].assign(1.0)
             return slots
 
         monkeypatch.setattr(rule, "create_slots", create_in_second_stage)
@@ -145,7 +144,7 @@ def test_second_stage_bounds_the_lead_as_algorithm_3(cpu_devices):
     rule, random = ASHL(**GOOD), np.random.default_rng(0)
     center = Center(rule, start_vector())
     for slots in center.slots:
-        rule.enter_second_stage(slots)
+        slots["second_stage"].assign(1.0)
     steps, waits = [0, 0, 0], 0
     for _ in range(60):
         i = int(random.choice(3, p=[0.7, 0.2, 0.1]))
@@ -176,18 +175,8 @@ def test_largest_values_with_error_feedback_lose_nothing(cpu_devices):
     np.testing.assert_allclose(center.values + waiting, start + moved, rtol=1e-4, atol=1e-4)
 
 
-def test_from_measured_times():
-    times = ([0.1, 0.2, 0.4], [0.05, 0.05, 0.1], [0.05, 0.05, 0.1])
-    first, second = plan_local_steps(*times, 8, 0.1), plan_local_steps(*times, 2)
-    rule = ASHL.from_plans(first, second, loss_threshold=0.7)
-    assert rule.steps == first.steps
-    assert rule.second_steps == second.steps
-    assert rule.data_shares == pytest.approx(first.data_shares)
-    assert rule.compression_ratios == pytest.approx(first.compression_ratios)
-    assert [rule.local_steps(0, stage) for stage in (False, True)] == [
-        first.steps[0],
-        second.steps[0],
-    ]
+def test_the_second_stage_begins_at_the_threshold():
+    rule = ASHL(**{**GOOD, "loss_threshold": 0.7})
     assert rule.is_second_stage(0.7)
     assert not rule.is_second_stage(0.71)
 
@@ -235,7 +224,7 @@ def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(cpu_devices):
     rule = ASHL(**GOOD)
     service = start_service(rule, num_clients=3)
     for slots in service.slots():
-        rule.enter_second_stage(slots)
+        slots["second_stage"].assign(1.0)
     zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
     clients = [connect(service, i) for i in range(3)]
 
