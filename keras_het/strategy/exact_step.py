@@ -114,6 +114,8 @@ class ExactStep:
     def all_reduce_sum(self, values: Any, prepare: Callable[[Any], Any] | None = None) -> Any:
         """Sums a structure of tensors over all replicas, in one collective per element type.
 
+        No gradient goes through it.
+
         Args:
             values: nested structure of dense tensors and `tf.IndexedSlices`.
             prepare: applied to each packed buffer of dense values before the sum.
@@ -122,11 +124,11 @@ class ExactStep:
         packed = PackedTensors(flat)
         buffers = packed.buffers if prepare is None else [prepare(b) for b in packed.buffers]
         sparse = [item for item in flat if isinstance(item, tf.IndexedSlices)]
-        context = tf.distribute.get_replica_context()
         summands = [*buffers, *sparse]
         if self.clock:
             started, summands = self.clock.collective_starts(summands)
-        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, summands)
+        extended = tf.distribute.get_strategy().extended
+        reduced = extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, summands)
         if self.clock:
             self.clock.collective_ends(started, reduced)
         self.reduced += reduced

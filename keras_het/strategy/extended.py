@@ -240,6 +240,18 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     def _use_merge_call(self) -> bool:
         return False
 
+    def all_reduce_in_replica(self, reduce_op: Any, value: Any) -> Any:
+        """What a replica context's `all_reduce` gives, without a gradient.
+
+        TensorFlow keeps the gradient functions of a graph, and with them the graph and its model,
+        until the process ends.
+
+        Args:
+            reduce_op: a `tf.distribute.ReduceOp`.
+            value: nested structure of tensors of this replica.
+        """
+        return self._replica_ctx_all_reduce(reduce_op, value, private_api.CommunicationOptions())
+
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if len(self._devices) > 1 or tf.executing_eagerly():
             # The local sum needs the values of all local replicas together.

@@ -154,7 +154,7 @@ def _make_step(strategy: Any, replica_data: Any, sizes: Any) -> ExactStep:
         step.sizes = sizes
     else:
         samples = _num_rows(replica_data)
-        total = context.all_reduce(tf.distribute.ReduceOp.SUM, samples)
+        total = strategy.extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, samples)
         step = ExactStep(replica_id, samples, total)
     step.num_replicas, step.position = len(group), replica_id - group.start
     step.num_local_replicas = len(strategy.layout.local_replicas)

@@ -1,6 +1,7 @@
 """Ways in which Keras executes steps: several at once, eagerly, compiled."""
 
 import functools
+import gc
 
 import keras
 import numpy as np
@@ -137,3 +138,23 @@ def test_predict_of_unlabelled_arrays():
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+def test_nothing_keeps_the_graphs_of_a_model():
+    def train():
+        with three_replicas().scope():
+            model = dense_model(metrics=["mae"])
+        model.fit(batches(34), epochs=1, validation_data=batches(34), verbose=0)
+        model.predict(batches(34), verbose=0)
+
+    def steps_kept():
+        keras.backend.clear_session()
+        gc.collect()
+        found = (graph for graph in gc.get_objects() if type(graph).__name__ == "FuncGraph")
+        return sum(graph.name.startswith("one_step") for graph in found)
+
+    train()
+    before = steps_kept()
+    for _ in range(2):
+        train()
+    assert steps_kept() <= before
