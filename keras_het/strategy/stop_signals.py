@@ -55,6 +55,7 @@ class StopSignals:
         self._num_sent_again = 0
         self._last = (0, 0.0)
         self._was_received = threading.Event()
+        self._forking = threading.local()
 
     def add(self, stoppable: Stoppable) -> None:
         """Has signals end something; it is forgotten when nobody else holds it."""
@@ -79,7 +80,9 @@ class StopSignals:
         if not self._is_installed:
             self._is_installed = True
             self._start_thread()
-            os.register_at_fork(after_in_child=self._forget)
+            os.register_at_fork(
+                before=self._hold, after_in_parent=self._release, after_in_child=self._forget
+            )
             atexit.register(self.leave)
 
     def exception(self, number: int) -> BaseException:
@@ -110,6 +113,13 @@ class StopSignals:
         self._sockets = reader, writer
         threading.Thread(target=self._watch, name="keras_het-signals", daemon=True).start()
 
+    def _hold(self) -> None:
+        """Lets a signal wait: the new process would tell its parent of one that is its own."""
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
     def _forget(self) -> None:
         """In a process that was forked: its parent's training does not concern it."""
         signal.set_wakeup_fd(-1)
@@ -119,6 +129,7 @@ class StopSignals:
                 signal.signal(
                     number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
                 )
+        self._release()
 
     def _is_ours(self, number: int) -> bool:
         return signal.getsignal(number) == self._receive

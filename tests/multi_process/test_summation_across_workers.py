@@ -15,6 +15,8 @@ from runs import Runs
 from keras_het.strategy.cluster_config import CHOSEN_ROLES
 
 SECRET = {"KERAS_HET_SERVICE_SECRET": "of these tests, not secret"}
+# How long a machine may be silent here; the default is half a minute.
+PATIENCE = {"KERAS_HET_PEER_TIMEOUT_SECONDS": "3"}
 # Of float32 values: small enough that every machine gets several partitions.
 SETTINGS = {"partition_bytes": 16, "partitions_in_flight": 2}
 CHECKS = (
@@ -264,7 +266,7 @@ def test_another_secret_is_refused(start_workers: Any) -> None:
 
 
 def _start_training(start_workers: Any, jobs: dict[str, int]) -> Any:
-    environments = cluster_environments(jobs, SECRET)
+    environments = cluster_environments(jobs, {**SECRET, **PATIENCE})
     workers = start_workers("program_summation_fit.py", None, [FOR_EVER], environments=environments)
     for index in range(jobs["worker"]):
         workers.wait_for_output(index, "training")

@@ -22,6 +22,7 @@ TIMEOUT = 280
 # Not recipes but parts of them.
 PARTS = {
     "digits.py",
+    "extras.py",
     "quickstart_figure.py",
     "quickstart_worker.py",
     "stopwatch.py",

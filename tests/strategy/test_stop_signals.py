@@ -1,0 +1,34 @@
+"""Signals concern the process that gets them, also while it is being forked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import faulthandler, os, signal, threading
+from keras_het.strategy.stop_signals import stop_signals
+
+faulthandler.dump_traceback_later(60, exit=True)
+aborted = []
+stop_signals.install(aborted.append)
+for _ in range(100):
+    child = os.fork()
+    if child == 0:
+        threading.Event().wait()
+    os.kill(child, signal.SIGTERM)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+assert stop_signals._num_received == 0 and not aborted
+stop_signals.leave()
+print("still here", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+threading.Event().wait(30)
+"""
+
+
+def test_a_process_that_was_just_forked_ends_by_its_own_signal() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 143, done.stderr
+    assert done.stdout == "still here\n"
