@@ -83,6 +83,7 @@ def ragged_rows():
     return [list(random.integers(1, 9, random.integers(1, 6))) for _ in range(22)]
 
 
+@pytest.mark.full
 def test_ragged_inputs():
     class MeanOfWords(keras.Model):
         def __init__(self):

@@ -223,7 +223,7 @@ class PenaltyOfWeights(ConstantPenalty):
         return inputs * self.scale
 
 
-@pytest.mark.quick("MeanPenalty", "PenaltyOfSamples", "PenaltyOfWeights")
+@pytest.mark.quick("MeanPenalty", "PenaltyOfSamples")
 @pytest.mark.parametrize(
     "penalty",
     [MeanPenalty, ConstantPenalty, PenaltyOfSamples, PenaltyOfValues, PenaltyOfWeights],
