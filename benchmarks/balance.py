@@ -153,7 +153,7 @@ class Clock(keras.callbacks.Callback):
 
 
 class Bench:
-    """One cluster: a strategy with emulated devices, trained anew under every policy."""
+    """One cluster: a strategy with emulated devices, trained again under every policy."""
 
     def __init__(self, cluster: Cluster, num_steps: int) -> None:
         self.cluster = cluster

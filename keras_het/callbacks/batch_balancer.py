@@ -165,7 +165,7 @@ class BatchBalancer(keras.callbacks.Callback):
             begin = self._start if self._policy is None else self._go_on
             begin(strategy, total)
             if self._used_shares and apportion(total, self._used_shares) != before:
-                data.cut_anew()
+                data.cut_again()
         if self._is_growing:
             self._growth = GlobalBatchGrowth(
                 strategy, self.model, self._max_global_batch, self._predicted_step_seconds
@@ -177,12 +177,12 @@ class BatchBalancer(keras.callbacks.Callback):
             self._read()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Starts the clock of whole steps anew: validation is none."""
+        """Starts the clock of whole steps again: validation is none."""
         self._latest_reading = None
         self._follow_batch(self._growth.epoch_begins() if self._growth is not None else None)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Watches for a lack of memory also where another callback made the train function anew."""
+        """Watches for a lack of memory also where another callback replaced the train function."""
         if self.model.train_function is not self._watched:
             self._watch_memory()
 

@@ -117,7 +117,7 @@ class DataValidation(keras.callbacks.Callback):
         self._enter()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Looks at the data still, if another callback has made the train function anew."""
+        """Looks at the data still, if another callback has replaced the train function."""
         self._is_observed = False
         self._enter()
 
@@ -126,8 +126,8 @@ class DataValidation(keras.callbacks.Callback):
         if not self._is_checked or (self._compare_shards and not self._is_observed):
             missed = "compared" if self._is_checked else "checked"
             raise RuntimeError(
-                f"A batch was trained that was not {missed}: another callback has made the model's "
-                "train function anew. Put DataValidation last among the callbacks."
+                f"A batch was trained that was not {missed}: another callback has replaced the "
+                "model's train function. Put DataValidation last among the callbacks."
             )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -199,7 +199,7 @@ class HybridAggregation(keras.callbacks.Callback):
         kind = next(kind for applies, kind in kinds if applies)
         self._participant = kind(self.model, strategy, self._options)
         _check_steps(self.params.get("steps"), self._participant.num_batches)
-        self._participant.data.cut_anew()
+        self._participant.data.cut_again()
         _check_can_be_shared(self._participant.data)
         if self._options.rule.uses_gradients:
             self._send_gradients(self._participant)
@@ -232,12 +232,12 @@ class HybridAggregation(keras.callbacks.Callback):
             return
         data = self._participant.data
         if self._guard is not None:
-            self._guard.enter()  # others may have made the train function anew
+            self._guard.enter()  # others may have replaced the train function
         self._samples, self._delivered = None, data.samples_delivered
         if self._last_batch >= 0:
             return
         with self._watching():
-            data.cut_anew()  # others may have looked at its first element since
+            data.cut_again()  # others may have looked at its first element since
             _check_can_be_shared(data)
             self._participant.check_rate()  # which others set at the begin or end of an epoch
         self._begins_pass = True
@@ -251,7 +251,7 @@ class HybridAggregation(keras.callbacks.Callback):
             return
         steps, self._last_batch = batch - self._last_batch, batch
         data, samples = self._participant.data, self._samples
-        if samples is None:  # the train function was made anew once more, just before the step
+        if samples is None:  # the train function was replaced once more, just before the step
             samples = data.samples_delivered - self._delivered
         self._steps_of_epoch += steps
         self._samples_of_epoch += samples
@@ -437,7 +437,7 @@ def _check_can_be_served(rule: UpdateRule, config: Any) -> None:
 def _check_can_be_shared(data: Any) -> None:
     if data.was_looked_at:  # its first pass has begun, over all batches
         raise ValueError(
-            "Workers share each pass over the data, which must begin anew for that. Received: "
+            "Workers share each pass over the data, which must start over for that. Received: "
             f"{data}, in which a shuffle() that reshuffles is below an operation that cannot be "
             "rebuilt, such as padded_batch, interleave, filter, cache or unbatch. Put shuffle() "
             "after it, or give it reshuffle_each_iteration=False."

@@ -154,7 +154,7 @@ class LoaderTuner(keras.callbacks.Callback):
         self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Comes back where another callback has made the model's train function anew."""
+        """Comes back where another callback has replaced the model's train function."""
         self._batch = batch
         if self._fit is not None:
             self._fit.begin_epoch()  # another callback may have trained the model meanwhile

@@ -66,7 +66,7 @@ class StepFunction:
     def is_in(self, model: Any) -> bool:
         """Whether a call of the model's function comes to ours; called before every step.
 
-        Another callback may have made the model's function anew (`make_train_function`).
+        Another callback may have replaced the model's function (`make_train_function`).
 
         Args:
             model: a `keras.Model`.

@@ -46,7 +46,7 @@ class StepGuard:
     def enter(self) -> None:
         """Watches the steps of the model's present train function, unless it does already.
 
-        Another callback may have made that anew. Functions that say so (`stays_outermost`) remain
+        Another callback may have replaced that. Functions that say so (`stays_outermost`) remain
         around this one.
         """
         if any(each is self._watched for each in functions_in(self._model.train_function)):

@@ -200,7 +200,7 @@ class DistributedSteps(adapter.DistributedDataset):
         self._passes.set_to(gone_by)
         self._first_step = step
 
-    def cut_anew(self) -> None:
+    def cut_again(self) -> None:
         """Makes weights that were set since a look at the first element count from the first step.
 
         Where the pipeline cannot go back, they count `lookahead` steps later, as in any step.
@@ -208,7 +208,7 @@ class DistributedSteps(adapter.DistributedDataset):
         run = self._looked_at
         if run is None:
             return
-        if self._draws_once and run.cut_first_anew():
+        if self._draws_once and run.cut_first_again():
             return
         try:
             self.start_at(self._passes.before(run.number), run.first_step)

@@ -55,7 +55,7 @@ def why_not(dataset: Any) -> str | None:
 def has_memory_cache(dataset: Any) -> bool:
     """Whether elements of a data set are cached in memory.
 
-    A handover stays exact then, but the cache starts anew.
+    A handover stays exact then, but the cache starts over.
     """
     return any("Cache" in type(node).__name__ for node in adapter.upstream_of(dataset))
 

@@ -45,7 +45,7 @@ def divide_reading(path: Path, name: str, jobs: Mapping[str, Entry], now: float)
     given = [entry.io_budget for entry in jobs.values() if entry.io_budget is not None]
     ceiling = _read(path)
     if ceiling.newest > now + _CLOCK_SECONDS:
-        logger.debug("The clock has gone back: %s is begun anew.", path)
+        logger.debug("The clock has gone back: %s is begun again.", path)
         ceiling = ReadingCeiling(ceiling.number + 1)
     try:
         ceiling.update(name, readings, now, min(given, default=None))

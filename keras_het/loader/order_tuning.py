@@ -286,7 +286,7 @@ def _why_slices_stay(form: PipelineForm, is_plain: bool) -> str | None:
     if reason:
         return reason
     if has_memory_cache(form.stream):
-        return "every worker makes whole batches, and their cache in memory would start anew"
+        return "every worker makes whole batches, and their cache in memory would start over"
     nodes = adapter.upstream_of(form.stream)
     if is_plain and any(map(adapter.is_reshuffled, nodes)):
         return (

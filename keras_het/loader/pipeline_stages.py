@@ -77,7 +77,7 @@ def read_stages(model: Any, pool_threads: int) -> tuple[Stage, ...]:
     """The stages of a pipeline, the consumer's end first.
 
     Times are of one element, times the elements that a batch needs: iterators before a `repeat`,
-    and in an `interleave`, begin anew with each round, so that their sums say nothing.
+    and in an `interleave`, begin again with each round, so that their sums say nothing.
 
     Args:
         model: a `ModelProto` of a pipeline that gave a batch at least.

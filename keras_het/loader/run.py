@@ -100,7 +100,7 @@ class Run(abc.ABC):
             self.first_step, self.delivered = self.first_step + steps, 0
             self._first, self._rewound = None, False
 
-    def cut_first_anew(self) -> bool:
+    def cut_first_again(self) -> bool:
         """Cuts what was looked at by the present weights; whether that is possible."""
         return False
 

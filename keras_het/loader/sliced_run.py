@@ -102,7 +102,7 @@ class SlicedRun(Run):
         self._first_batch = batch if self.delivered == 0 else None
         return self._cut(batch, weights)
 
-    def cut_first_anew(self) -> bool:
+    def cut_first_again(self) -> bool:
         """Cuts the first batch by the present weights, which count from there on."""
         weights = tuple(self._weights())
         self._read = collections.deque(weights for _ in self._read)

@@ -110,7 +110,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         ...     model = keras.Sequential([keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
 
-    Reference: Kim et al., "A novel framework for heterogeneous clusters", 2020; `tf.distribute`.
+    Reference: Kim et al., "Towards an optimized distributed deep learning framework for a
+    heterogeneous multi-GPU cluster", Cluster Computing 23, 2020; `tf.distribute`.
     """
 
     # TensorFlow numbers collectives from here; every strategy of a process gets a range of its own.
@@ -162,7 +163,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         # Trainings with async workers that this process began, to tell one fit from the next.
         self.num_hybrid_runs = 0
         # roles="auto" chooses once: a new start forgets what was trained. Fits too short for it
-        # would measure links, and trace their steps anew, each time.
+        # would measure links, and trace their steps again, each time.
         self.role_trials_left = 3
         self._weights = share_weights(shares, self.layout)
         warn_of_emulated_devices(self._emulated_devices, len(self.layout.local_replicas))

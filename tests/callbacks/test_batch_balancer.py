@@ -292,7 +292,7 @@ def test_two_in_one_fit(strategy):
         model.fit(strategy.distribute(batches(16)), verbose=0, callbacks=two)
 
 
-def test_a_second_balancer_starts_anew(strategy):
+def test_a_second_balancer_starts_over(strategy):
     with strategy.scope():
         model = dense_model()
     data = strategy.distribute(batches(64))
@@ -486,20 +486,20 @@ def test_validation_and_other_callbacks_are_no_steps(monkeypatch, read_after):
     ("is_first", "place"),
     [(True, "on_train_begin"), (True, "on_train_batch_end"), (False, "on_train_batch_end")],
 )
-def test_a_lack_of_memory_is_noted_where_the_train_function_is_made_anew(tmp_path, is_first, place):
+def test_a_lack_of_memory_is_noted_where_the_train_function_is_replaced(tmp_path, is_first, place):
     """By a callback before it or behind it, as `HybridAggregation` is."""
 
     def lacks(_):
         raise tf.errors.ResourceExhaustedError(None, None, "OOM on /device:CPU:1 by allocator cpu")
 
-    def make_anew(batch=None, logs=None):
+    def replace(batch=None, logs=None):
         model.train_function = lacks
 
     strategy = three_replicas()
     with strategy.scope():
         model = dense_model()
     balancer = BatchBalancer("even", memory_directory=tmp_path)
-    others = keras.callbacks.LambdaCallback(**{place: make_anew})
+    others = keras.callbacks.LambdaCallback(**{place: replace})
     callbacks = [balancer, others] if is_first else [others, balancer]
     with pytest.raises(tf.errors.ResourceExhaustedError, match="share"):
         model.fit(strategy.distribute(batches(24)), verbose=0, callbacks=callbacks)

@@ -99,7 +99,7 @@ def test_gradients_of_a_training_shorter_than_a_period_count(strategy, epochs):
     assert isinstance(model.optimizer, keras.optimizers.SGD)
 
 
-def test_data_whose_first_pass_cannot_begin_anew_is_refused(strategy):
+def test_data_whose_first_pass_cannot_start_over_is_refused(strategy):
     """Keras has looked at its first element: everybody would train the whole first epoch."""
     rows = tf.data.Dataset.from_tensor_slices(arrays()).shuffle(SAMPLES, seed=1)
     padded = rows.padded_batch(BATCH, drop_remainder=True)
@@ -367,7 +367,7 @@ def test_what_is_evaluated_beside_the_first_step_has_all_batches(strategy, place
     assert claims.ledger.used.tolist() == [SAMPLES - 2 * BATCH, 0]
 
 
-@pytest.mark.quick("2-not looked at")
+@pytest.mark.full
 @pytest.mark.parametrize("looks", [True, False], ids=["looked at", "not looked at"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_validation_on_the_data_of_training_has_all_of_it(strategy, steps_per_execution, looks):
@@ -402,7 +402,7 @@ def test_what_callbacks_evaluate_of_the_data_of_training_is_not_trained(strategy
 @pytest.mark.quick("before")
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "behind"])
 def test_samples_count_beside_a_balancer(strategy, is_first):
-    """Which makes the train function of a model anew that it has not measured yet."""
+    """Replaces the train function of a model by one that was not measured yet."""
     model = make_model(strategy)
     hybrid = HybridAggregation("delta", period=2)
     both = [hybrid, BatchBalancer()] if is_first else [BatchBalancer(), hybrid]
@@ -413,12 +413,12 @@ def test_samples_count_beside_a_balancer(strategy, is_first):
 
 @pytest.mark.full
 @pytest.mark.parametrize("place", ["on_epoch_begin", "on_train_batch_begin"])
-def test_samples_count_where_the_train_function_is_made_anew(strategy, place):
+def test_samples_count_where_the_train_function_is_replaced(strategy, place):
     hybrid = HybridAggregation("delta", period=2)
     claims, model = ClaimsTwo(hybrid), make_model(strategy)
-    anew = {place: lambda number, logs: number % 2 or model.make_train_function(force=True)}
-    anew = keras.callbacks.LambdaCallback(**anew)
-    model.fit(data(), verbose=0, callbacks=[hybrid, claims, anew])
+    replaced = {place: lambda number, logs: number % 2 or model.make_train_function(force=True)}
+    replaces = keras.callbacks.LambdaCallback(**replaced)
+    model.fit(data(), verbose=0, callbacks=[hybrid, claims, replaces])
     assert claims.ledger.used.tolist() == [SAMPLES - 2 * BATCH, 0]
 
 
@@ -457,7 +457,7 @@ class ReadsAhead(keras.callbacks.Callback):
         return self.original([batch])
 
 
-@pytest.mark.quick("1-others0")
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "others"), [(1, []), (3, [BatchBalancer])])
 def test_samples_that_were_read_ahead_count_when_they_are_trained(strategy, number, others):
     model = make_model(strategy)

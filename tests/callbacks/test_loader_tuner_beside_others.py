@@ -31,7 +31,7 @@ EXTRA = -1.0
 
 
 class Anew(keras.callbacks.Callback):
-    """Makes the train function anew, as one does who freezes or unfreezes layers."""
+    """Replaces the train function, as one does who freezes or unfreezes layers."""
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == 1:
@@ -91,7 +91,7 @@ def in_epochs(seen):
 @pytest.mark.quick("True-True")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("is_built", [True, False])
-def test_a_train_function_that_is_made_anew_loses_no_sample(first, is_built):
+def test_a_train_function_that_is_replaced_loses_no_sample(first, is_built):
     tuner = moving()
     callbacks = [tuner, Anew()] if first else [Anew(), tuner]
     data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))
@@ -131,7 +131,7 @@ def test_a_fit_of_the_same_model_within_a_callback_ends_nothing(first, is_built)
 @pytest.mark.quick("True-False", "False-True")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("is_built", [True, False])
-def test_a_train_function_that_is_made_anew_before_a_step_loses_no_sample(first, is_built):
+def test_a_train_function_that_is_replaced_before_a_step_loses_no_sample(first, is_built):
     tuner = moving()
     callbacks = [tuner, AnewBeforeSteps()] if first else [AnewBeforeSteps(), tuner]
     data = (lambda: pipeline(build)) if is_built else (lambda: build(pipeline(build).knobs))

@@ -269,7 +269,7 @@ def dense_model(
     features: int = 5,
     **compile_options: Any,
 ) -> Any:
-    """A small network, compiled; `layers` are built anew by a callable where given."""
+    """A small network, compiled; `layers` are built again by a callable where given."""
     hidden = layers() if callable(layers) else [keras.layers.Dense(4, activation="tanh")]
     model = keras.Sequential([keras.Input((features,)), *hidden, keras.layers.Dense(1)])
     chosen = optimizer() if callable(optimizer) else keras.optimizers.SGD(0.1, momentum=0.9)

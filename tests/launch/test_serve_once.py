@@ -1,4 +1,4 @@
-"""`keras-het serve --once` ends after a training, not after an offer of one that was made anew."""
+"""`keras-het serve --once` ends after a training, not after an offer of one that was made again."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ def set_up(monkeypatch, address):
     ("offers_left", "once", "served"),
     [
         ([False], True, 1),
-        ([True, False], True, 2),  # the leader was started anew: its second offer was accepted
+        ([True, False], True, 2),  # the leader was restarted: its second offer was accepted
         ([False, True, False], False, 3),
     ],
 )

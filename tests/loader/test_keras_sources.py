@@ -130,7 +130,7 @@ def ten_batches():
 def test_other_weights_lose_no_batch_of_a_generator(looked_at):
     worker, weights = looked_at
     weights[0] = [1, 0]
-    worker.cut_anew()
+    worker.cut_again()
     batches, sizes = collect([iter(worker)], (2,))
     assert batches == ten_batches()
     assert set(sizes) == {(2, 0)}
@@ -141,7 +141,7 @@ def test_a_resume_loses_no_batch_of_a_generator(looked_at, passes, step):
     worker, weights = looked_at
     worker.start_at(passes, step)
     weights[0] = [1, 0]
-    worker.cut_anew()
+    worker.cut_again()
     iterator = iter(worker)
     batches, sizes = collect([iterator], (2,), steps=3)
     assert batches == ten_batches()[step : step + 3]

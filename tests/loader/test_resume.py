@@ -125,7 +125,7 @@ def test_weights_set_after_a_look_count_from_the_first_step(name):
     worker = make_workers(ALL[name], (2,), [[1, 1]])[0]
     next(iter(worker))
     worker._weights = lambda: [1, 0]
-    worker.cut_anew()
+    worker.cut_again()
     batches, sizes = collect([iter(worker)], (2,))
     assert batches == expected
     assert all(size[1] == 0 for size in sizes)
@@ -133,10 +133,10 @@ def test_weights_set_after_a_look_count_from_the_first_step(name):
 
 def test_without_a_look_there_is_nothing_to_cut_anew():
     worker = make_workers(ALL["map_shuffle"], (1,), [[1]])[0]
-    worker.cut_anew()
+    worker.cut_again()
     iterator = iter(worker)
     next(iterator)
-    worker.cut_anew()  # in the middle of an epoch: no effect on it
+    worker.cut_again()  # in the middle of an epoch: no effect on it
     assert len(one_epoch(make_workers(ALL["map_shuffle"], (1,), [[1]])[0])) == 1 + len(
         collect([iterator], (1,))[0]
     )

@@ -3,7 +3,7 @@
 Importing TensorFlow and Keras takes many seconds of processor time, more than most of the checks
 here; a fork takes none. The import starts no thread and no runtime of TensorFlow, so that a fork
 behaves like a fresh process. What a fork would share with its siblings by accident (the state of
-random generators) is drawn anew. A worker ends like any script, interpreter shutdown included.
+random generators) is drawn again. A worker ends like any script, interpreter shutdown included.
 
 Lines in: {"number", "script", "arguments", "environment", "folder", "output"}. Lines out:
 {"ready"}, {"started": number, "process_id"} and {"ended": number, "exit_code"}. Workers are told

@@ -152,7 +152,7 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(cpu
 
 
 def test_a_service_without_a_leader_is_not_attached_to(cpu_devices):
-    """One that was started anew has no weights yet."""
+    """One that was restarted has no weights yet."""
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
     worker.train(1.0)

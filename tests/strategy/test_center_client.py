@@ -238,12 +238,12 @@ def serve():
     return parts
 
 
-def test_nobody_gets_the_zeros_of_a_service_that_was_started_anew(cpu_devices):
+def test_nobody_gets_the_zeros_of_a_service_that_was_restarted(cpu_devices):
     parts = serve()
     connection = ParameterClient(parts.address, PARTITIONS, GOOD, 1, prefix=WEIGHTS_PREFIX)
     worker = CenterClient(connection, Delta())
     for exact in (False, True):
-        with pytest.raises(ServiceLostError, match="8: started anew"):
+        with pytest.raises(ServiceLostError, match="8: restarted"):
             worker.pull(exact)
     worker.seen = [tf.zeros([size]) for size in PARTITIONS.sizes]
     pending = worker.send(ONES, 8)

@@ -1,4 +1,4 @@
-"""An async worker that joins while a part of the service was started anew."""
+"""An async worker that joins while a part of the service was restarted."""
 
 from __future__ import annotations
 
@@ -92,6 +92,6 @@ def test_waits_until_the_leader_has_brought_the_center(service: ParameterService
 
 def test_a_center_that_never_comes_is_an_error_in_time(service: ParameterService) -> None:
     worker = Worker(connect_seconds=0.2)
-    with pytest.raises(ConnectionError, match="started anew, and without center"):
+    with pytest.raises(ConnectionError, match="restarted, and without center"):
         joins(worker, service, refusals=-1)
     assert not worker.written

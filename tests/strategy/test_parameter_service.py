@@ -437,7 +437,7 @@ def test_a_push_beyond_the_staleness_bound_is_not_taken(cpu_devices):
 
 
 def test_a_version_that_is_still_to_come_is_as_stale_as_one_long_past(cpu_devices):
-    # as of a worker whose service was started anew, or of one that makes versions up
+    # as of a worker whose service was restarted, or of one that makes versions up
     service = start(Delta(), staleness_bound=1)
     client = connect(service)
     client.push(ramp(), tf.zeros([3], tf.int64), 1, zeros())

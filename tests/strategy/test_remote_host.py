@@ -43,13 +43,13 @@ class Leader(RemoteHost):
         self._options = HybridOptions(rule, timeout_seconds=seconds, goes_on_without_service=True)
         self._group = SimpleNamespace(num_clients=2)
         self._parts = SimpleNamespace(
-            started_anew=list, open_directory=lambda: None, awaits_center=False
+            restarted=list, open_directory=lambda: None, awaits_center=False
         )
         self.ledger = SimpleNamespace(tell=lambda *arguments: None)
         connection = ParameterClient(service.address, PARTITIONS, PROOF, 0)
         self._weights, self._state = CenterClient(connection, rule), None
         self._pending, self._taken_until = None, 0
-        self._return = ReturnWatch(lambda: self._parts.started_anew(), seconds)
+        self._return = ReturnWatch(lambda: self._parts.restarted(), seconds)
         self._is_lost = self._is_given_up = self._waits = False
         self._adopt_center()
 
@@ -84,7 +84,7 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(cpu
 
 
 class Parts(RemoteParts):
-    """A process that was started anew, which does not take the center at first."""
+    """A process that was restarted, which does not take the center at first."""
 
     def __init__(self, leader, service):
         self._leader, self._service = SimpleNamespace(options=leader._options), service
@@ -92,11 +92,11 @@ class Parts(RemoteParts):
         self.awaits_center = False
         self._found, self.tries = [["one:1"], []], 0
 
-    def started_anew(self):
+    def restarted(self):
         return self._found.pop(0) if self._found else []
 
     def _offer(self, tasks, patience):
-        assert len(tasks) == (self.tries == 0), "who serves already is not told anew"
+        assert len(tasks) == (self.tries == 0), "who serves already is not told again"
 
     def bring_center(self, saved=None):
         self.tries += 1
@@ -136,7 +136,7 @@ class Question:
     def __call__(self):
         self.is_open = True
         try:
-            return self._parts.started_anew()
+            return self._parts.restarted()
         finally:
             self.is_open = False
 
@@ -148,13 +148,13 @@ def test_the_group_goes_on_while_a_silent_service_is_asked(cpu_devices):
     weights, exchanges, deadline = leader.lose(), 0, time.monotonic() + 60
     with silent_address() as address:
         question = Question(address, SimpleNamespace(credential=PROOF, options=leader._options))
-        leader._parts.started_anew = question
+        leader._parts.restarted = question
         while exchanges < 20:
             assert time.monotonic() < deadline, f"{exchanges} exchanges while nothing answers"
             (weights,) = leader.exchange([weights], [], 4, push=True)
             assert leader._is_lost
             exchanges += question.is_open
-    leader._parts.started_anew = list
+    leader._parts.restarted = list
     assert leader._return._answered.wait(60)
     leader.exchange([weights], [], 4, push=True, wait=True)
     assert not leader._is_lost
@@ -192,7 +192,7 @@ def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(cpu_devices, 
 
 
 def test_a_part_that_knows_this_training_and_has_no_center_gets_it(cpu_devices):
-    """It was started anew, and an offer of the time before it reached it after all."""
+    """It was restarted, and an offer of the time before it reached it after all."""
     service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
     service.start()
     leader = Leader(service)

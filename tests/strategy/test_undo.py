@@ -30,7 +30,7 @@ def center_norm(part):
     return np.linalg.norm(part.center.numpy().astype(np.float64))
 
 
-def test_a_center_from_outside_is_measured_anew(part, push):
+def test_a_center_from_outside_is_measured_again(part, push):
     assert push(1, 1, 1, 1) == Status.OK
     part.set_center(tf.fill([SIZE], 1e10))
     assert push(1, 1, 1, 1) == Status.OK
@@ -47,7 +47,9 @@ def test_changes_that_cancel_are_taken_however_many(part, push):
         assert push(*[large if count % 2 else -large] * SIZE) == Status.OK
     np.testing.assert_array_equal(part.center, np.zeros(SIZE))
     assert int(part.version) == 12
-    assert float(part.largest_norm) < LARGEST_NORM  # measured anew, so that nothing is kept to undo
+    assert (
+        float(part.largest_norm) < LARGEST_NORM
+    )  # measured again, so that nothing is kept to undo
 
 
 def test_what_is_known_of_the_norm_is_never_below_it(part, push):

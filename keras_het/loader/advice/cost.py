@@ -42,7 +42,7 @@ class _Run:
         self.sizes: list[int] = []
         self.elements = self._counted_from = 0
         now = first = self._since = time.perf_counter()
-        # a new iterator for each pass would optimise its functions anew
+        # a new iterator for each pass would optimise its functions again
         iterator = iter(dataset.repeat())
         for element in iterator:
             now = time.perf_counter()

@@ -16,7 +16,7 @@ from keras_het.planning.time_model import LinearTimeModel
 
 
 class LbbPolicy(SharePolicy):
-    r"""Moves a sample when replicas differ a little, and solves anew when they differ much.
+    r"""Moves a sample when replicas differ a little, and solves again when they differ much.
 
     With the straggler effect :math:`SE = (\max T - \min T) / \bar T` of the last step: below
     `fine_threshold` nothing happens; below `rapid_threshold` one sample moves from the slowest to

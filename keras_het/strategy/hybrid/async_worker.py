@@ -420,7 +420,7 @@ class AsyncWorker(Participant):
     def _attach_again(self) -> None:
         """Finds the service again after a loss; what was under way is sent again."""
         if self._report(Presence.TRAINING).stage == Stage.STARTING:
-            raise ServiceLostError("The parameter service was started anew, and has no leader yet.")
+            raise ServiceLostError("The parameter service was restarted, and has no leader yet.")
         # All parts answer before anything is scaled: a try that fails must not scale once more.
         self._center.meet_again(self._pending)
         if self._state is not None:

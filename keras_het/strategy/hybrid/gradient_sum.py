@@ -86,7 +86,7 @@ class MeanGradient:
         return means
 
     def forget(self) -> None:
-        """Starts to sum up anew."""
+        """Starts to sum up again."""
         self._vectors.write([total * 0.0 for total in self._vectors.read()])
         self._taken = self._steps()
 

@@ -16,7 +16,7 @@ class VariableVectors:
     """Reads and writes variables as partitions of one vector.
 
     What 16-bit variables cannot hold of the values is kept beside them, so that `read` gives what
-    was written: else workers would send the rounding as a change, which each of them makes anew.
+    was written: else workers would send the rounding as a change, which each of them makes again.
 
     Args:
         variables: Keras variables of float type.

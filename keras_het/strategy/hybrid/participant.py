@@ -143,7 +143,7 @@ class Participant(abc.ABC):
         return self._mean_gradient.optimizer
 
     def forget_gradients(self) -> None:
-        """Starts to sum up anew: a backup may have brought back half a gradient."""
+        """Starts to sum up again: a backup may have brought back half a gradient."""
         if self._mean_gradient is not None:
             self._mean_gradient.forget()
 

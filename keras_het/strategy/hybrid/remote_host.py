@@ -31,7 +31,7 @@ class RemoteHost(Host):
 
     A lost service is an error, or, if the options say so, the group trains on alone, takes all
     batches, and goes on with the service at the first exchange after that has answered again; until
-    then a thread asks it, and no step waits. One that was started anew gets the group's weights.
+    then a thread asks it, and no step waits. One that was restarted gets the group's weights.
 
     Args:
         group: the sync group, whose present weights become the center.
@@ -61,7 +61,7 @@ class RemoteHost(Host):
         self._pending: Pending | None = None
         self._taken_until = 0
         self._is_closed = self._is_lost = self._is_given_up = False
-        self._return = ReturnWatch(self._parts.started_anew, seconds)
+        self._return = ReturnWatch(self._parts.restarted, seconds)
         _logger.info("The parameter service is at %s.", ", ".join(addresses))
 
     def exported(self) -> dict[str, np.ndarray] | None:
@@ -85,7 +85,7 @@ class RemoteHost(Host):
     def exchange(
         self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool = False
     ) -> list[Any]:
-        """Goes on from the last answer, and sends anew."""
+        """Goes on from the last answer, and sends again."""
         if self._is_lost and not self._return.has_answered:
             return [*weights, *state]
         try:
@@ -205,9 +205,9 @@ class RemoteHost(Host):
         Raises:
             ServiceLostError: if it is still away.
         """
-        started_anew = self._parts.started_anew()
-        if started_anew or self._parts.awaits_center:
-            self._parts.begin_again(started_anew)
+        restarted = self._parts.restarted()
+        if restarted or self._parts.awaits_center:
+            self._parts.begin_again(restarted)
             self._adopt_center()
             self._pending = None
             self._parts.awaits_center = False

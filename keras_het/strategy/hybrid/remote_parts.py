@@ -32,7 +32,7 @@ class RemoteParts:
     Attributes:
         weights: connection of the weights.
         state: that of the moving statistics, None without any.
-        awaits_center: whether processes that were started anew still lack their center.
+        awaits_center: whether processes that were restarted still lack their center.
 
     Raises:
         ConnectionError: if one of them does not answer.
@@ -82,8 +82,8 @@ class RemoteParts:
         except ConnectionError as error:
             raise ServiceLostError(str(error)) from error
 
-    def started_anew(self) -> list[str]:
-        """Addresses of processes that were started anew, and know nothing of this training.
+    def restarted(self) -> list[str]:
+        """Addresses of processes that were restarted, and know nothing of this training.
 
         Raises:
             ServiceLostError: if one does not answer.
@@ -98,11 +98,11 @@ class RemoteParts:
                 found.append(address)
         return found
 
-    def begin_again(self, started_anew: Sequence[str]) -> None:
-        """Tells processes that were started anew what to hold, and makes the weights the center.
+    def begin_again(self, restarted: Sequence[str]) -> None:
+        """Tells processes that were restarted what to hold, and makes the weights the center.
 
         Args:
-            started_anew: their addresses.
+            restarted: their addresses.
 
         Raises:
             ServiceLostError: if one of them does not answer.
@@ -110,7 +110,7 @@ class RemoteParts:
         seconds = self._leader.options.timeout_seconds
         self.awaits_center = True  # until the leader has it back: another try must do it all
         try:
-            self._offer(started_anew, seconds)
+            self._offer(restarted, seconds)
             for client in (self.weights, self.state):
                 if client is not None:
                     connect(client.greet, seconds)

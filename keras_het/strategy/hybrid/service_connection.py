@@ -37,7 +37,7 @@ _WAITS = "No parameter service for %.0f s; waiting up to %g s for it to start. %
 
 
 class NoCenterError(ServiceLostError):
-    """A part of the service was started anew, and its leader has yet to bring the center."""
+    """A part of the service was restarted, and its leader has yet to bring the center."""
 
 
 @dataclasses.dataclass
@@ -114,7 +114,7 @@ class CenterClient:
             exact: whether to have all of its bits, in whatever format other messages travel.
 
         Raises:
-            NoCenterError: if a part was started anew and has none yet.
+            NoCenterError: if a part was restarted and has none yet.
             ServiceLostError: if there is no answer in time.
         """
         fallback = [tf.zeros([size]) for size in self._client.partitions.sizes]
@@ -438,7 +438,7 @@ def _lost(statuses: Any) -> ServiceLostError:
     has_no_center = (statuses == int(Status.NO_CENTER)).any()
     return (NoCenterError if has_no_center else ServiceLostError)(
         "The parameter service did not answer in time. Received: statuses "
-        f"{statuses.tolist()} (-1: no answer; {int(Status.NO_CENTER)}: started anew, and without "
+        f"{statuses.tolist()} (-1: no answer; {int(Status.NO_CENTER)}: restarted, and without "
         'center until its leader brings it). Its process may be gone; give on_service_loss="'
         'continue" to go on without it.'
     )

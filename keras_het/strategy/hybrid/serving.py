@@ -43,7 +43,7 @@ class ServingProcess:
     def serve_one(self) -> bool:
         """Waits for a training and serves it to its end; whether there was one.
 
-        A leader that starts anew offers again, which ends the training that it left.
+        A leader that starts again offers again, which ends the training that it left.
         """
         self._say(f"waiting for a training at {self.address}")
         parts = None

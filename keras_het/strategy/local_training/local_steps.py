@@ -25,7 +25,7 @@ class LocalSteps:
         self._samples = 0
 
     def enter(self) -> None:
-        """Makes the model's train function anew, reduced within the worker."""
+        """Replaces the model's train function, reduced within the worker."""
         self._model.make_train_function(force=True)
         compiled = self._model.train_function
 
@@ -60,16 +60,16 @@ class LocalSteps:
         """Checks that the step which was announced has run in local mode.
 
         Raises:
-            ValueError: if another callback has made the train function anew meanwhile.
+            ValueError: if another callback has replaced the train function meanwhile.
         """
         if self._is_expected:
             raise ValueError(
-                "The steps of this training are not local any more: another callback has made the "
-                "model's train function anew. BatchBalancer does; leave it out, and set shares by "
+                "The steps of this training are not local any more: another callback has replaced "
+                "the model's train function. BatchBalancer does; leave it out, and set shares by "
                 "hand (strategy.set_shares). Put LocalTraining last if it is another one."
             )
 
     def leave(self) -> None:
-        """Makes the model's train function anew, reduced over all workers."""
+        """Replaces the model's train function, reduced over all workers."""
         self._is_expected = False
         self._model.make_train_function(force=True)

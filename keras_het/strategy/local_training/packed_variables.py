@@ -28,7 +28,7 @@ class PackedVariables:
         self.size = sum(self._sizes)
         if variables:
             vector = tf.TensorSpec([self.size], dtype)
-            # Concrete: TensorFlow takes several functions of one code for one that is traced anew.
+            # Concrete: TensorFlow takes several functions of one code for one that is traced again.
             self._read = tf.function(self._pack, autograph=False).get_concrete_function()
             with strategy.scope():
                 write = tf.function(self._unpack, autograph=False)

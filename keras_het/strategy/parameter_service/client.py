@@ -526,7 +526,7 @@ def _check_taken(calls: Sequence[Any], indices: Sequence[int]) -> None:
         if not bool(call.is_ok()) or int(call.get_value()) != Status.OK:
             raise ConnectionError(
                 f"The parameter service did not take partition {index}. Received: "
-                f"{_error_of(call)}. Start it anew, and check that the weights are finite."
+                f"{_error_of(call)}. Restart it, and check that the weights are finite."
             )
 
 

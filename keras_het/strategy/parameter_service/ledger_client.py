@@ -25,13 +25,13 @@ class ServiceLostError(RuntimeError):
 
     Args:
         message: what happened.
-        is_anew: whether another process answered in its place, which knows nothing of this
+        is_new_process: whether another process answered in its place, which knows nothing of this
             training.
     """
 
-    def __init__(self, message: str, is_anew: bool = False) -> None:
+    def __init__(self, message: str, is_new_process: bool = False) -> None:
         super().__init__(message)
-        self.is_anew = is_anew
+        self.is_new_process = is_new_process
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ class ParameterService:
         num_clients: workers that may push; clients are numbered from 0.
         wire: how values travel.
         staleness_bound: updates of a partition since the worker last saw it, beyond which a push is
-            not taken: the answer is the center, to start from anew. So is that to a push from a
+            not taken: the answer is the center, to start over from. So is that to a push from a
             version that this service has not had yet. None for no bound.
         prefix: of the names of its functions, where several services share a server.
         server: server to answer on; by default one of its own at `address`.
@@ -444,7 +444,7 @@ def _first_failed(*checks: tuple[Any, Status]) -> Any:
 
 
 def _there_is_a_center(part: Part) -> tuple[Any, Status]:
-    """A process that was started anew has none until the leader has brought it."""
+    """A process that was restarted has none until the leader has brought it."""
     return part.has_center.read_value(), Status.NO_CENTER
 
 

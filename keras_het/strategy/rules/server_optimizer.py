@@ -111,7 +111,7 @@ class _Instance:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """All state, by place: Keras numbers its names anew for each instance."""
+        """All state, by place: Keras numbers its names again for each instance."""
         return {
             f"optimizer_{index}": variable.value
             for index, variable in enumerate(self._optimizer.variables)

@@ -1,4 +1,4 @@
-"""How many workers a spare machine sums for, where that changes: roles were chosen anew."""
+"""How many workers a spare machine sums for, where that changes: roles were chosen again."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def tell_group_size(addresses: Sequence[str], num_workers: int, proof: bytes) ->
         except NoAnswerError as error:
             raise ConnectionError(
                 f"The summation machine at {error} Its group has started again in other roles and "
-                "needs it; start it anew."
+                "needs it; restart it."
             ) from error
         if int(status) != Status.OK:
             raise PermissionError(
@@ -102,7 +102,7 @@ def _wait_for(address: str, proof: bytes) -> None:
         time.sleep(_POLL_SECONDS)
     raise ConnectionError(
         f"The summation machine at {address} does not sum for the new group. Received: no answer "
-        f"to it within {_PATIENCE_SECONDS:g} s. Start the machine anew."
+        f"to it within {_PATIENCE_SECONDS:g} s. Restart the machine."
     )
 
 

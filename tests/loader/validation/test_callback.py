@@ -387,7 +387,7 @@ def test_arguments_that_are_none(tmp_path: Path) -> None:
         DataValidation(3)
 
 
-def anew(model: keras.Model, at: int = 0) -> keras.callbacks.Callback:
+def replaces(model: keras.Model, at: int = 0) -> keras.callbacks.Callback:
     def make(batch: int, logs: Any) -> None:
         if batch == at:
             model.make_train_function(force=True)
@@ -399,17 +399,17 @@ def anew(model: keras.Model, at: int = 0) -> keras.callbacks.Callback:
 def test_another_callback_must_not_take_it_out(compare_shards: bool) -> None:
     model, validation = make_model(), DataValidation(schema(), compare_shards=compare_shards)
     with pytest.raises(RuntimeError, match=r"not checked.*Put DataValidation last"):
-        model.fit(*samples(), verbose=0, callbacks=[validation, anew(model)])
+        model.fit(*samples(), verbose=0, callbacks=[validation, replaces(model)])
 
 
 def test_batches_that_are_not_compared_any_more_are_an_error() -> None:
     model, validation = make_model(), DataValidation(schema(), compare_shards=True)
     with pytest.raises(RuntimeError, match=r"not compared.*Put DataValidation last"):
-        model.fit(batches(*samples()), verbose=0, callbacks=[validation, anew(model, at=5)])
+        model.fit(batches(*samples()), verbose=0, callbacks=[validation, replaces(model, at=5)])
 
 
 class Unfreeze(keras.callbacks.Callback):
-    """Makes the train function anew at a batch of each epoch (-1: at its beginning)."""
+    """Replaces the train function at a batch of each epoch (-1: at its beginning)."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()
@@ -435,7 +435,7 @@ class OtherFit(keras.callbacks.Callback):
     ("other", "is_last"),
     [(Unfreeze(-1), True), (Unfreeze(1), False), (Unfreeze(5), True), (OtherFit(), True)],
 )
-def test_shards_are_compared_though_the_train_function_is_made_anew(
+def test_shards_are_compared_though_the_train_function_is_replaced(
     other: Any, is_last: bool, tmp_path: Path
 ) -> None:
     validation = DataValidation(schema(), compare_shards=True, directory=tmp_path)

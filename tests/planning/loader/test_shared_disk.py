@@ -189,7 +189,7 @@ def test_a_division_that_fails_keeps_no_other_trial_away():
     assert kinds & {"more threads", "fewer threads"}
 
 
-def test_other_jobs_learn_anew():
+def test_other_jobs_learn_again():
     """A ceiling that held for long leaves nothing that keeps later jobs from having one."""
 
     def train(names, loaders, began):

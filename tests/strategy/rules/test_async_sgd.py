@@ -176,7 +176,7 @@ def test_schedule_follows_the_version(cpu_devices):
         center.push(0, 8, version, np.ones(SIZE))
         np.testing.assert_allclose(center.values, np.full(SIZE, expected), rtol=1e-5)
     for version in center.versions:
-        version.assign(0)  # as of a service that begins anew
+        version.assign(0)  # as of a service that begins again
     center.push(0, 8, 0, np.ones(SIZE))
     np.testing.assert_allclose(center.values, np.full(SIZE, -4.2), rtol=1e-5)
 

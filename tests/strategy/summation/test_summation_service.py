@@ -184,7 +184,7 @@ def test_strangers_are_refused(service, clients, pool):
     assert {answer.result(TIMEOUT)[1][0] for answer in answers} == {3.0}
 
 
-def test_a_new_run_begins_anew_while_calls_of_the_last_one_still_wait(service, clients, pool):
+def test_a_new_run_starts_over_while_calls_of_the_last_one_still_wait(service, clients, pool):
     lost = pool.submit(exchange, clients[0], 0, 1, [50.0])
     fresh = [client_of(service, worker, RUN + 5) for worker in range(NUM_WORKERS)]
     for client in fresh:
