@@ -131,7 +131,7 @@ def test_weights_set_after_a_look_count_from_the_first_step(name):
     assert all(size[1] == 0 for size in sizes)
 
 
-def test_without_a_look_there_is_nothing_to_cut_anew():
+def test_without_a_look_there_is_nothing_to_cut_again():
     worker = make_workers(ALL["map_shuffle"], (1,), [[1]])[0]
     worker.cut_again()
     iterator = iter(worker)

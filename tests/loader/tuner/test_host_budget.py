@@ -126,7 +126,7 @@ def test_a_job_that_is_silent_does_not_count(path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 1}', '{"x": {"pid": "y"}}'])
-def test_a_broken_file_is_begun_anew(path, text):
+def test_a_broken_file_is_begun_again(path, text):
     path.write_text(text)
     assert HostBudget(4.0, path).update(HUNGRY) == 4.0
 

@@ -94,7 +94,7 @@ def test_what_was_learned_survives_the_process(path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"number": "x"}'])
-def test_a_broken_file_of_what_was_learned_is_begun_anew(text, path):
+def test_a_broken_file_of_what_was_learned_is_begun_again(text, path):
     path.with_suffix(".reading").write_text(text)
     assert bounds([job_on(path, 10), job_on(path)], read(), read()) == [5, 5]
 

@@ -52,7 +52,7 @@ def test_corrects_a_stale_gradient_of_a_square_to_first_order(cpu_devices):
     assert abs(corrected - right) < 0.15 * abs(stale - right)
 
 
-def test_a_center_that_was_pulled_anew_is_not_taken_for_the_last_answer(cpu_devices):
+def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(cpu_devices):
     center = Center(DelayCompensated(0.1, 1.0, num_workers=2), np.ones(1), sizes=(1,))
     center.push(0, 1, 0, np.zeros(1))
     for _ in range(20):  # meanwhile the other worker moves the center far away
