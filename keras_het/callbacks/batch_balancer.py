@@ -177,7 +177,7 @@ class BatchBalancer(keras.callbacks.Callback):
             self._read()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Starts the clock of whole steps again: validation is none."""
+        """Restarts the step clock, so that validation does not count as a step."""
         self._latest_reading = None
         self._follow_batch(self._growth.epoch_begins() if self._growth is not None else None)
 

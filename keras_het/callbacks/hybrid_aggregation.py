@@ -251,7 +251,7 @@ class HybridAggregation(keras.callbacks.Callback):
             return
         steps, self._last_batch = batch - self._last_batch, batch
         data, samples = self._participant.data, self._samples
-        if samples is None:  # the train function was replaced once more, just before the step
+        if samples is None:  # the train function was replaced right before the step
             samples = data.samples_delivered - self._delivered
         self._steps_of_epoch += steps
         self._samples_of_epoch += samples

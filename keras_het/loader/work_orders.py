@@ -79,10 +79,10 @@ class WorkOrders:
         return self._queue.dequeue()
 
     def admit(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Reads a batch when its order is there, and none while the pipeline is let go.
+        """Reads a batch only after it was ordered, even while the iterator is destroyed.
 
-        In a zip of orders and batches the end of the wait is an error, after which tf.data reads
-        from the other input all the same.
+        A zip of orders and batches would not do: when waiting for an order is cancelled, tf.data
+        still reads from the other input.
 
         Args:
             batches: data set of global batches.

@@ -114,7 +114,7 @@ class StopSignals:
         threading.Thread(target=self._watch, name="keras_het-signals", daemon=True).start()
 
     def _hold(self) -> None:
-        """Lets a signal wait: the new process would tell its parent of one that is its own."""
+        """Blocks signals during a fork: the child would report its own to its parent."""
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def _release(self) -> None:
