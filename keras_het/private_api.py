@@ -22,6 +22,7 @@ from keras.src.backend.tensorflow import trainer as keras_tf_trainer
 from keras.src.layers.normalization import batch_normalization as keras_batch_normalization
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 from keras.src.losses import loss as keras_loss
+from keras.src.losses import losses as keras_losses
 from keras.src.metrics import reduction_metrics as keras_reduction_metrics
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.optimizers import loss_scale_optimizer as keras_loss_scale_optimizer
@@ -110,6 +111,7 @@ __all__ = [
     "keras_batch_normalization",
     "keras_loss",
     "keras_loss_scale_optimizer",
+    "keras_losses",
     "keras_nn",
     "keras_reduction_metrics",
     "keras_seed_generator",

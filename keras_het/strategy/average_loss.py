@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from types import CodeType, FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +12,9 @@ import tensorflow as tf
 from keras_het.strategy.exact_step import current_step
 from keras_het.strategy.extended import HeterogeneousExtended
 
-_NAME = "compute_average_loss"
+_original_code: CodeType | None = None
+# In newer versions TensorFlow's function asks by way of two others.
+_FRAMES_BETWEEN = 3
 
 
 def install_average_loss() -> None:
@@ -19,6 +23,7 @@ def install_average_loss() -> None:
     Without `global_batch_size` TensorFlow takes the replica's own samples times the number of
     replicas for the samples of all. For a `HeterogeneousStrategy` they are counted instead.
     """
+    global _original_code
     original = tf.nn.compute_average_loss
     if getattr(original, "counts_samples", False):
         return
@@ -35,20 +40,29 @@ def install_average_loss() -> None:
                 global_batch_size = context.all_reduce("SUM", own)
         return original(per_example_loss, sample_weight, global_batch_size)
 
+    _original_code = inspect.unwrap(original).__code__
     compute_average_loss.counts_samples = True  # type: ignore[attr-defined]
     tf.nn.compute_average_loss = compute_average_loss
 
 
-def check_caller(name: str) -> None:
+def check_caller(frame: FrameType | None) -> None:
     """Refuses TensorFlow's own function, which was imported by name before it was replaced.
 
     Args:
-        name: of the function that asks for the number of replicas.
+        frame: of the function that asks for the number of replicas.
 
     Raises:
         ValueError: if it is that function, in a custom loop.
     """
-    if name == _NAME and current_step() is None:
+    for _ in range(_FRAMES_BETWEEN):
+        if frame is None:
+            return
+        if frame.f_code is _original_code:
+            break
+        frame = frame.f_back
+    else:
+        return
+    if current_step() is None:
         raise ValueError(
             "compute_average_loss cannot know the samples of all replicas, which have unequal "
             "shares. Received: TensorFlow's own function, imported by name, without "

@@ -141,6 +141,12 @@ class DataPath:
         return layout
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of this worker's devices."""
+        devices: tuple[str, ...] = self._get_strategy().extended.worker_devices
+        return devices
+
+    @property
     def own_replicas(self) -> slice:
         """This worker's places among the shares of all replicas."""
         local = self.layout.local_replicas
@@ -228,7 +234,8 @@ class _Wrapper:
             passes = dataset.passes_started
             self._data_path.on_step(dataset, is_new_pass=passes != self._checked_passes)
             self._checked_passes = passes
-        return wrap_shares(local_batches, self._sizes_tensor(sizes))
+        devices = self._data_path.devices
+        return wrap_shares(local_batches, self._sizes_tensor(sizes), devices)
 
     def at_end(self, steps: int) -> None:
         """Called once where the data set's pass has ended, after so many steps."""

@@ -16,6 +16,7 @@ from keras_het.planning import ReplicaLayout
 from keras_het.strategy import agreement
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.strategy.summation import SummationGroup
+from keras_het.strategy.uneven_per_replica import UnevenPerReplica
 
 _KEYS_PER_RANGE = 10_000
 # Our watch finds a silent worker first, and names it.
@@ -260,6 +261,12 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             )
         options = options or private_api.CommunicationOptions()
         return self._cross_device_ops._all_reduce(reduce_op, value, 0, options)
+
+    def _local_results(self, value: Any) -> Any:
+        # The inherited one bypasses the property, which moves batches to their devices.
+        if isinstance(value, UnevenPerReplica):
+            return value.values
+        return super()._local_results(value)
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
         return self.layout.local_replicas[replica_id]

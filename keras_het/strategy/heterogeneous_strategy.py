@@ -196,7 +196,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Number of replicas of all workers of the sync group."""
         count: int = super().num_replicas_in_sync
         if count > 1:
-            check_caller(sys._getframe(1).f_code.co_name)
+            check_caller(sys._getframe(1))
         return count
 
     def __repr__(self) -> str:

@@ -27,6 +27,13 @@ from keras_het.strategy.exact_step import ExactStep
 
 _Hook = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+# Keras 3.16 imports the function by name into a second module.
+_REDUCTIONS = [
+    (module, "reduce_weighted_values")
+    for module in (private_api.keras_loss, private_api.keras_losses)
+    if hasattr(module, "reduce_weighted_values")
+]
+
 
 def _hooks() -> list[tuple[Any, str, _Hook]]:
     loss = private_api.keras_loss
@@ -41,7 +48,7 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
     return [
         (loss, "scale_loss_for_distribution", exact_losses.keep_local_mean),
         (loss, "unscale_loss_for_distribution", exact_losses.keep_local_mean),
-        (loss, "reduce_weighted_values", exact_losses.reduce_exactly),
+        *[(module, name, exact_losses.reduce_exactly) for module, name in _REDUCTIONS],
         (layer, "add_loss", replica_threads.keep_losses),
         (layer, "_get_own_losses", replica_threads.keep_losses),
         (layer, "_clear_losses", replica_threads.keep_losses),

@@ -22,12 +22,31 @@ class UnevenPerReplica(private_api.PerReplica):
     Args:
         values: one tensor (dense, ragged or sparse) per local replica; the rows are samples.
         sizes: int64 tensor of shape [num_replicas], every replica's share of this global batch.
+        devices: names of the local replicas' devices; none leaves the values where they are.
     """
 
-    def __init__(self, values: Sequence[Any], sizes: Any) -> None:
+    def __init__(self, values: Sequence[Any], sizes: Any, devices: Sequence[str] = ()) -> None:
         super().__init__(values)
         self._sizes = sizes
+        self._targets = devices
         self._spec: UnevenPerReplicaSpec | None = None
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The replicas' parts, each on its replica's device.
+
+        They are moved there when a loop asks for them: a function that is given the whole batch
+        moves what its replicas read.
+        """
+        if self._targets and tf.executing_eagerly():
+            placed = zip(self._values, self._targets, strict=True)
+            self._values, self._targets = tuple(_on_device(*part) for part in placed), ()
+        return self._values
+
+    @property
+    def host_values(self) -> tuple[Any, ...]:
+        """The replicas' parts, wherever they are now."""
+        return self._values
 
     @property
     def sizes(self) -> Any:
@@ -99,42 +118,48 @@ class UnevenPerReplicaSpec(tf.TypeSpec):
         return (self._value_specs, tf.TensorSpec([self._num_replicas], tf.int64))
 
     def _to_components(self, value: UnevenPerReplica) -> Any:
-        return (tuple(value.values), value.sizes)
+        return (value.host_values, value.sizes)
 
     def _from_components(self, components: Any) -> UnevenPerReplica:
         values, sizes = components
         return UnevenPerReplica(values, sizes)
 
 
-def wrap_shares(local_batches: Sequence[Any], sizes: Any) -> Any:
+def wrap_shares(local_batches: Sequence[Any], sizes: Any, devices: Sequence[str] = ()) -> Any:
     """Builds the structure of `UnevenPerReplica` that a train step receives.
 
     Args:
         local_batches: one batch (any nested structure) per local replica.
         sizes: int64 of shape [num_replicas], the shares of all replicas.
+        devices: names of the local replicas' devices; none leaves the batches where they are.
 
     Returns:
         The structure of one batch, its leaves `UnevenPerReplica`.
     """
-    return _wrap(local_batches, tf.convert_to_tensor(sizes, tf.int64))
+    return _wrap(local_batches, tf.convert_to_tensor(sizes, tf.int64), devices)
 
 
-def _wrap(values: Sequence[Any], sizes: Any) -> Any:
+def _wrap(values: Sequence[Any], sizes: Any, devices: Sequence[str]) -> Any:
     # Most batches are tuples; tf.nest takes longer for one than a small step.
     if type(values[0]) is tuple:
-        return tuple([_wrap(part, sizes) for part in zip(*values, strict=True)])
+        return tuple([_wrap(part, sizes, devices) for part in zip(*values, strict=True)])
     if tf.is_tensor(values[0]):
-        return _wrap_leaf(values, sizes)
+        return _wrap_leaf(values, sizes, devices)
     return tf.nest.map_structure(
-        lambda *leaves: _wrap_leaf(leaves, sizes), *values, expand_composites=False
+        lambda *leaves: _wrap_leaf(leaves, sizes, devices), *values, expand_composites=False
     )
 
 
-def _wrap_leaf(values: Sequence[Any], sizes: Any) -> Any:
+def _wrap_leaf(values: Sequence[Any], sizes: Any, devices: Sequence[str]) -> Any:
     # None stands for an absent target or sample weight in Keras's data structures, and so does
     # an Optional, which Keras makes of a generator's None.
     is_absent = values[0] is None or isinstance(values[0], tf.experimental.Optional)
-    return None if is_absent else UnevenPerReplica(values, sizes)
+    return None if is_absent else UnevenPerReplica(values, sizes, devices)
+
+
+def _on_device(value: Any, device: str) -> Any:
+    with tf.device(device):
+        return tf.nest.map_structure(tf.identity, value, expand_composites=True)
 
 
 def wrapped_spec(spec: Any, num_local: int, num_replicas: int) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from equivalence import (
     ALL_SHARES,
+    ONLY_WHOLE_BATCHES,
     Trial,
     arrays,
     assert_equivalent,
@@ -54,7 +55,7 @@ def columns():
 
 def test_dictionaries_of_inputs_and_outputs():
     def data():
-        return tf.data.Dataset.from_tensor_slices(columns()).batch(8)
+        return tf.data.Dataset.from_tensor_slices(columns()).batch(8, ONLY_WHOLE_BATCHES)
 
     assert_equivalent(Trial(two_in_two_out, data, infer_always=True), ALL_SHARES)
 
@@ -73,7 +74,7 @@ def test_lists_of_inputs_and_outputs():
         x, y = arrays()
         return tf.data.Dataset.from_tensor_slices(
             ((x, x[:, :3]), (y, np.concatenate([y, -y], axis=1)))
-        ).batch(8)
+        ).batch(8, ONLY_WHOLE_BATCHES)
 
     assert_equivalent(Trial(build, data, infer_always=True))
 

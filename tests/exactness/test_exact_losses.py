@@ -6,7 +6,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, batches, dense_model
+from equivalence import (
+    ALL_SHARES,
+    ONLY_WHOLE_BATCHES,
+    Trial,
+    arrays,
+    assert_equivalent,
+    batches,
+    dense_model,
+)
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", None)
 sgd = functools.partial(keras.optimizers.SGD, 0.02, momentum=0.5)
@@ -139,6 +147,14 @@ def test_ignored_class(reduction):
     assert_equivalent(Trial(functools.partial(classifier, loss()), classes))
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.losses, "SparseCategoricalFocalCrossentropy"), reason="needs Keras 3.16"
+)
+def test_loss_that_reduces_on_its_own():
+    loss = keras.losses.SparseCategoricalFocalCrossentropy(reduction="sum")
+    assert_equivalent(Trial(functools.partial(classifier, loss), classes))
+
+
 @pytest.mark.full
 def test_losses_of_keras():
     names = (
@@ -164,7 +180,8 @@ def test_losses_of_keras():
     def data():
         x, y = arrays(outputs=3)
         target = np.abs(y) + 0.1
-        return tf.data.Dataset.from_tensor_slices((x, dict.fromkeys(names, target))).batch(8)
+        rows = tf.data.Dataset.from_tensor_slices((x, dict.fromkeys(names, target)))
+        return rows.batch(8, ONLY_WHOLE_BATCHES)
 
     assert_equivalent(Trial(build, data))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import DEVICES, three_replicas
+from iteration_ways import WAYS, summed
 
 from keras_het.loader import in_graph
 
@@ -32,178 +33,24 @@ def distribute(strategy, samples=SAMPLES, batch=BATCH):
     )
 
 
-def summed(strategy, batch):
-    return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
-
-
-def for_in_function(strategy, dataset):
-    @tf.function
-    def loop(dataset):
-        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
-        for batch in dataset:
-            sums = sums.write(sums.size(), summed(strategy, batch))
-        return sums.stack()
-
-    return loop(dataset).numpy().tolist()
-
-
-def for_over_a_captured_dataset(strategy, dataset):
-    total = tf.Variable(tf.zeros([0], tf.int64), shape=[None])
-
-    @tf.function
-    def loop():
-        for batch in dataset:
-            total.assign(tf.concat([total, [summed(strategy, batch)]], axis=0))
-
-    loop()
-    return total.numpy().tolist()
-
-
-def for_over_an_iterator(strategy, dataset):
-    @tf.function
-    def loop(iterator):
-        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
-        for batch in iterator:
-            sums = sums.write(sums.size(), summed(strategy, batch))
-        return sums.stack()
-
-    return loop(iter(dataset)).numpy().tolist()
-
-
-def for_over_a_captured_iterator(strategy, dataset):
-    iterator = iter(dataset)
-
-    @tf.function
-    def loop():
-        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
-        for batch in iterator:
-            sums = sums.write(sums.size(), summed(strategy, batch))
-        return sums.stack()
-
-    return loop().numpy().tolist()
-
-
-def break_in_a_loop_over_an_iterator(strategy, dataset):
-    @tf.function
-    def loop(iterator, last):
-        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
-        for batch in iterator:
-            sums = sums.write(sums.size(), summed(strategy, batch))
-            if sums.size() >= last:
-                break
-        return sums.stack()
-
-    iterator = iter(dataset)
-    return [*loop(iterator, tf.constant(2)).numpy(), int(summed(strategy, next(iterator)))]
-
-
-def steps_of_a_range(strategy, dataset):
-    @tf.function
-    def loop(iterator):
-        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
-        for step in tf.range(3):
-            sums = sums.write(step, summed(strategy, next(iterator)))
-        return sums.stack()
-
-    return loop(iter(dataset)).numpy().tolist()
-
-
-def next_in_function(strategy, dataset):
-    @tf.function
-    def step(iterator):
-        return summed(strategy, next(iterator))
-
-    iterator = iter(dataset)
-    return [int(step(iterator)) for _ in SUMS]
-
-
-def get_next_in_function(strategy, dataset):
-    @tf.function
-    def step(iterator):
-        return summed(strategy, iterator.get_next())
-
-    iterator = iter(dataset)
-    return [int(step(iterator)) for _ in SUMS]
-
-
-def get_next_eagerly(strategy, dataset):
-    iterator, sums = iter(dataset), []
-    with pytest.raises(tf.errors.OutOfRangeError):
-        while True:
-            sums.append(int(summed(strategy, iterator.get_next())))
-    return sums
-
-
-def optional_eagerly(strategy, dataset):
-    iterator, sums = iter(dataset), []
-    optional = iterator.get_next_as_optional()
-    while optional.has_value():
-        sums.append(int(summed(strategy, optional.get_value())))
-        optional = iterator.get_next_as_optional()
-    return sums
-
-
-def optional_in_function(strategy, dataset):
-    @tf.function
-    def loop(iterator):
-        sums = tf.TensorArray(tf.int64, 0, dynamic_size=True)
-        for _ in tf.range(10):
-            optional = iterator.get_next_as_optional()
-            if not optional.has_value():
-                break
-            sums = sums.write(sums.size(), summed(strategy, optional.get_value()))
-        return sums.stack()
-
-    return loop(iter(dataset)).numpy().tolist()
-
-
-def iter_in_function(strategy, dataset):
-    @tf.function
-    def loop(dataset):
-        iterator = iter(dataset)
-        return [summed(strategy, next(iterator)) for _ in SUMS]
-
-    return [int(value) for value in loop(dataset)]
-
-
-def input_signature(strategy, dataset):
-    @tf.function(input_signature=[dataset.element_spec])
-    def step(batch):
-        return summed(strategy, batch)
-
-    iterator = iter(dataset)
-    assert iterator.element_spec == dataset.element_spec
-    return [int(step(batch)) for batch in iterator]
-
-
-def signature_of_an_iterator(strategy, dataset):
-    iterator = iter(dataset)
-
-    @tf.function(input_signature=[iterator._type_spec])
-    def step(iterator):
-        return summed(strategy, next(iterator))
-
-    return [int(step(iterator)) for _ in SUMS]
-
-
-def in_python(strategy, dataset):
-    return [int(summed(strategy, batch)) for batch in dataset]
-
-
-WAYS = (
-    for_in_function, for_over_a_captured_dataset, for_over_an_iterator,
-    for_over_a_captured_iterator, break_in_a_loop_over_an_iterator, steps_of_a_range,
-    next_in_function, get_next_in_function, get_next_eagerly, optional_eagerly,
-    optional_in_function, iter_in_function, input_signature, signature_of_an_iterator, in_python,
-)  # fmt: skip
-
-
 @pytest.mark.quick("for_in_function", "next_in_function", "for_over_an_iterator")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_sample_once_in_order(strategy, way):
     dataset = distribute(strategy)
     assert way(strategy, dataset) == SUMS
     assert way(strategy, dataset) == SUMS  # the next pass
+
+
+def test_each_part_lies_on_its_replicas_device(strategy):
+    for batch in distribute(strategy):
+        places = [part.backing_device for part in strategy.experimental_local_results(batch)]
+        assert places == list(strategy.extended.worker_devices)
+
+    @tf.function
+    def of_a_captured_batch():
+        return summed(strategy, batch), summed(strategy, batch)
+
+    assert [int(total) for total in of_a_captured_batch()] == [6, 6]
 
 
 def test_the_end_inside_a_function_is_an_error_or_an_empty_optional(strategy):

@@ -6,7 +6,9 @@ replicas; where a cluster has more, the others get the share 1.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,6 +18,7 @@ from recorded import ONLY_WORKERS, OWN, arrays
 from recording import Recording, batches, check, small_model
 
 NUM_REPLICAS = 3
+sys.path.append(str(Path(__file__).parents[1]))
 
 
 @check
@@ -342,6 +345,18 @@ def loops_in_functions(run: Recording) -> None:
     by_signature = tf.function(step, input_signature=[dataset.element_spec])
     run.keep("by_signature", [by_signature(batch) for batch in dataset])
     run.keep_model(model)
+
+
+@check
+def every_way_to_iterate(run: Recording) -> None:
+    import iteration_ways
+
+    run.set_shares([3, 0, 1])
+    strategy = run.strategy or tf.distribute.get_strategy()
+    numbers = tf.data.Dataset.range(7).batch(3)
+    for way in iteration_ways.WAYS:
+        dataset = strategy.experimental_distribute_dataset(numbers)
+        run.keep(way.__name__, np.array([way(strategy, dataset), way(strategy, dataset)]))
 
 
 @check

@@ -23,6 +23,7 @@ UNEQUAL_DEVICES = (
     "train_on_batch",
     "custom_training_loop",
     "loops_in_functions",
+    "every_way_to_iterate",
     "collectives_in_replica_context",
     "ragged_predictions",
     "predictions_of_other_types",
