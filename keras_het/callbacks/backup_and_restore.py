@@ -75,7 +75,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         state = self._folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
         if state:
-            strategy.restored_service_state = {
+            strategy.training_state.restored = {
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
         size = position.get("global_batch_size")
@@ -172,7 +172,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _service_state(self) -> dict[str, np.ndarray]:
         """Versions and the rule's state of a parameter service; those saved last if it is lost."""
-        state = self._strategy().service_state
+        state = self._strategy().training_state.export
         arrays = state() if state is not None else {}
         if arrays is None:
             return {n: v for n, v in self._folder.state().items() if n.startswith(_SERVICE)}

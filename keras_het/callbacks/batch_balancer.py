@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 import json
 import time
@@ -10,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_het.callbacks.global_batch_growth import GlobalBatchGrowth
@@ -21,7 +21,6 @@ from keras_het.callbacks.memory_bounds import (
     replicas_without_memory,
 )
 from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy, tell
-from keras_het.callbacks.present_fit import callbacks_beside
 from keras_het.callbacks.reading_interval import ReadingInterval
 from keras_het.callbacks.share_bounds import (
     Bound,
@@ -29,6 +28,7 @@ from keras_het.callbacks.share_bounds import (
     each_bound,
     num_replicas_named,
 )
+from keras_het.fit.session import Rank, SessionCallback
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.balance import POLICIES
 from keras_het.planning.bounded_shares import MAX_TOTAL
@@ -38,7 +38,7 @@ _WARM_UP = 2.0
 _FIXED_POLICIES = ("even", "static")
 
 
-class BatchBalancer(keras.callbacks.Callback):
+class BatchBalancer(SessionCallback):
     r"""Measures every replica's compute time and shares out the global batch by it.
 
     With compute times :math:`t_i(b_i)` of shares :math:`b_i`, a step takes
@@ -122,7 +122,6 @@ class BatchBalancer(keras.callbacks.Callback):
         self._first_steps: list[StepTimes] = []
         self._warms_up = False
         self._latest_reading: float | None = None
-        self._watched: Any = None
         self._given_policy = policy
         self._max_share, self._min_share = max_share, min_share
         self._options = options
@@ -141,7 +140,9 @@ class BatchBalancer(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Switches on the measurement."""
         strategy = heterogeneous_strategy(self.model, self)
-        if any(isinstance(each, BatchBalancer) for each in callbacks_beside(self)):
+        fit = self.fit_session
+        others = [each for each in fit.callbacks if each is not self] if fit is not None else []
+        if any(isinstance(each, BatchBalancer) for each in others):
             raise ValueError(
                 "Two BatchBalancers in one fit would take back each other's shares. Received: "
                 f"{type(self).__name__}({self._policy_name!r}) and another one. Leave one of them "
@@ -153,7 +154,10 @@ class BatchBalancer(keras.callbacks.Callback):
         strategy.compute_times.read_new()
         wanted = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
         strategy.compute_times.want(wanted)
-        self._watch_memory()
+        if fit is not None:
+            fit.add_layer(
+                Rank.NOTE_MEMORY, functools.partial(note_out_of_memory, self._out_of_memory)
+            )
         # Keras has looked at the first batch, which tells the size of the global batch: bounds and
         # weights count from the first step.
         data = data_of_fit(self.model, strategy)
@@ -180,11 +184,6 @@ class BatchBalancer(keras.callbacks.Callback):
         """Restarts the step clock, so that validation does not count as a step."""
         self._latest_reading = None
         self._follow_batch(self._growth.epoch_begins() if self._growth is not None else None)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Watches for a lack of memory also where another callback replaced the train function."""
-        if self.model.train_function is not self._watched:
-            self._watch_memory()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Changes the global batch, if it is adaptive."""
@@ -349,10 +348,6 @@ class BatchBalancer(keras.callbacks.Callback):
         is_fixed = self._given_policy in _FIXED_POLICIES
         few_samples = total < len(strategy.shares)
         return 0 if is_fixed or few_samples or strategy.emulated_devices is not None else 1
-
-    def _watch_memory(self) -> None:
-        note_out_of_memory(self.model, self._out_of_memory)
-        self._watched = self.model.train_function
 
     def _out_of_memory(self, message: str) -> str:
         """Remembers the bound; returns what to tell the user."""

@@ -1,9 +1,8 @@
-"""When all callbacks of a `fit` were done with a batch, and what comes when all have begun one."""
+"""When all callbacks of a `fit` were done with a batch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,18 +18,14 @@ class BatchEnds:
 
     Args:
         model: the `keras.Model` that is trained, in `on_train_begin`.
-        before_step: called when the last callback has seen the begin of a batch, as its
-            `on_train_batch_begin` is.
     """
 
-    def __init__(self, model: Any, before_step: Callable[..., None] | None = None) -> None:
+    def __init__(self, model: Any) -> None:
         history = getattr(model, "history", None)
         self._history = history if type(history) is keras.callbacks.History else None
         self._last = (-1, 0.0)
         if self._history is not None:
             self._history.on_train_batch_end = self._note
-            if before_step is not None:
-                self._history.on_train_batch_begin = before_step
 
     def begin_epoch(self) -> None:
         """Batches are counted from 0 again."""
@@ -48,8 +43,7 @@ class BatchEnds:
     def let_go(self) -> None:
         """Leaves Keras as it was."""
         if self._history is not None:
-            for name in ("on_train_batch_begin", "on_train_batch_end"):
-                vars(self._history).pop(name, None)
+            vars(self._history).pop("on_train_batch_end", None)
 
     def _note(self, batch: int, logs: Any = None) -> None:
         # Keras may call this in another thread, and late

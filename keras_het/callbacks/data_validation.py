@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_het.callbacks.model_strategy import distribute_strategy, tell
-from keras_het.callbacks.present_fit import PresentFit
-from keras_het.callbacks.step_functions import functions_in
+from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
 
 logger = logging.getLogger("keras_het")
 
 _MOST_SHOWN = 8
 
 
-class DataValidation(keras.callbacks.Callback):
+class DataValidation(SessionCallback):
     """Holds training back until its first batches are found to be what a schema says.
 
     The first batches of each `fit` are read ahead, compared with the schema, and then trained, in
@@ -97,38 +96,21 @@ class DataValidation(keras.callbacks.Callback):
         self.drift: list[list[Any]] = []
         self._shards: Any = None
         self._previous: dict[int, Any] = {}
-        self._wrapper: _FirstBatches | None = None
-        self._function: Any = None
-        self._fit: PresentFit | None = None
         self._waiting: list[Any] = []
         self._is_checked = True
-        self._is_observed = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """The next batches are the first ones."""
-        self.let_go()
+        self._forget()
         self.anomalies, self._is_checked = [], False
-        self._fit = PresentFit(self.model)
+        fit = self.fit_session
+        if fit is not None:
+            fit.add_layer(Rank.VALIDATE_DATA, functools.partial(self._step, fit))
+            fit.on_end(self._forget)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to look at the data."""
         self._shards = self._new_shards() if self._compare_shards else None
-        # Not earlier: the functions of other callbacks, which may change the input, come below.
-        self._enter()
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Looks at the data still, if another callback has replaced the train function."""
-        self._is_observed = False
-        self._enter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Checks that the data was seen."""
-        if not self._is_checked or (self._compare_shards and not self._is_observed):
-            missed = "compared" if self._is_checked else "checked"
-            raise RuntimeError(
-                f"A batch was trained that was not {missed}: another callback has replaced the "
-                "model's train function. Put DataValidation last among the callbacks."
-            )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compares the shards of the epoch."""
@@ -137,106 +119,44 @@ class DataValidation(keras.callbacks.Callback):
             self._compare(epoch, shards.gather())
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Leaves Keras as it was."""
-        self.let_go()
+        """Sees no more batches."""
+        self._forget()
 
-    def let_go(self) -> None:
-        """Sees no more batches, and leaves Keras as it was."""
-        self.leave()
-        self._shards, self._waiting = None, []
+    def _forget(self) -> None:
+        self._is_checked, self._shards, self._waiting = True, None, []
 
-    def _enter(self) -> None:
-        """Puts the function that shows the batches around the model's, unless it is there."""
-        if self._fit is not None:
-            self._fit.begin_epoch()
-        function = self.model.train_function
-        is_in = self._wrapper is not None and (
-            function is self._function  # seen before: this is called in every step
-            or any(each is self._wrapper for each in functions_in(function))
-        )
-        if not is_in:
-            self.leave()
-            self._wrapper = _FirstBatches(self, self.model.train_function)
-            self.model.train_function = self._wrapper
-        self._function = self.model.train_function
+    # --- the layer around the steps
 
-    # --- what the train function calls
+    def _step(self, fit: FitSession, step: StepFunction, iterator: Any) -> Any:
+        batches = self._take_batches(fit.model.steps_per_execution, iterator)
+        if batches:
+            for batch in batches:
+                self._observe(batch)
+            return step(batches)
+        return step(_Observed(iterator, self._observe) if self._shards is not None else iterator)
 
-    def leave(self) -> None:
-        """Takes its function out of the model's steps."""
-        wrapper, self._wrapper, self._function = self._wrapper, None, None
-        if wrapper is not None:
-            # If a function of somebody else is around it, it stays there and does nothing.
-            wrapper.is_active = False
-            if self.model.train_function is wrapper:
-                self.model.train_function = wrapper.original
-
-    def take_batches(self, iterator: Any) -> list[Any]:
-        """The batches of the next execution, if it begins with some that were read ahead.
-
-        Args:
-            iterator: of the epoch.
-
-        Returns:
-            The batches; none if the iterator is to be read as usual.
-        """
-        # Kept here, not in the function, of which there may be another one in the next step.
-        self._waiting += self.first_batches(iterator)
+    def _take_batches(self, steps: int, iterator: Any) -> list[Any]:
+        """The batches of the next execution, if it begins with some that were read ahead."""
+        if not self._is_checked:
+            self._is_checked = True
+            self._waiting = self._read_and_check(iterator)
         if not self._waiting:
             return []
-        steps = self.model.steps_per_execution
         batches, self._waiting = self._waiting[:steps], self._waiting[steps:]
         return batches + _some(iterator, steps - len(batches))
 
-    def begin_execution(self) -> None:
-        """Takes note that the batches of the present step are seen."""
-        self._is_observed = True
-
-    def first_batches(self, iterator: Any) -> list[Any]:
-        """Reads the first batches and checks them, once in each training.
-
-        Args:
-            iterator: of the first epoch.
-
-        Returns:
-            The batches, which are still to be trained.
-        """
-        if self._is_checked:
-            return []
-        self._is_checked = True
-        batches: list[Any] = []
+    def _read_and_check(self, iterator: Any) -> list[Any]:
+        """Reads the first batches, which are still to be trained, and checks them."""
         shards = self._new_shards()
-        try:
-            while len(batches) < self._first_batches:
-                batches.append(next(iterator))
-                shards.observe(batches[-1])
-        except (StopIteration, tf.errors.OutOfRangeError):
-            pass  # an epoch of fewer batches
-        try:
-            self._check(shards)
-        except self._tools.DataAnomalyError:
-            self.let_go()
-            raise
+        batches = _some(iterator, self._first_batches)
+        for batch in batches:
+            shards.observe(batch)
+        self._check(shards)
         return batches
 
-    def observe(self, batch: Any) -> None:
-        """Adds a batch that is about to be trained to the replicas' shards.
-
-        Args:
-            batch: the global batch.
-        """
+    def _observe(self, batch: Any) -> None:
         if self._shards is not None:
             self._shards.observe(batch)
-
-    @property
-    def is_training(self) -> bool:
-        """Whether the training that began last is still the model's: it may end in an error."""
-        return self._fit is not None and self._fit.is_running
-
-    @property
-    def observes_all(self) -> bool:
-        """Whether every batch has to be seen, not only the first ones."""
-        return self._compare_shards
 
     def _new_shards(self) -> Any:
         strategy = distribute_strategy(self.model)
@@ -347,50 +267,12 @@ class DataValidation(keras.callbacks.Callback):
             self._tools.write_statistics(statistics, self._directory / name)
 
 
-class _FirstBatches:
-    """A train function that shows its batches to the callback before it trains them.
-
-    Args:
-        callback: the `DataValidation`.
-        original: the model's train function.
-
-    Attributes:
-        original: the model's train function.
-        is_active: whether the callback still wants to see batches.
-        stays_outermost: what other callbacks put there later comes below.
-    """
-
-    stays_outermost = True
-
-    def __init__(self, callback: DataValidation, original: Any) -> None:
-        self._callback = callback
-        self.original = original
-        self.is_active = True
-
-    def __call__(self, iterator: Any) -> Any:
-        if self.is_active and not self._callback.is_training:
-            # A fit that ended in an error left this, or another callback has called fit: what was
-            # read ahead, and the shards, are not of its batches.
-            self._callback.leave()
-        if not self.is_active:
-            return self.original(iterator)
-        self._callback.begin_execution()
-        batches = self._callback.take_batches(iterator)
-        if batches:
-            for batch in batches:
-                self._callback.observe(batch)
-            return self.original(batches)
-        if self._callback.observes_all:
-            return self.original(_Observed(iterator, self._callback))
-        return self.original(iterator)
-
-
 class _Observed:
     """Passes for an iterator in one execution, and shows each of its elements.
 
     Args:
         iterator: the iterator.
-        callback: the `DataValidation`.
+        observe: called with each element.
 
     Attributes:
         why_path_stays: why `LoaderTuner` changes nothing behind it.
@@ -398,9 +280,9 @@ class _Observed:
 
     why_path_stays = "DataValidation(compare_shards=True) looks at every batch on its way"
 
-    def __init__(self, iterator: Any, callback: DataValidation) -> None:
+    def __init__(self, iterator: Any, observe: Callable[[Any], None]) -> None:
         self._given = iterator
-        self._callback = callback
+        self._observe = observe
         self._iterator: Any = None
         self._is_empty = True
 
@@ -417,7 +299,7 @@ class _Observed:
                 raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
             raise
         self._is_empty = False
-        self._callback.observe(element)
+        self._observe(element)
         return element
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
-import keras
-
-from keras_het.callbacks.fit_watch import FitWatch
 from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
-from keras_het.callbacks.present_fit import is_within_callbacks_of
 from keras_het.callbacks.shorter_epochs import ShorterEpochs
-from keras_het.callbacks.step_guard import StepGuard
+from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
 from keras_het.planning import RolePlan
 from keras_het.strategy.cluster_config import CHOSEN_ROLES
 from keras_het.strategy.compute_times import CAPACITY
@@ -39,7 +33,7 @@ _logger = logging.getLogger("keras_het")
 _PERIOD = 8
 
 
-class HybridAggregation(keras.callbacks.Callback):
+class HybridAggregation(SessionCallback):
     r"""All-reduce among the fast workers, a parameter service for the slow ones.
 
     Workers with the job `worker` (and `chief`) in TF_CONFIG train synchronously as without it.
@@ -158,12 +152,10 @@ class HybridAggregation(keras.callbacks.Callback):
         _check_wire(self._options)
         self._participant: Participant | None = None
         self._user_optimizer: Any = None
-        self._guard: StepGuard | None = None
-        self._watch: FitWatch | None = None
+        self._fit: FitSession | None = None
         self._shorter_epochs = ShorterEpochs()
         self._last_batch = -1
-        self._samples: int | None = None
-        self._delivered = 0
+        self._samples = 0
         self._starts = self._begins_pass = False
 
     @property
@@ -174,7 +166,6 @@ class HybridAggregation(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds this task's role; the service starts with the first epoch."""
         strategy = heterogeneous_strategy(self.model, self)
-        StepGuard.end_failed_fit(self.model)
         if self._chooses_roles and self._measures_first(strategy):
             return
         if not strategy.num_async_workers:
@@ -206,9 +197,12 @@ class HybridAggregation(keras.callbacks.Callback):
         self._starts = True
         self._begins_pass = False
         strategy.take_claimed_batches(self._participant.data, self._claims)
-        self._guard = StepGuard(self.model, self._abandon, self, self._counting)
-        self._guard.enter()
-        self._watch = FitWatch(self._participant.leave)
+        self._fit = fit = self.required_session()
+        fit.add_layer(Rank.COUNT_SAMPLES, self._count_samples)
+        fit.before_inner(self._refuse_fit_within)
+        fit.before_callbacks("on_epoch_end", self._end_epoch)
+        fit.before_callbacks("on_train_end", self._end_training)
+        fit.on_end(self._abandon)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Opens the service, or connects to it; gives the worker its own weights back."""
@@ -217,29 +211,23 @@ class HybridAggregation(keras.callbacks.Callback):
         if self._participant is None:
             return
         self._shorter_epochs.expect()  # the others take a part of each
-        if self._guard is not None:
-            self._guard.begin_epoch()
-        with self._watching():
-            if self._starts:
-                self._starts = False
-                self._participant.forget_gradients()
-            self._participant.hide_center()
-            self._participant.start_epoch(epoch)
+        if self._starts:
+            self._starts = False
+            self._participant.forget_gradients()
+        self._participant.hide_center()
+        self._participant.start_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Lets the epoch's pass take this task's batches; others over the same data take all."""
         if self._participant is None:
             return
-        data = self._participant.data
-        if self._guard is not None:
-            self._guard.enter()  # others may have replaced the train function
-        self._samples, self._delivered = None, data.samples_delivered
+        self._samples = 0
         if self._last_batch >= 0:
             return
-        with self._watching():
-            data.cut_again()  # others may have looked at its first element since
-            _check_can_be_shared(data)
-            self._participant.check_rate()  # which others set at the begin or end of an epoch
+        data = self._participant.data
+        data.cut_again()  # others may have looked at its first element since
+        _check_can_be_shared(data)
+        self._participant.check_rate()  # which others set at the begin or end of an epoch
         self._begins_pass = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -250,99 +238,96 @@ class HybridAggregation(keras.callbacks.Callback):
         if self._participant is None:
             return
         steps, self._last_batch = batch - self._last_batch, batch
-        data, samples = self._participant.data, self._samples
-        if samples is None:  # the train function was replaced right before the step
-            samples = data.samples_delivered - self._delivered
         self._steps_of_epoch += steps
-        self._samples_of_epoch += samples
-        with self._watching():
-            _check_trains_on(data, samples)
-            if logs and "loss" in logs and isinstance(self._participant, AsyncWorker):
-                self._participant.note_loss(float(logs["loss"]))
-            self._participant.steps_done(steps, samples)
+        self._samples_of_epoch += self._samples
+        _check_trains_on(self._participant.data, self._samples)
+        if logs and "loss" in logs and isinstance(self._participant, AsyncWorker):
+            self._participant.note_loss(float(logs["loss"]))
+        self._participant.steps_done(steps, self._samples)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Shows the center."""
         if self._participant is not None:
-            with self._watching():
-                self._participant.show_center()
+            self._participant.show_center()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Shows the center to the callbacks that follow."""
+    def _end_epoch(self, epoch: int, logs: Any) -> None:
+        """Shows the center to all callbacks."""
         self._shorter_epochs.end()
-        if self._participant is not None:
-            with self._watching():
-                self._participant.show_center()
-            who = "this worker" if isinstance(self._participant, AsyncWorker) else "the sync group"
-            message = (
-                f"Hybrid aggregation, epoch {epoch + 1}: {who} trained {self._samples_of_epoch} "
-                f"samples in {self._steps_of_epoch} steps; the others trained the rest."
-            )
-            tell(message, heterogeneous_strategy(self.model, self), self._verbose)
+        if self._participant is None:
+            return
+        self._participant.show_center()
+        who = "this worker" if isinstance(self._participant, AsyncWorker) else "the sync group"
+        message = (
+            f"Hybrid aggregation, epoch {epoch + 1}: {who} trained {self._samples_of_epoch} "
+            f"samples in {self._steps_of_epoch} steps; the others trained the rest."
+        )
+        tell(message, heterogeneous_strategy(self.model, self), self._verbose)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Leaves the center's weights in the model."""
+        """Stops measuring for roles, if it does still."""
         choice, self._choice = self._choice, None
         if choice is not None:
             choice.end()
+
+    def _end_training(self, logs: Any = None) -> None:
+        """Leaves the center's weights in the model, for all callbacks to look at."""
         if self._participant is None:
             return
-        with self._watching():
-            if self._starts:  # no epoch has begun: nobody has met, and there is no center
-                self._participant.leave()
-            else:
-                self._participant.hide_center()
-                self._participant.end()
-        if self._guard is not None:
-            self._guard.leave()
+        if self._starts:  # no epoch has begun: nobody has met, and there is no center
+            self._participant.leave()
+        else:
+            self._participant.hide_center()
+            self._participant.end()
         self._forget()
 
-    @contextlib.contextmanager
-    def _counting(self, batches: Any) -> Iterator[None]:
-        """Counts the samples of steps alone: callbacks may evaluate and predict what is trained.
+    def _count_samples(self, step: StepFunction, batches: Any) -> Any:
+        """A layer that counts the samples of steps alone: callbacks may predict what is trained.
 
         Args:
+            step: the step.
             batches: an iterator over the data, or a list where another callback has read ahead.
         """
-        data = self._participant.data if self._participant is not None else None
-        before = data.samples_delivered if data is not None else 0
-        yield
-        if isinstance(batches, list):
-            samples = sum(map(_samples_in, batches))
-        else:
-            samples = data.samples_delivered - before if data is not None else 0
-        self._samples = samples + (self._samples or 0)
+        if self._participant is None:
+            return step(batches)
+        data = self._participant.data
+        before = data.samples_delivered
+        result = step(batches)
+        is_list = isinstance(batches, list)
+        self._samples += (
+            sum(map(_samples_in, batches)) if is_list else data.samples_delivered - before
+        )
+        return result
 
-    def _watching(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._guard is None else self._guard.watching()
+    def _refuse_fit_within(self, inner: FitSession) -> None:
+        if inner.loop == "fit" and self._participant is not None:
+            raise RuntimeError(
+                "HybridAggregation exchanges weights while the model trains, and steps on other "
+                "data would be part of it. Received: a fit of the same model within a callback. "
+                "Train another model there, such as keras.models.clone_model gives in the scope of "
+                "a tf.distribute.OneDeviceStrategy, or call fit after that with HybridAggregation "
+                "has ended."
+            )
 
     def _abandon(self) -> None:
         """Ends what runs beside a training that has failed."""
         if self._participant is None:
             return
-        self._end_watch()
         try:
             self._participant.leave()
         finally:
             self._forget()
 
-    def _end_watch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.stop()
-
     def _forget(self) -> None:
         """Leaves model and strategy as they were found."""
-        self._end_watch()
         self._shorter_epochs.end()
         strategy = heterogeneous_strategy(self.model, self)
         strategy.take_claimed_batches(None, None)
         # a training without an epoch leaves a backup unused, which is none of the next one
-        strategy.service_state = strategy.restored_service_state = None
+        strategy.training_state.forget_center()
         if self._user_optimizer is not None:
             self.model.optimizer, self._user_optimizer = self._user_optimizer, None
             self.model.make_train_function(force=True)
-        self._participant = self._guard = None
+        self._participant = None
 
     def _measures_first(self, strategy: Any) -> bool:
         """Whether the roles are still to be chosen; tells those that were."""
@@ -350,11 +335,11 @@ class HybridAggregation(keras.callbacks.Callback):
         if chosen and strategy.is_chief:
             _logger.warning("Roles were chosen from measurements: %s", chosen)
         self._choice = None
-        may_choose = strategy.role_trials_left > 0 and not chosen
+        may_choose = strategy.training_state.role_trials_left > 0 and not chosen
         may_choose = may_choose and strategy.num_workers > 1 and not strategy.num_async_workers
         if may_choose:
             self._last_batch = -1
-            strategy.role_trials_left -= 1
+            strategy.training_state.role_trials_left -= 1
             self._choice = RoleChoice(self.model, strategy, self._options, *self._measured)
         return may_choose
 
@@ -365,7 +350,7 @@ class HybridAggregation(keras.callbacks.Callback):
             return
         self._choice = None
         strategy = heterogeneous_strategy(self.model, self)
-        strategy.role_trials_left = 0
+        strategy.training_state.role_trials_left = 0
         if strategy.is_chief:
             _logger.warning("Measured for roles: %s", plan)
         if any(role != "sync" for role in plan.roles):
@@ -374,8 +359,8 @@ class HybridAggregation(keras.callbacks.Callback):
 
     def _claims(self) -> Any:
         """Whose batches a pass takes that starts now: all of them, if it is not the epoch's."""
-        if is_within_callbacks_of(self):  # another callback evaluates before the first step
-            return None
+        if self._fit is None or not self._fit.is_in_step:
+            return None  # another callback evaluates before the first step
         begins, self._begins_pass = self._begins_pass, False
         return self._participant.claims() if begins and self._participant is not None else None
 

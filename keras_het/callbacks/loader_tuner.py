@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from keras_het.callbacks.batch_ends import BatchEnds
-from keras_het.callbacks.fit_watch import FitWatch
 from keras_het.callbacks.local_replicas import local_replicas
-from keras_het.callbacks.present_fit import (
-    PresentFit,
-    is_in_fit_within_its_fit,
-    is_within_callbacks_of,
-)
-from keras_het.callbacks.step_functions import StepFunction
+from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
 from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.host_memory import available_memory
 from keras_het.loader.inspection import PipelineReport, show
@@ -38,7 +29,7 @@ logger = logging.getLogger("keras_het")
 _DEFAULT_MEMORY_FRACTION = 0.25
 
 
-class LoaderTuner(keras.callbacks.Callback):
+class LoaderTuner(SessionCallback):
     """Changes an input pipeline's parallelism and buffers within an epoch, exactly.
 
     With a data set of `keras_het.loader.pipeline` everything that its builder reads is tuned, with
@@ -103,19 +94,15 @@ class LoaderTuner(keras.callbacks.Callback):
         self.moves: list[Move] = []
         self.replicas: dict[int, str] = {}
         self._session: TuningSession | None = None
-        self._fit: PresentFit | None = None
+        self._fit: FitSession | None = None
         self._ends: BatchEnds | None = None
-        self._watch: FitWatch | None = None
-        self._trained: Any = None
         self._best: LoaderSettings | None = None
         self._last_reason: str | None = None
         self._last_report: PipelineReport | None = None
-        self._functions = {kind: StepFunction(f"{kind}_function") for kind in _KINDS}
-        self._test_live: LiveIterator | None = None
         self._last_start: float | None = None
         self._last = (0.0, 0)
         self._batch = 0
-        self._asked: float | None = None
+        self._asked = 0.0
         self._epoch_start = (0.0, 0.0)
 
     # --- fit
@@ -126,27 +113,27 @@ class LoaderTuner(keras.callbacks.Callback):
         Raises:
             RuntimeError: if a callback of a `fit` with this object has called this `fit` with it.
         """
-        if self._session is not None and is_in_fit_within_its_fit(self):
+        if self._session is not None and self._fit is not None:
             raise RuntimeError(
                 "A LoaderTuner tunes one pipeline at a time. Received: the same LoaderTuner in a "
                 "fit and in one that a callback of that fit calls. Give the inner fit one of its "
                 "own, or none."
             )
-        self._close()
-        self._session = self._make_session()
-        self._watch = FitWatch(self._release)
-        self.moves = self._session.moves
-        self._trained = self.model  # `evaluate` of another one may set that
-        self._fit = PresentFit(self.model)
-        self._ends = BatchEnds(self.model, self._after_all_have_begun)
+        self._release()
+        self._session = session = self._make_session()
+        self.moves = session.moves
+        self._ends = BatchEnds(self.model)
         self.replicas = local_replicas(self.model)
-        self._functions["train"].replace(self.model, self._train_function)
+        self._fit = fit = self.fit_session
+        if fit is not None:
+            fit.add_layer(Rank.TUNE_LOADER, functools.partial(self._train_step, fit, session))
+            fit.before_inner(self._before_inner)
+            fit.before_callbacks("on_epoch_end", self._end_epoch)
+            fit.on_end(self._release)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Time between epochs is no step's."""
         self._last_start = None
-        if self._fit is not None:
-            self._fit.begin_epoch()
         if self._ends is not None:
             self._ends.begin_epoch()
         if self._session is not None:
@@ -154,15 +141,11 @@ class LoaderTuner(keras.callbacks.Callback):
         self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Comes back where another callback has replaced the model's train function."""
+        """Takes note of the batch's number."""
         self._batch = batch
-        if self._fit is not None:
-            self._fit.begin_epoch()  # another callback may have trained the model meanwhile
-        if self._session is not None and not self._functions["train"].is_in(self._trained):
-            self._functions["train"].replace(self._trained, self._train_function)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds the input wait to the logs of the epoch."""
+    def _end_epoch(self, epoch: int, logs: Any) -> None:
+        """Adds the input wait to the logs of the epoch, for all callbacks."""
         self._end_of_steps()
         seconds = self.meter.seconds - self._epoch_start[0]
         wait = self.meter.input_wait_seconds - self._epoch_start[1]
@@ -171,23 +154,13 @@ class LoaderTuner(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Puts everything back; remembers the settings."""
-        self._end()
+        self._release()
         if self._verbose:
             sys.stdout.write(f"\n{self.best_settings()}\n")
 
-    def _end(self) -> None:
-        self._functions["train"].restore()
-        self._last_start = None
-        self._close()
-
-    def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-        self._release()
-
     def _release(self) -> None:
-        """Leaves the host to others, also from another thread; the model stays as it is."""
+        """Leaves the host to others, and Keras as it was."""
+        self._last_start = self._fit = None
         self._best = self._settings() or self._best
         if self._ends is not None:
             self._ends.let_go()
@@ -200,44 +173,11 @@ class LoaderTuner(keras.callbacks.Callback):
             finally:
                 session.close()
 
-    def _train_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        session, fit = self._session, self._fit
-
-        def step(iterator: Any) -> Any:
-            if self._session is None:
-                self._functions["train"].restore()  # ours ended in an error elsewhere
-            if session is None or fit is None or session is not self._session:
-                return original(iterator)
-            if isinstance(iterator, (list, types.GeneratorType)):
-                # of train_on_batch, or batches that were read ahead: not the epoch's pipeline
-                return original(iterator)
-            if not (fit.is_running or session.reads(iterator)):
-                self._meet_other_fit()
-                return original(iterator)
-            try:
-                return self._step(session, original, iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                raise
-            except BaseException:
-                # Keras ends here without on_train_end
-                self._end()
-                raise
-
-        return step
-
-    def _after_all_have_begun(self, batch: int, logs: Any = None) -> None:
-        """The same, once the callbacks behind were called, who may have done so too."""
-        # a History of the user's own may be one of a later fit
-        if self._fit is not None and (self._fit.is_running or is_within_callbacks_of(self)):
-            self.on_train_batch_begin(batch)
-
-    def _meet_other_fit(self) -> None:
-        if is_within_callbacks_of(self):
-            self._end_of_steps()  # ours goes on when that callback is done
-        else:
-            self._end()  # ours ended in an error elsewhere
-
-    def _step(self, session: TuningSession, original: Callable[[Any], Any], iterator: Any) -> Any:
+    def _train_step(
+        self, fit: FitSession, session: TuningSession, step: StepFunction, iterator: Any
+    ) -> Any:
+        if session is not self._session or isinstance(iterator, list):
+            return step(iterator)  # read ahead: not from the epoch's pipeline
         self._account()
         live = session.live
         if live is None or live.given is not iterator:
@@ -246,17 +186,21 @@ class LoaderTuner(keras.callbacks.Callback):
         if not live.is_tf_data:
             metered = MeteredIterator(iterator)
             try:
-                return original(metered)
+                return step(metered)
             finally:
                 self._note_start(start, metered.input_wait_seconds, metered.steps)
-        batches = live.take(self._trained.steps_per_execution)
+        batches = live.take(fit.model.steps_per_execution)
         self._note_start(start, live.input_wait_seconds, len(batches))
         session.note_batch(batches[0])
-        return original(batches)
+        return step(batches)
 
     def _note_start(self, start: float, wait: float, steps: int) -> None:
         self._last_start = start
         self._last = (wait, steps)
+
+    def _before_inner(self, inner: FitSession) -> None:
+        if inner.loop == "fit":
+            self._end_of_steps()
 
     def _end_of_steps(self) -> None:
         """What follows, a validation for instance, is no part of the last step."""
@@ -291,75 +235,34 @@ class LoaderTuner(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Begins to measure."""
         self._end_of_steps()
-        self._asked, self.replicas = None, local_replicas(self.model)
-        self._functions["test"].replace(self.model, self._test_function)
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """The next execution is one of an evaluation that has this callback."""
-        self._asked = time.perf_counter()
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Puts the function back."""
-        self._functions["test"].restore()
-        if self._test_live is not None:
-            self._test_live.let_go()
-            self._test_live = None
-
-    def _test_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def step(iterator: Any) -> Any:
-            if self._take_asked() is None:
-                return original(iterator)
-            if self._session is not None:
-                self._session.share.stay()  # a long validation is no silence
-            start = time.perf_counter()
-            live = self._test_live
-            if live is None or live.given is not iterator:
-                live = self._test_live = LiveIterator(iterator)
-            if live.is_tf_data:
-                batches = live.take(self.model.steps_per_execution)
-                result, wait, steps = original(batches), live.input_wait_seconds, len(batches)
-            else:
-                metered = MeteredIterator(iterator)
-                result = original(metered)
-                wait, steps = metered.input_wait_seconds, metered.steps
-            self.test_meter.add(time.perf_counter() - start, wait, steps)
-            return result
-
-        return step
+        self.replicas = local_replicas(self.model)
+        session = FitSession.of(self.model)
+        if session is not None:
+            evaluation = _Evaluation(self)
+            session.add_layer(Rank.TUNE_LOADER, evaluation.step)
+            session.on_end(evaluation.end)
 
     def on_predict_begin(self, logs: Any = None) -> None:
         """Begins to measure."""
-        self._asked, self.replicas = None, local_replicas(self.model)
-        self._functions["predict"].replace(self.model, self._predict_function)
+        self.replicas = local_replicas(self.model)
+        session = FitSession.of(self.model)
+        if session is not None:
+            session.add_layer(Rank.TUNE_LOADER, self._predict_step)
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
         """From here on `predict` waits for its batches."""
         self._asked = time.perf_counter()
 
-    def on_predict_end(self, logs: Any = None) -> None:
-        """Puts the function back."""
-        self._functions["predict"].restore()
+    def _predict_step(self, step: StepFunction, batches: Any) -> Any:
+        wait = time.perf_counter() - self._asked
+        result = step(batches)
+        self.predict_meter.add(time.perf_counter() - self._asked, wait, len(batches))
+        return result
 
-    def _predict_function(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def step(data: Any) -> Any:
-            asked = self._take_asked()
-            if asked is None:
-                return original(data)
-            wait = time.perf_counter() - asked
-            result = original(data)
-            self.predict_meter.add(time.perf_counter() - asked, wait, len(data))
-            return result
-
-        return step
-
-    def _take_asked(self) -> float | None:
-        """When the present execution was announced.
-
-        None if it is not one of ours: of `test_on_batch` and the like, or of a later evaluation or
-        prediction, if one with this callback has ended in an error.
-        """
-        asked, self._asked = self._asked, None
-        return asked
+    def keep_host(self) -> None:
+        """Keeps this training's part of the host: a long validation is no silence."""
+        if self._session is not None:
+            self._session.share.stay()
 
     # --- what it found
 
@@ -491,7 +394,39 @@ class LoaderTuner(keras.callbacks.Callback):
         )
 
 
-_KINDS = ("train", "test", "predict")
+class _Evaluation:
+    """Times the steps of one `evaluate`.
+
+    Args:
+        tuner: the callback.
+    """
+
+    def __init__(self, tuner: LoaderTuner) -> None:
+        self._tuner, self._model = tuner, tuner.model
+        self._live: LiveIterator | None = None
+
+    def step(self, step: StepFunction, iterator: Any) -> Any:
+        """A layer around its steps."""
+        self._tuner.keep_host()
+        start = time.perf_counter()
+        if self._live is None or self._live.given is not iterator:
+            self._live = LiveIterator(iterator)
+        if self._live.is_tf_data:
+            batches = self._live.take(self._model.steps_per_execution)
+            result, wait, steps = step(batches), self._live.input_wait_seconds, len(batches)
+        else:
+            metered = MeteredIterator(iterator)
+            result = step(metered)
+            wait, steps = metered.input_wait_seconds, metered.steps
+        self._tuner.test_meter.add(time.perf_counter() - start, wait, steps)
+        return result
+
+    def end(self) -> None:
+        """Lets go of what it reads."""
+        if self._live is not None:
+            self._live.let_go()
+
+
 _FIXED = 'controller="fixed" measures, and changes nothing'
 
 

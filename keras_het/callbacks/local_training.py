@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
+from keras_het.fit.session import SessionCallback
 from keras_het.strategy.local_training import (
     LocalSteps,
     PeriodicExchange,
@@ -16,7 +16,7 @@ from keras_het.strategy.local_training import (
 from keras_het.strategy.rules import SynchronousRule, get
 
 
-class LocalTraining(keras.callbacks.Callback):
+class LocalTraining(SessionCallback):
     r"""Local steps without a collective between workers, and an exchange every few steps.
 
     Each worker trains on its own share of each global batch, with its own optimizer. Its replicas
@@ -88,8 +88,10 @@ class LocalTraining(keras.callbacks.Callback):
         check_keeps_weights(self.model.optimizer, self)
         self._rule_of_training = rule
         self._exchange = None
-        self._steps = LocalSteps(self.model, strategy)
-        self._steps.enter()
+        fit = self.required_session()
+        self._steps = LocalSteps(fit, strategy)
+        fit.before_callbacks("on_epoch_end", self._end_epoch)
+        fit.before_callbacks("on_train_end", self._end_training)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Gives the worker its own weights back."""
@@ -105,21 +107,15 @@ class LocalTraining(keras.callbacks.Callback):
     def _start(self, strategy: Any) -> None:
         """Starts from the weights that a backup may have brought back meanwhile."""
         self._exchange = PeriodicExchange(self.model, strategy, self._rule_of_training)
-        if strategy.restored_service_state is not None:
-            self._exchange.restore(strategy.restored_service_state)
-            strategy.restored_service_state = None
-        strategy.service_state = self._exchange.saved
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Tells the train function that this training's step comes now."""
-        if self._steps is not None:
-            self._steps.expect_step()
+        if strategy.training_state.restored is not None:
+            self._exchange.restore(strategy.training_state.restored)
+            strategy.training_state.restored = None
+        strategy.training_state.export = self._exchange.saved
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Exchanges if it is time."""
         if self._exchange is None or self._steps is None:
             return
-        self._steps.check_step()
         in_epoch = self.params.get("steps")
         if in_epoch is not None:  # Keras counts the last execution as a whole one
             batch = min(batch, in_epoch - 1)
@@ -137,8 +133,8 @@ class LocalTraining(keras.callbacks.Callback):
         if self._exchange is not None:
             self._exchange.show_center()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Shows the center, and the logs of all workers, to the callbacks that follow."""
+    def _end_epoch(self, epoch: int, logs: Any) -> None:
+        """Shows the center, and the logs of all workers, to all callbacks."""
         if self._exchange is None:
             return
         self._exchange.show_center()
@@ -148,7 +144,7 @@ class LocalTraining(keras.callbacks.Callback):
         name = self._rule_of_training.name
         tell(f"Local training, {name}: {count} exchanges so far.", strategy, self._verbose)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def _end_training(self, logs: Any = None) -> None:
         """Leaves the same model on all workers: the center, and the chief's optimizer state."""
         strategy = heterogeneous_strategy(self.model, self)
         if self._exchange is not None:
@@ -157,7 +153,7 @@ class LocalTraining(keras.callbacks.Callback):
         if self._steps is not None:
             self._steps.leave()
         # a training without an epoch leaves a backup unused, which is none of the next one
-        strategy.service_state = strategy.restored_service_state = None
+        strategy.training_state.forget_center()
         self._exchange = self._steps = None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.callbacks.step_functions import functions_in
+from keras_het.fit.session import StepFunction
 
 
 class MemoryBounds:
@@ -77,29 +77,18 @@ def replicas_without_memory(message: str, devices: Sequence[str], first: int) ->
     return hit or [first + index for index in range(len(devices))]
 
 
-def note_out_of_memory(model: Any, note: Callable[[str], str]) -> None:
-    """Makes a model's training step tell a callback when memory ran out.
+def note_out_of_memory(note: Callable[[str], str], step: StepFunction, batches: Any) -> Any:
+    """A layer around the steps of `fit` that tells a callback when memory ran out.
 
     Args:
-        model: the model; its train function exists.
         note: takes the error's text, and returns what to tell the user.
+        step: the step.
+        batches: what it is called with.
     """
-    function = model.train_function
-    for each in functions_in(function):
-        if hasattr(each, "notes_out_of_memory"):
-            each.notes_out_of_memory[:] = [note]
-            return
-    notes = [note]
-
-    def step(*arguments: Any, **options: Any) -> Any:
-        try:
-            return function(*arguments, **options)
-        except tf.errors.ResourceExhaustedError as error:
-            advice = notes[0](str(error))
-            raise tf.errors.ResourceExhaustedError(
-                error.node_def, error.op, f"{advice}\n{error.message}"
-            ) from error
-
-    step.notes_out_of_memory = notes  # type: ignore[attr-defined]
-    step.__wrapped__ = function  # type: ignore[attr-defined]
-    model.train_function = step
+    try:
+        return step(batches)
+    except tf.errors.ResourceExhaustedError as error:
+        advice = note(str(error))
+        raise tf.errors.ResourceExhaustedError(
+            error.node_def, error.op, f"{advice}\n{error.message}"
+        ) from error

@@ -73,7 +73,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if strategy.num_workers > 1 and not given.get("_use_cached_eval_dataset"):
             _agree(strategy, self, name, given)
             if name == "fit":
-                bound.arguments["callbacks"] = _with_step_watch(given["callbacks"])
+                bound.arguments["callbacks"] = _with_step_watch(self, given["callbacks"])
                 args, kwargs = bound.args[1:], bound.kwargs
         try:
             return call(self, *args, **kwargs)
@@ -132,9 +132,10 @@ def _agree(strategy: Any, model: Any, name: str, given: dict[str, Any]) -> None:
         )
 
 
-def _with_step_watch(callbacks: Any) -> Any:
+def _with_step_watch(model: Any, callbacks: Any) -> Any:
     watch = _StepWatch()
     if isinstance(callbacks, keras.callbacks.CallbackList):
+        watch.set_model(model)
         callbacks.append(watch)
         return callbacks
     given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]

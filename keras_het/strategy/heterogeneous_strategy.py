@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.fit.session import install_sessions
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
 from keras_het.loader.distributed_steps import DistributedSteps
@@ -53,6 +54,7 @@ from keras_het.strategy.summation import (
     start_summation,
 )
 from keras_het.strategy.symbolic_build import install_symbolic_build
+from keras_het.strategy.training_state import TrainingState
 from keras_het.strategy.uneven_per_replica import UnevenPerReplica
 
 _logger = logging.getLogger(__name__)
@@ -157,14 +159,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._cluster_config = membership.config
         self._data_path = DataPath(self)
         self._compute_times = ComputeTimes(self.num_replicas_in_sync)
-        # What a backup keeps of a parameter service in this process, and what one brought back.
-        self.service_state: Callable[[], dict[str, np.ndarray] | None] | None = None
-        self.restored_service_state: dict[str, np.ndarray] | None = None
-        # Trainings with async workers that this process began, to tell one fit from the next.
-        self.num_hybrid_runs = 0
-        # roles="auto" chooses once: a new start forgets what was trained. Fits too short for it
-        # would measure links, and trace their steps again, each time.
-        self.role_trials_left = 3
+        self._training_state = TrainingState()
         self._weights = share_weights(shares, self.layout)
         warn_of_emulated_devices(self._emulated_devices, len(self.layout.local_replicas))
         if self.num_workers > 1:
@@ -182,6 +177,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if self.is_async_worker:
             install_chief_only()
         install_average_loss()
+        install_sessions()
         install_agreement(self)
         # Ends at a step boundary after a signal; None where the signal ends the process itself.
         self.stop_request: StopRequest | None = None
@@ -207,6 +203,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             f"<HeterogeneousStrategy: worker {self.worker_index} of {self.num_workers}, devices "
             f"[{devices}] here, shares [{shares}]>"
         )
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the callbacks of a training leave for each other."""
+        return self._training_state
 
     def _begin_watching(self, membership: cluster.Membership, patience_seconds: float) -> None:
         stop_signals.install(private_api.abort_collectives)

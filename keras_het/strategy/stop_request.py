@@ -138,10 +138,6 @@ class StopRequest:
                 raise
             # most likely because another worker has ended by the same signal
             _logger.warning("Ends by a signal, after %s: %s", type(error).__name__, error)
-        except (SystemExit, KeyboardInterrupt):
-            if self._depth == 1:
-                _end_fit(model)
-            raise
         finally:
             self._depth -= 1
         if self._depth == 0:
@@ -170,17 +166,6 @@ def install_loops() -> None:
         original = getattr(keras.Model, name)
         if not hasattr(original, "ends_at_boundaries"):
             setattr(keras.Model, name, _known(original))
-
-
-def _end_fit(model: Any) -> None:
-    """Ends what callbacks have begun, as a service that others wait for: Keras tells them nothing.
-
-    They know when a step fails, but not that none comes any more.
-    """
-    function = model.train_function
-    while function is not None:
-        getattr(function, "ends_failed_fit", lambda: None)()
-        function = getattr(function, "__wrapped__", None) or getattr(function, "original", None)
 
 
 def _known(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ class UnevenPerReplica(private_api.PerReplica):
 
     def __init__(self, values: Sequence[Any], sizes: Any, devices: Sequence[str] = ()) -> None:
         super().__init__(values)
+        self._values: tuple[Any, ...]
         self._sizes = sizes
         self._targets = devices
         self._spec: UnevenPerReplicaSpec | None = None

@@ -12,6 +12,7 @@ from addresses import free_address
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, HybridAggregation
+from keras_het.fit.session import FitSession, Rank
 from keras_het.strategy.parameter_service.function_server import FunctionServer
 from keras_het.strategy.rules import (
     ASHL,
@@ -438,23 +439,20 @@ def test_samples_count_once_behind_a_function_that_hides_others(strategy):
 class ReadsAhead(keras.callbacks.Callback):
     """Reads the first batches before it lets them be trained, as `DataValidation` does."""
 
-    stays_outermost = True
-
     def __init__(self, number):
         super().__init__()
-        self.number, self.waiting, self.original = number, [], None
+        self.number, self.waiting = number, []
 
-    def on_epoch_begin(self, epoch, logs=None):
-        if self.original is None:
-            self.original, self.model.train_function = self.model.train_function, self
+    def on_train_begin(self, logs=None):
+        FitSession.of(self.model).add_layer(Rank.VALIDATE_DATA, self.step)
 
-    def __call__(self, iterator):
+    def step(self, step, iterator):
         self.waiting += [next(iterator) for _ in range(self.number)]
         self.number = 0
         if not self.waiting:
-            return self.original(iterator)
+            return step(iterator)
         batch, *self.waiting = self.waiting
-        return self.original([batch])
+        return step([batch])
 
 
 @pytest.mark.full
@@ -511,12 +509,12 @@ def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, cpu_devices, task, 
     strategy = strategy_of(monkeypatch, task, worker=1, **{"async": 1})
     model = make_model(strategy)
     before, optimizer = flat(model), model.optimizer
-    strategy.restored_service_state = {"of": np.zeros(1)}
+    strategy.training_state.restored = {"of": np.zeros(1)}
     hybrid = HybridAggregation(rule)
     model.fit(data(), epochs=2, initial_epoch=2, verbose=0, callbacks=[hybrid])
     np.testing.assert_array_equal(flat(model), before)
     assert model.optimizer is optimizer and hybrid.participant is None
-    assert strategy.restored_service_state is None
+    assert strategy.training_state.restored is None
 
 
 @pytest.mark.full

@@ -22,8 +22,6 @@ from loader_training import (
 )
 
 from keras_het.callbacks import BatchBalancer, LoaderTuner
-from keras_het.callbacks.memory_bounds import note_out_of_memory
-from keras_het.callbacks.step_functions import StepFunction, functions_in, original_of
 from keras_het.loader import Knobs, pipeline
 from keras_het.planning.loader import WindowSize
 
@@ -245,76 +243,6 @@ def test_what_is_put_around_it_stays_in_later_trainings():
         model.fit(slow(0.001), verbose=0, callbacks=[tuner])
         assert len(calls) == 6 * fits - 1
         assert tuner.meter.steps == 6 * fits
-
-
-def test_the_note_of_the_balancer_is_put_there_once():
-    class Notes(keras.callbacks.Callback):
-        def on_train_begin(self, logs=None):
-            note_out_of_memory(self.model, str)
-
-    model, tuner = dense(), LoaderTuner("fixed", share_host=False)
-    for _ in range(3):
-        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Notes()])
-    functions = list(functions_in(model.train_function))
-    assert len([each for each in functions if hasattr(each, "notes_out_of_memory")]) == 1
-
-
-class Model:
-    """Has a train function that adds 1."""
-
-    def __init__(self):
-        self.train_function = lambda number: number + 1
-
-
-class Outermost:
-    """Wants to be called first."""
-
-    stays_outermost = True
-
-    def __init__(self, original):
-        self.original = original
-
-    def __call__(self, number):
-        return self.original(2 * number)
-
-
-def times_ten(original):
-    return lambda number: 10 * original(number)
-
-
-def test_functions_that_stay_outermost_do():
-    model, function = Model(), StepFunction("train_function")
-    model.train_function = Outermost(model.train_function)
-    function.replace(model, times_ten)
-    assert isinstance(model.train_function, Outermost)
-    assert model.train_function(3) == 70
-    assert function.is_in(model)
-    function.restore()
-    assert model.train_function(3) == 7
-    assert not function.is_in(model)
-
-
-def test_one_that_was_wrapped_retires():
-    model, function = Model(), StepFunction("train_function")
-    function.replace(model, times_ten)
-    replacement = model.train_function
-    assert original_of(replacement)(3) == 4
-    model.train_function = functools.wraps(replacement)(lambda number: replacement(number) + 0.5)
-    assert function.is_in(model)
-    assert original_of(model.train_function) is model.train_function
-    function.restore()
-    assert model.train_function(3) == 4.5
-    function.replace(model, times_ten)
-    assert model.train_function(3) == 45
-
-
-def test_one_that_was_thrown_away_is_missed():
-    model, function = Model(), StepFunction("train_function")
-    function.replace(model, times_ten)
-    model.train_function = lambda number: number
-    assert not function.is_in(model)
-    function.replace(model, times_ten)
-    assert model.train_function(3) == 30
 
 
 class Patiently(EveryStep):

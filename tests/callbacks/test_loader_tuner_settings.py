@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import threading
 
 import keras
 import pytest
@@ -26,11 +24,9 @@ from loader_training import (
 
 import keras_het
 from keras_het.callbacks import LoaderTuner
-from keras_het.callbacks.data_validation import _FirstBatches
-from keras_het.callbacks.fit_watch import FitWatch
-from keras_het.callbacks.step_functions import Replacement
+from keras_het.callbacks.data_validation import _Observed
+from keras_het.fit.session import FitSession, Rank
 from keras_het.loader import AdjustablePipeline, Knobs, pipeline
-from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.loader_threads import LoaderThreads
 from keras_het.planning.loader import FixedController, LoaderPlan, WindowSize
 
@@ -45,7 +41,6 @@ def test_an_error_in_training_leaves_a_model_that_works():
         model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails()])
     model.fit(slow(0.001), verbose=0)
     model.fit(slow(0.001), verbose=0, callbacks=[tuner])
-    assert not isinstance(model.train_function, Replacement)
 
 
 class Fails(keras.callbacks.Callback):
@@ -64,35 +59,16 @@ def host_entries(folder):
 @pytest.mark.parametrize("callbacks", [[], [keras.callbacks.History()]])
 def test_a_training_that_was_broken_off_leaves_the_next_one_alone(callbacks, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    seldom = functools.partial(FitWatch, poll_seconds=3600.0)
-    monkeypatch.setattr("keras_het.callbacks.loader_tuner.FitWatch", seldom)
     model, tuner = dense(), LoaderTuner(Eager)
     with pytest.raises(KeyboardInterrupt):
         model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails(), *callbacks])
-    assert len(host_entries(tmp_path)) == 1
+    assert host_entries(tmp_path) == {}
     steps = tuner.meter.steps
     model.fit(slow(0.001), epochs=2, verbose=0, callbacks=callbacks)
     assert tuner.meter.steps == steps
     assert tuner._session is None
-    assert not isinstance(model.train_function, Replacement)
-    assert host_entries(tmp_path) == {}
-
-
-def test_a_training_that_was_broken_off_leaves_the_host_to_others(tmp_path, monkeypatch):
-    """No step, fit or end of the process tells the LoaderTuner."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left = threading.Event()
-    leave = HostBudget.leave
-    monkeypatch.setattr(HostBudget, "leave", lambda budget: (leave(budget), left.set()))
-    model, tuner = dense(), LoaderTuner(Eager)
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(slow(0.001), verbose=0, callbacks=[tuner, Fails()])
-    assert left.wait(60)
     assert host_entries(tmp_path) == {}
     assert tuner.best_settings() is not None
-    model.fit(slow(0.001), verbose=0)
-    assert tuner.meter.steps == 1
-    assert not isinstance(model.train_function, Replacement)
 
 
 class Stops(keras.callbacks.Callback):
@@ -147,7 +123,6 @@ def test_an_error_in_a_step_ends_the_tuning_at_once(tmp_path, monkeypatch):
         model.fit(data, verbose=0, callbacks=[tuner])
     assert tuner.meter.steps >= 8
     assert tuner._session is None
-    assert not isinstance(model.train_function, Replacement)
     assert host_entries(tmp_path) == {}
     assert tuner.best_settings() is not None
 
@@ -287,23 +262,14 @@ def test_under_tensorflows_own_strategy_there_is_no_pipeline_to_inspect(cpu_devi
 class ShowsAll(keras.callbacks.Callback):
     """Has the steps read what `DataValidation(compare_shards=True)` gives them."""
 
-    is_training = observes_all = True
-
     def __init__(self, tuner):
         super().__init__()
         self.tuner, self.errors = tuner, []
 
     def on_train_begin(self, logs=None):
-        self.model.train_function = _FirstBatches(self, self.model.train_function)
-
-    def begin_execution(self):
-        pass
-
-    def take_batches(self, iterator):
-        return []
-
-    def observe(self, batch):
-        pass
+        FitSession.of(self.model).add_layer(
+            Rank.VALIDATE_DATA, lambda step, iterator: step(_Observed(iterator, id))
+        )
 
     def on_train_batch_end(self, batch, logs=None):
         with pytest.raises(RuntimeError) as error:

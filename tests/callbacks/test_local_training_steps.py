@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import LocalTraining
+from keras_het.fit.session import FitSession
 from keras_het.strategy.local_training import LocalSteps, PeriodicExchange
 from keras_het.strategy.rules import DiLoCo
 
@@ -37,7 +38,7 @@ def test_the_last_execution_may_be_shorter(each):
     callback = LocalTraining("diloco")
     callback.set_params({"steps": 30})
     callback._exchange = Exchange()
-    callback._steps = SimpleNamespace(check_step=lambda: None, take_samples=lambda: 1)
+    callback._steps = SimpleNamespace(take_samples=lambda: 1)
     for batch in ends_of_executions(30, each):
         callback.on_train_batch_end(batch)
     assert callback._exchange.steps == 30
@@ -48,7 +49,7 @@ def test_without_a_known_end_every_step_may_be_the_last():
     callback = LocalTraining("diloco")
     callback.set_params({"steps": None})
     callback._exchange = Exchange()
-    callback._steps = SimpleNamespace(check_step=lambda: None, take_samples=lambda: 1)
+    callback._steps = SimpleNamespace(take_samples=lambda: 1)
     for batch in range(3):
         callback.on_train_batch_end(batch)
     assert callback._exchange.waited_after == [1, 2, 3]
@@ -64,11 +65,9 @@ def test_what_callbacks_predict_does_not_count(cpu_devices):
 
     class Trains(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
-            self.local = LocalSteps(model, strategy)
-            self.local.enter()
+            self.local = LocalSteps(FitSession.of(model), strategy)
 
         def on_train_batch_begin(self, batch, logs=None):
-            self.local.expect_step()
             model.predict(x, verbose=0)
 
         def on_train_batch_end(self, batch, logs=None):
@@ -123,9 +122,9 @@ def test_what_was_restored_is_not_that_of_a_later_training(cpu_devices):
     callback = LocalTraining("diloco")
     with strategy.scope():
         callback.set_model(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
-    strategy.restored_service_state = {"local_training/step": np.array(5)}
-    callback.on_train_end()
-    assert strategy.restored_service_state is None
+    strategy.training_state.restored = {"local_training/step": np.array(5)}
+    callback._end_training()
+    assert strategy.training_state.restored is None
 
 
 def test_a_failed_training_is_in_no_later_backup(cpu_devices):
@@ -133,8 +132,36 @@ def test_a_failed_training_is_in_no_later_backup(cpu_devices):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    LocalSteps(model, strategy).enter()
-    strategy.service_state = dict  # of the failed training, which nobody took back
     x = np.ones((SAMPLES, 3), np.float32)
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            LocalSteps(FitSession.of(model), strategy)
+
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[Fails()])
+    strategy.training_state.export = dict  # of the failed training, which nobody took back
     model.fit(x, x[:, :1], batch_size=BATCH, verbose=0)
-    assert strategy.service_state is None
+    assert strategy.training_state.export is None
+
+
+@pytest.mark.parametrize("loop", ["fit", "train_on_batch"])
+def test_other_training_within_a_local_one_is_refused(cpu_devices, loop):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((BATCH, 3), np.float32)
+
+    class Trains(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            LocalSteps(FitSession.of(model), strategy)
+
+        def on_train_batch_end(self, batch, logs=None):
+            getattr(model, loop)(x, x[:, :1])
+
+    with pytest.raises(RuntimeError, match=f"Received: {loop} of the same model"):
+        model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[Trains()])

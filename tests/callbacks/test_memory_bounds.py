@@ -1,7 +1,5 @@
 """What is remembered of shares that did not fit, and whose they were."""
 
-import types
-
 import pytest
 import tensorflow as tf
 
@@ -40,15 +38,11 @@ def test_the_message_names_the_device():
     assert replicas_without_memory("no device here", GPUS, first=4) == [4, 5, 6]
 
 
-def test_the_latest_callback_is_told():
-    def train_function(_):
+def test_what_to_do_stands_before_the_error():
+    def lacks(batches):
         raise tf.errors.ResourceExhaustedError(None, None, "on device:GPU:1")
 
-    model = types.SimpleNamespace(train_function=train_function)
-    note_out_of_memory(model, lambda message: "the first")
-    note_out_of_memory(model, lambda message: f"the second: {message}")
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
-        model.train_function(None)
-    assert caught.value.message.startswith("the second: ")
+        note_out_of_memory(lambda message: f"do: {message}", lacks, None)
+    assert caught.value.message.startswith("do: ")
     assert caught.value.message.endswith("on device:GPU:1")
-    assert "the first" not in caught.value.message

@@ -28,6 +28,7 @@ from keras_het.strategy.parameter_service.saved_state import (
     to_arrays,
 )
 from keras_het.strategy.rules import AsyncSGD, DelayCompensated, Delta, RoundRobinEASGD
+from keras_het.strategy.training_state import TrainingState
 
 GOOD = credential(b"0123456789abcdef", "model")
 LARGE = Partitions(((1_024_000,), (1_024_000,)), 1_024_000, fewest=2)  # as large as a message takes
@@ -131,7 +132,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
 ):
     service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
     host, backup = leader_of(client, goes_on=True), BackupAndRestore(str(tmp_path))
-    strategy = SimpleNamespace(service_state=host.exported)
+    strategy = SimpleNamespace(training_state=TrainingState(host.exported))
     monkeypatch.setattr(backup, "_strategy", lambda: strategy)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd")
@@ -146,7 +147,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
         assert host._is_lost
         np.testing.assert_equal(found, before)
     host._return.stop()
-    strategy.service_state = None  # a training without a service
+    strategy.training_state.export = None  # a training without a service
     assert backup._service_state() == {}
 
 

@@ -114,8 +114,8 @@ class Participant(abc.ABC):
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
         self.vectors = ModelVectors(model, strategy, options.partition_size)
-        strategy.num_hybrid_runs += 1
-        self.run: int = strategy.num_hybrid_runs
+        strategy.training_state.num_hybrid_runs += 1
+        self.run: int = strategy.training_state.num_hybrid_runs
         self.secret = read_secret()
         self.credential = credential(self.secret, self.service_fingerprint)
         self.num_clients = first_async_client(strategy) + strategy.num_async_workers

@@ -100,7 +100,7 @@ class RoleChoice:
                 WARM_UP_STEPS,
                 self._measured_steps,
                 self._steps,
-                self._strategy.role_trials_left,
+                self._strategy.training_state.role_trials_left,
             )
         self._strategy.stop_measuring(self._model)
 

@@ -1,0 +1,316 @@
+"""One call of a model's `fit`, `evaluate` or `predict`, and the layers around its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import keras
+
+StepFunction = Callable[[Any], Any]
+"""Runs one execution of Keras: takes an iterator over batches, or a list of batches."""
+Layer = Callable[[StepFunction, Any], Any]
+"""Takes the rest of a step and what that is to be called with, and returns its result."""
+
+_FUNCTIONS = {"fit": "train_function", "evaluate": "test_function", "predict": "predict_function"}
+_ON_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
+_running: weakref.WeakKeyDictionary[Any, list[FitSession]] = weakref.WeakKeyDictionary()
+
+
+class Rank(enum.IntEnum):
+    """The order of the layers around a step, the outermost first."""
+
+    VALIDATE_DATA = 0
+    TUNE_LOADER = 1
+    COUNT_SAMPLES = 2
+    NOTE_MEMORY = 3
+    REDUCE_LOCALLY = 4
+
+
+class FitSession:
+    """A call of a model's `fit`, `evaluate` or `predict`, or of one of its steps on a batch.
+
+    It begins before Keras looks at the data and ends when the call does, by an error or not. Its
+    layers are around every step of its own, whoever replaces the model's step function meanwhile;
+    a call within it, such as a validation or a callback's own `fit`, is another session.
+
+    Args:
+        model: the `keras.Model`.
+        loop: name of the method that was called.
+        callbacks: those of the user.
+
+    Attributes:
+        model: the `keras.Model`.
+        loop: name of the method that was called.
+        callbacks: those of the user.
+        is_in_step: whether a step runs: what reads the data otherwise is not this session's.
+        is_over: whether the call has ended.
+    """
+
+    def __init__(self, model: Any, loop: str, callbacks: Sequence[Any] = ()) -> None:
+        self.model, self.loop, self.callbacks = model, loop, list(callbacks)
+        self.is_in_step = self.is_over = False
+        self._layers: dict[Rank, Layer] = {}
+        self._ends = contextlib.ExitStack()
+        self._before_inner: list[Callable[[FitSession], None]] = []
+        self._before_callbacks: dict[str, list[Callable[..., None]]] = {}
+        self._layered: _LayeredStep | None = None
+
+    @staticmethod
+    def of(model: Any) -> FitSession | None:
+        """The innermost session of a model that runs now.
+
+        Args:
+            model: a `keras.Model`; None outside of a call of Keras.
+        """
+        sessions = _running.get(model)
+        return sessions[-1] if sessions else None
+
+    def add_layer(self, rank: Rank, layer: Layer) -> None:
+        """Puts a layer around the steps from the next one on, in the place of its rank's.
+
+        Args:
+            rank: its place among the layers.
+            layer: the layer.
+        """
+        self._layers[rank] = layer
+
+    def remove_layer(self, rank: Rank) -> None:
+        """Takes a layer away, if there is one of this rank.
+
+        Args:
+            rank: its place.
+        """
+        self._layers.pop(rank, None)
+
+    def on_end(self, function: Callable[[], None]) -> None:
+        """Has a function called when the session ends, however it ends; the last one first.
+
+        Args:
+            function: the function.
+        """
+        self._ends.callback(function)
+
+    def before_inner(self, function: Callable[[FitSession], None]) -> None:
+        """Has a function called when a session of the same model begins within this one.
+
+        Args:
+            function: takes the inner session; an error that it raises ends that.
+        """
+        self._before_inner.append(function)
+
+    def before_callbacks(self, method: str, function: Callable[..., None]) -> None:
+        """Has a function called before a method of all callbacks of the user.
+
+        Args:
+            method: "on_epoch_end" or "on_train_end".
+            function: takes what the method takes; logs are the same object.
+        """
+        self._before_callbacks.setdefault(method, []).append(function)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Calls what comes before a method of the user's callbacks.
+
+        Args:
+            method: as for `before_callbacks`.
+            *args: what the method takes.
+        """
+        for function in self._before_callbacks.get(method, ()):
+            function(*args)
+
+    def step_function(self, function: StepFunction) -> StepFunction:
+        """The model's step function with the layers of this session around it.
+
+        Args:
+            function: what Keras or somebody else made the model's step function.
+        """
+        if not self._layers:
+            return function
+        if self._layered is None or self._layered.function is not function:
+            self._layered = _LayeredStep(self, function)
+        return self._layered
+
+    def run_step(self, function: StepFunction, batches: Any) -> Any:
+        """Runs a step within the layers, unless it is within them already.
+
+        Args:
+            function: the step.
+            batches: what it is called with.
+        """
+        if self.is_in_step or self.is_over:
+            return function(batches)
+        for rank in sorted(self._layers, reverse=True):
+            function = functools.partial(self._layers[rank], function)
+        self.is_in_step = True
+        try:
+            return function(batches)
+        finally:
+            self.is_in_step = False
+
+    def __enter__(self) -> FitSession:
+        sessions = _running.setdefault(self.model, [])
+        if sessions:
+            for function in sessions[-1]._before_inner:
+                function(self)
+        sessions.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.is_over = True
+        try:
+            self._ends.__exit__(kind, error, traceback)
+        finally:
+            _running[self.model].remove(self)
+            self._layers.clear()
+            self._layered = None
+
+
+class _LayeredStep:
+    """A model's step function in a session that has layers.
+
+    Args:
+        session: the session.
+        function: the step function without the layers.
+    """
+
+    __slots__ = ("__weakref__", "_session", "function")
+
+    def __init__(self, session: FitSession, function: StepFunction) -> None:
+        self._session, self.function = session, function
+
+    def __call__(self, batches: Any) -> Any:
+        """Runs one execution."""
+        return self._session.run_step(self.function, batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+
+class SessionCallback(keras.callbacks.Callback):
+    """A callback that takes part in the session of its `fit`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        install_sessions()
+
+    @property
+    def fit_session(self) -> FitSession | None:
+        """The session of the `fit` that Keras has called this callback in; None outside of one."""
+        session = FitSession.of(self.model)
+        return session if session is not None and session.loop == "fit" else None
+
+    def required_session(self) -> FitSession:
+        """The session of the `fit`.
+
+        Raises:
+            RuntimeError: outside of `fit`.
+        """
+        session = self.fit_session
+        if session is None:
+            raise RuntimeError(
+                f"{type(self).__name__} works within fit. Received: a call of its methods outside "
+                "of one. Give it to model.fit among the callbacks."
+            )
+        return session
+
+
+class _First(keras.callbacks.Callback):
+    """Stands before the callbacks of the user.
+
+    Args:
+        session: the session of the `fit`.
+    """
+
+    def __init__(self, session: FitSession) -> None:
+        super().__init__()
+        self._session = session
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Lets the session prepare what the others are about to see."""
+        self._session.tell("on_epoch_end", epoch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Lets the session end what the others are about to look at."""
+        self._session.tell("on_train_end", logs)
+
+
+def install_sessions() -> None:
+    """Makes the calls of all models sessions; idempotent."""
+    if hasattr(keras.Model.fit, "is_session"):
+        return
+    for name in (*_FUNCTIONS, *_ON_BATCHES):
+        setattr(keras.Model, name, _in_session(getattr(keras.Model, name), name))
+    for loop, attribute in _FUNCTIONS.items():
+        setattr(keras.Model, attribute, _step_property(loop, attribute))
+
+
+def _in_session(original: Callable[..., Any], loop: str) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    takes_callbacks = "callbacks" in signature.parameters
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session = FitSession(self, loop)
+        if takes_callbacks:
+            args, kwargs = _with_first(session, signature, args, kwargs)
+        with session:
+            return original(self, *args, **kwargs)
+
+    call.is_session = True  # type: ignore[attr-defined]
+    return call
+
+
+def _with_first(
+    session: FitSession, signature: inspect.Signature, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """The arguments of a call with the session's own callback before those of the user."""
+    try:
+        bound = signature.bind(session.model, *args, **kwargs)
+    except TypeError:  # Keras says what is wrong
+        return args, kwargs
+    given = bound.arguments.get("callbacks")
+    listed = getattr(given, "callbacks", given)
+    listed = listed if isinstance(listed, (list, tuple)) else [listed]
+    session.callbacks = [callback for callback in listed if callback is not None]
+    takes_part = any(isinstance(each, SessionCallback) for each in session.callbacks)
+    if session.loop != "fit" or not takes_part:
+        return args, kwargs
+    first = _First(session)
+    if isinstance(given, keras.callbacks.CallbackList):
+        given.callbacks.insert(0, first)
+        session.on_end(functools.partial(given.callbacks.remove, first))
+        return args, kwargs
+    bound.arguments["callbacks"] = [first, *session.callbacks]
+    return bound.args[1:], bound.kwargs
+
+
+def _step_property(loop: str, attribute: str) -> property:
+    """A model's step function: with the layers where a session of that loop asks for it.
+
+    Keras reads it before each step, so that it does not matter who sets it, and when.
+    """
+
+    def read(model: Any) -> Any:
+        function = vars(model).get(attribute)
+        session = FitSession.of(model)
+        if function is None or session is None or session.loop != loop:
+            return function
+        return session.step_function(function)
+
+    def write(model: Any, function: Any) -> None:
+        # what was read within a session and is put back
+        is_layered = isinstance(function, _LayeredStep)
+        vars(model)[attribute] = function.function if is_layered else function
+
+    return property(read, write)

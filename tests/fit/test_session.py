@@ -1,0 +1,253 @@
+"""A session knows its call of Keras, and its layers are around every step of that alone."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+from keras_het.fit.session import FitSession, Rank, SessionCallback, install_sessions
+
+X = np.ones((8, 3), "float32")
+Y = X[:, :1]
+STEPS = 4
+
+
+@pytest.fixture
+def model():
+    install_sessions()
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+class Layers(keras.callbacks.Callback):
+    """Puts layers around the steps that note their names, and acts where it is told to.
+
+    Args:
+        names: of the layers, by their ranks.
+        acts: method of a callback to what it does with the model.
+    """
+
+    def __init__(self, names, **acts):
+        super().__init__()
+        self.names, self.acts, self.notes, self.sessions = names, acts, [], []
+
+    def act(self, place):
+        self.acts.get(place, lambda model: None)(self.model)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.act("on_epoch_begin")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.act("on_epoch_end")
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.act("on_train_batch_begin")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.act("on_train_batch_end")
+
+    def on_test_begin(self, logs=None):
+        self.act("on_test_begin")
+
+    def on_train_begin(self, logs=None):
+        session = FitSession.of(self.model)
+        self.sessions.append(session)
+        session.on_end(lambda: self.notes.append("end"))
+        for rank, name in self.names.items():
+            session.add_layer(rank, functools.partial(self.note, name))
+
+    def note(self, name, step, batches):
+        self.notes.append(name)
+        return step(batches)
+
+
+def fit(model, *callbacks, **options):
+    return model.fit(X, Y, batch_size=2, verbose=0, callbacks=list(callbacks), **options)
+
+
+def test_layers_stand_in_the_order_of_their_ranks(model):
+    layers = Layers({Rank.NOTE_MEMORY: "inner", Rank.VALIDATE_DATA: "outer"})
+    fit(model, layers, epochs=2)
+    assert layers.notes == [*["outer", "inner"] * 2 * STEPS, "end"]
+    assert layers.sessions[0].is_over and FitSession.of(model) is None
+    fit(model)
+    assert layers.notes[-1] == "end"
+
+
+def replace_by_what_hides(model):
+    inner = model.train_function
+    model.train_function = lambda batches: inner(batches)
+
+
+def put_back(model):
+    original, model.train_function = model.train_function, None
+    model.train_function = original
+
+
+@pytest.mark.parametrize("place", ["on_epoch_begin", "on_train_batch_begin", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "replace",
+    [lambda model: model.make_train_function(force=True), replace_by_what_hides, put_back],
+    ids=["made again", "hidden", "put back"],
+)
+def test_a_step_function_that_is_replaced_stays_within_the_layers(model, replace, place):
+    layers = Layers({Rank.NOTE_MEMORY: "layer"}, **{place: replace})
+    fit(model, layers)
+    assert layers.notes == [*["layer"] * STEPS, "end"]
+    before = list(layers.notes)
+    fit(model)
+    assert layers.notes == before
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda model: model.train_on_batch(X, Y),
+        lambda model: fit(model),
+        lambda model: model.evaluate(X, Y, verbose=0),
+        lambda model: model.predict(X, verbose=0),
+    ],
+    ids=["train_on_batch", "fit", "evaluate", "predict"],
+)
+def test_what_callbacks_call_has_sessions_of_its_own(model, act):
+    layers = Layers({Rank.NOTE_MEMORY: "layer"}, on_train_batch_end=act, on_epoch_end=act)
+    fit(model, layers, validation_data=(X, Y))
+    assert layers.notes == [*["layer"] * STEPS, "end"]
+
+
+def fail(model):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_test_begin"],
+)
+def test_a_session_ends_with_an_error(model, place):
+    layers = Layers({Rank.NOTE_MEMORY: "layer"}, **{place: fail})
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, layers, validation_data=(X, Y))
+    assert layers.notes[-1] == "end" and FitSession.of(model) is None
+    before = list(layers.notes)
+    fit(model)
+    assert layers.notes == before
+
+
+def test_an_end_that_fails_hinders_no_other(model):
+    layers = Layers({})
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            FitSession.of(self.model).on_end(lambda: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        fit(model, layers, Fails())
+    assert layers.notes == ["end"] and FitSession.of(model) is None
+
+
+def test_a_session_may_refuse_one_within_it(model):
+    def refuse(inner):
+        if inner.loop == "fit":
+            raise RuntimeError(f"no {inner.loop} here")
+
+    class Refuses(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            FitSession.of(self.model).before_inner(refuse)
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.predict(X, verbose=0)
+
+        def on_epoch_end(self, epoch, logs=None):
+            fit(self.model)
+
+    with pytest.raises(RuntimeError, match="no fit here"):
+        fit(model, Refuses())
+    assert FitSession.of(model) is None
+
+
+def test_a_session_knows_the_users_callbacks(model):
+    layers, other = Layers({}), keras.callbacks.Callback()
+    fit(model, layers, other)
+    model.fit(X, Y, 2, 1, 0, [layers])
+    model.fit(X, Y, verbose=0, callbacks=keras.callbacks.CallbackList([layers], model=model))
+    first, second, third = (session.callbacks for session in layers.sessions)
+    assert first == [layers, other] and second == [layers] and layers in third
+
+
+def test_layers_come_and_go_while_the_training_runs(model):
+    class Once(keras.callbacks.Callback):
+        calls = 0
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                FitSession.of(self.model).add_layer(Rank.NOTE_MEMORY, self.layer)
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                FitSession.of(self.model).remove_layer(Rank.NOTE_MEMORY)
+
+        def layer(self, step, batches):
+            self.calls += 1
+            return step(batches)
+
+    once = Once()
+    fit(model, once)
+    assert once.calls == 2
+
+
+def test_steps_of_several_batches(model):
+    model.compile("sgd", "mse", steps_per_execution=2)
+    layers = Layers({Rank.NOTE_MEMORY: "layer"})
+    fit(model, layers)
+    assert layers.notes == [*["layer"] * (STEPS // 2), "end"]
+
+
+class SeesFirst(SessionCallback):
+    """Has a word before all other callbacks."""
+
+    def on_train_begin(self, logs=None):
+        session = self.required_session()
+        session.before_callbacks("on_epoch_end", lambda epoch, logs: logs.update(added=epoch))
+        session.before_callbacks("on_train_end", lambda logs: logs.update(ended=True))
+
+
+class Looks(keras.callbacks.Callback):
+    """Keeps what it was told."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs, self.end = [], None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(dict(logs))
+
+    def on_train_end(self, logs=None):
+        self.end = dict(logs)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_comes_before_callbacks_comes_before_all(model, is_first, as_list):
+    looks = Looks()
+    callbacks = [SeesFirst(), looks] if is_first else [looks, SeesFirst()]
+    given = callbacks
+    if not as_list:
+        given = keras.callbacks.CallbackList(callbacks, add_history=True, model=model)
+    for _ in range(2):
+        looks.epochs.clear()
+        model.fit(X, Y, epochs=2, verbose=0, callbacks=given)
+        assert [logs["added"] for logs in looks.epochs] == [0, 1]
+        assert looks.end["ended"]
+    if not as_list:
+        assert given.callbacks[:2] == callbacks
+
+
+def test_one_that_needs_a_session_says_so(model):
+    callback = SeesFirst()
+    callback.set_model(model)
+    with pytest.raises(RuntimeError, match="SeesFirst works within fit"):
+        callback.on_train_begin()
