@@ -53,11 +53,10 @@ class LoaderTuner(SessionCallback):
             memory that is available when training begins, in the host and in its container.
         nice: nice value of the pipeline's own threads, so that they give way to training steps
             while no other program keeps the host busy; 0 leaves them alone.
-        share_host: whether jobs of the same user on this host divide its CPUs, and what they may
-            read at once, among them.
+        share_host: whether jobs of the same user on this host divide its CPUs, and `io_budget`,
+            among them.
         io_budget: reading threads of all jobs of this host together, for loaders that mostly wait
-            for I/O; by default what is of use is learned while two or more jobs read. If several
-            jobs have one, the smallest counts.
+            for I/O; None for no bound. If several jobs have one, the smallest counts.
         verbose: whether to print the moves.
 
     Attributes:

@@ -15,9 +15,8 @@ import psutil
 
 from keras_het.loader.host_cpus import own_cpus, own_quotas, usable_cpus
 from keras_het.loader.host_files import ignore, locked, own_folder, read_json, write_json
-from keras_het.loader.host_jobs import Entry, entry_of, part_of
-from keras_het.loader.host_reading import divide_reading
-from keras_het.planning.loader import JobModel, Reading
+from keras_het.loader.host_jobs import Entry, entry_of, part_of, readers_of
+from keras_het.planning.loader import JobModel, ReadingNeed
 
 logger = logging.getLogger("keras_het")
 
@@ -28,17 +27,17 @@ class HostBudget:
     """This job's entry in a small file that all jobs of a user on a host share.
 
     Each job writes its model and the CPUs that it may run on and reads those of the others, under a
-    lock. All that compete for the same CPUs compute the same division by marginal gain. What jobs
-    whose loaders wait for I/O may have at once is learned by all of them, in a file beside it. The
-    entry of a process that is gone, or silent for ten minutes, counts no longer, nor one that
-    another version wrote in a way that cannot be read.
+    lock. All that compete for the same CPUs compute the same division by marginal gain, and so do
+    all whose loaders wait for I/O, of the reading threads that a user gave them. The entry of a
+    process that is gone, or silent for ten minutes, counts no longer, nor one that another version
+    wrote in a way that cannot be read.
 
     Args:
         cpus: CPUs that this process may use, quotas included; by default what it may use now.
         path: the file; by default one for each user in the folder for temporary files.
         cpu_set: ids of the CPUs that this process may run on; by default those it may use now.
-        io_budget: reading threads of all jobs of the host together, None to learn what is of use.
-            If several jobs have one, the smallest counts.
+        io_budget: reading threads of all jobs of the host together, None for no bound. If several
+            jobs have one, the smallest counts.
         quotas: CPUs that the cgroups of this process may use at once, by group. By default what
             they may use now; not known if `cpus` is given.
 
@@ -46,7 +45,6 @@ class HostBudget:
         jobs: jobs that competed for the same CPUs at the last `update`, this one included.
         reading_loaders: most loaders that this job may have if they wait for I/O, as of the last
             `update`; None if there is no such bound.
-        division: number of the division of reading threads that this is part of.
         processes: ids of the other processes that competed for the same CPUs then.
 
     Raises:
@@ -70,7 +68,6 @@ class HostBudget:
         self._io_budget = io_budget
         self.jobs = 1
         self.reading_loaders: int | None = None
-        self.division = 0
         self.processes: frozenset[int] = frozenset()
 
     @property
@@ -78,12 +75,12 @@ class HostBudget:
         """CPUs that this process may use if nobody else does."""
         return self._cpus
 
-    def update(self, job: JobModel, reading: Reading | None = None) -> float:
+    def update(self, job: JobModel, reading: ReadingNeed | None = None) -> float:
         """Writes the model of this job and returns its part of the CPUs.
 
         Args:
             job: the model as of now.
-            reading: the latest window if the loaders mostly wait for I/O, None if they do not.
+            reading: its need if the loaders mostly wait for I/O, None if they do not.
 
         Returns:
             CPUs that the loaders of this job may use; all of its own if nobody else may run on
@@ -99,6 +96,7 @@ class HostBudget:
             logger.debug("%s is locked; this job keeps %.1f CPUs.", self._path, self._part)
             return self._part
         self._part, competitors = part_of(self._name, jobs)
+        self.reading_loaders = readers_of(self._name, jobs, time.time())
         self.jobs = len(competitors)
         self.processes = frozenset(processes[name] for name in competitors) - {os.getpid()}
         return self._part
@@ -119,10 +117,6 @@ class HostBudget:
             # unreadable ones stay in the file: those who wrote them can read them
             found = {name: entry_of(values, self._path) for name, values in entries.items()}
             jobs = {name: entry for name, entry in found.items() if entry is not None}
-            reading = self._path.with_suffix(".reading")
-            ceiling = divide_reading(reading, self._name, jobs, time.time())
-        self.reading_loaders = ceiling.parts.get(self._name)
-        self.division = ceiling.number
         return jobs, {name: int(entries[name]["pid"]) for name in jobs}
 
     def _read(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which jobs of a host compete for the same CPUs, and how they divide them."""
+"""How the jobs of a host divide the CPUs for which they compete, and its reading threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 from keras_het.loader.bounded_division import Bound, divided
 from keras_het.loader.host_files import ignore
-from keras_het.planning.loader import JobModel, Reading
+from keras_het.planning.loader import JobModel, ReadingNeed, allocate_readers
 
 _UNKNOWN = "unknown"
 _LARGEST = 1e15
 """More than any count, or time in seconds since 1970."""
+_MOST_READERS = 1024
+"""More threads than a job has; they are given one by one, while its training waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Entry:
         job: its model.
         cpus: CPUs that it may use, quotas included; above 0.
         cpu_set: ids of the CPUs that it may run on, at least one.
-        reading: its latest window if its loaders mostly wait for I/O, None if they do not.
+        reading: its need if its loaders mostly wait for I/O, None if they do not.
         io_budget: reading threads of all jobs of the host, None if its user gave none.
         quotas: CPUs that its cgroups may use at once, by group; None if that is not known.
 
@@ -36,7 +38,7 @@ class Entry:
     job: JobModel
     cpus: float
     cpu_set: frozenset[int]
-    reading: Reading | None = None
+    reading: ReadingNeed | None = None
     io_budget: int | None = None
     quotas: Mapping[str, float] | None = None
 
@@ -74,14 +76,13 @@ def entry_of(values: Any, path: Path) -> Entry | None:
         path: the file that has it.
     """
     try:
-        numbers = {name: _number(value) for name, value in values["job"].items()}
         cpu_set = frozenset(int(_number(cpu)) for cpu in values["cpu_set"])
         reading, io_budget = values["reading"], values["io_budget"]
         return Entry(
-            JobModel(**numbers),
+            JobModel(**_numbers(values["job"])),
             _number(values["cpus"]),
             cpu_set,
-            None if reading is None else _reading_of(reading),
+            None if reading is None else ReadingNeed(**_numbers(reading)),
             None if io_budget is None else int(_number(io_budget, least=1)),
             _quotas_of(values.get("quotas")),
         )
@@ -97,10 +98,8 @@ def _number(value: Any, least: float = 0.0) -> float:
     return number
 
 
-def _reading_of(values: Any) -> Reading:
-    numbers: dict[str, Any] = {name: _number(value) for name, value in values.items()}
-    counts = {name: int(numbers[name]) for name in ("loaders", "steps", "number")}
-    return Reading(**{**numbers, **counts})
+def _numbers(values: Any) -> dict[str, float]:
+    return {name: _number(value) for name, value in values.items()}
 
 
 def _quotas_of(values: Any) -> dict[str, float] | None:
@@ -136,6 +135,29 @@ def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, list[str]]:
     cpus = frozenset().union(*(entry.cpu_set for entry in rivals.values()))
     jobs = {each: entry.job for each, entry in rivals.items()}
     return divided(jobs, float(len(cpus)), _bounds(rivals))[name], names
+
+
+def readers_of(name: str, entries: Mapping[str, Entry], now: float) -> int | None:
+    """A job's part of the reading threads that a user gave the host; all compute the same.
+
+    Args:
+        name: the job.
+        entries: all jobs of the host, by name.
+        now: time, in seconds since 1970.
+
+    Returns:
+        Threads that it may have; None if nobody gave a number, or the job does not read.
+    """
+    given = [entry.io_budget for entry in entries.values() if entry.io_budget is not None]
+    needs = {
+        each: entry.reading.threads
+        for each, entry in sorted(entries.items())
+        if entry.reading is not None and now <= entry.reading.until
+    }
+    if not given or name not in needs:
+        return None
+    parts = allocate_readers(list(needs.values()), min(*given, _MOST_READERS * len(needs)))
+    return dict(zip(needs, parts, strict=True))[name]
 
 
 def _bounds(jobs: Mapping[str, Entry]) -> list[Bound]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from keras_het.loader.host_budget import HostBudget
-from keras_het.planning.loader import JobModel, Reading
+from keras_het.planning.loader import JobModel, ReadingNeed
 
 logger = logging.getLogger("keras_het")
 
@@ -32,8 +32,7 @@ class HostShare:
         self._budget = budget
         self._clock = clock
         self._job: JobModel | None = None
-        self._reading: Reading | None = None
-        self._is_told = True
+        self._reading: ReadingNeed | None = None
         self._is_bounded = False
         self._written: float | None = None
 
@@ -41,11 +40,6 @@ class HostShare:
     def reading_loaders(self) -> int | None:
         """Most loaders that may wait for I/O, None if nothing bounds them."""
         return None if self._budget is None else self._budget.reading_loaders
-
-    @property
-    def division(self) -> int:
-        """Number of the division of reading threads that is known here."""
-        return 0 if self._budget is None else self._budget.division
 
     @property
     def processes(self) -> frozenset[int]:
@@ -58,22 +52,17 @@ class HostShare:
             with contextlib.suppress(OSError):  # `update` says so
                 self._budget.update(_NOTHING_YET)
 
-    def update(self, job: JobModel, reading: Reading | None = None) -> float | None:
+    def update(self, job: JobModel, reading: ReadingNeed | None = None) -> float | None:
         """Takes a new model of the job, and writes it at most once a second.
-
-        Windows between two of these times count as one: while a device waits much they are short,
-        and what all jobs read would take long to be known.
 
         Args:
             job: the model as of now.
-            reading: the latest window if the loaders mostly wait for I/O, None if they do not.
+            reading: its need if the loaders mostly wait for I/O, None if they do not.
 
         Returns:
             CPUs that the loaders of this job may use, None if nothing was asked.
         """
-        if reading is not None and self._reading is not None and not self._is_told:
-            reading = reading.joined_to(self._reading)
-        self._job, self._reading, self._is_told = job, reading, False
+        self._job, self._reading = job, reading
         return self._write(_SECONDS_BETWEEN_UPDATES)
 
     def stay(self) -> float | None:
@@ -95,7 +84,7 @@ class HostShare:
         now = self._clock()
         if self._written is not None and now - self._written < seconds:
             return None
-        self._written, self._is_told = now, True
+        self._written = now
         try:
             part = self._budget.update(self._job, self._reading)
         except OSError as error:

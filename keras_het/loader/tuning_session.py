@@ -39,8 +39,8 @@ from keras_het.planning.loader import (
     LoaderController,
     LoaderPlan,
     LoaderWindow,
-    Reading,
     ReadingJob,
+    ReadingNeed,
     StepSums,
 )
 
@@ -119,7 +119,6 @@ class TuningSession:
         self._sums: StepSums | None = None
         self._host = HostSums()
         self._reading = ReadingJob()
-        self._began = time.time(), 0
         self._steps = self._steps_before = 0
         self._epochs = 0
         self._batch_bytes: int | None = None
@@ -400,7 +399,6 @@ class TuningSession:
         if self._sums is not None and self.controller is not None:
             self._sums.begin(self.controller.next_window)
             self._host.begin(self._threads())
-            self._began = time.time(), self.share.division
 
     def _pause(self, steps: int) -> None:
         """Leaves out the time between epochs, and the first steps of a pipeline that starts."""
@@ -462,16 +460,11 @@ class TuningSession:
         self.job = job
         self._use(self.share.update(job, self._read(window)))
 
-    def _read(self, window: LoaderWindow) -> Reading | None:
+    def _read(self, window: LoaderWindow) -> ReadingNeed | None:
         """What the other jobs of the host should know if this one's loaders wait for I/O."""
         if self.controller is None:
             return None
-        loaders, (began, division) = self.controller.plan.loaders, self._began
-        self._reading.observe(loaders, window)
-        if not self._reading.reads:
-            return None
-        numbers = window.steps, window.seconds, window.idle_fraction
-        return Reading(loaders, *numbers, began, time.time(), division)
+        return self._reading.observe(self.controller.plan.loaders, window, time.time())
 
     def _use(self, cpus: float | None) -> None:
         if cpus is not None and self.controller is not None:

@@ -4,8 +4,7 @@ from keras_het.planning.loader.allocation import allocate_loaders
 from keras_het.planning.loader.controller import FixedController, LoaderController
 from keras_het.planning.loader.plan import LoaderPlan
 from keras_het.planning.loader.reader_allocation import allocate_readers
-from keras_het.planning.loader.reading import Reading, ReadingJob
-from keras_het.planning.loader.reading_ceiling import ReadingCeiling
+from keras_het.planning.loader.reading_need import ReadingJob, ReadingNeed
 from keras_het.planning.loader.throughput_model import JobModel, ThroughputModel
 from keras_het.planning.loader.tuner import TunerController
 from keras_het.planning.loader.window import LoaderWindow, StepSums, WindowSize
@@ -16,9 +15,8 @@ __all__ = [
     "LoaderController",
     "LoaderPlan",
     "LoaderWindow",
-    "Reading",
-    "ReadingCeiling",
     "ReadingJob",
+    "ReadingNeed",
     "StepSums",
     "ThroughputModel",
     "TunerController",

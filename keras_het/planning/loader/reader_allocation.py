@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from keras_het.planning.loader.allocation import allocate_loaders
 from keras_het.planning.loader.throughput_model import JobModel
 
-_SAME = 1.1
-"""Ratio of two needs up to which they are not told apart."""
-
 
 def allocate_readers(needs: Sequence[float], threads: int) -> tuple[int, ...]:
     """Gives reading threads to jobs, one after the other to whom it helps most.
@@ -41,55 +38,10 @@ def allocate_readers(needs: Sequence[float], threads: int) -> tuple[int, ...]:
             "There must be threads, and jobs that need them. Received: "
             f"threads={threads}, needs={list(needs)}."
         )
-    # a thread takes a place of the budget as a loader that computes takes a CPU
-    jobs = [_model(need) for need in needs]
-    return allocate_loaders(jobs, float(threads), max_loaders=threads, min_gain=0.0)
-
-
-def fair_threads(needs: Sequence[float], threads: int) -> int:
-    """Threads of all jobs with which jobs of about the same need have equally many.
-
-    Of 5 threads one of two equal jobs would have 3, and its device half as much again.
-
-    Args:
-        needs: threads that each job needs, r_j; above 0.
-        threads: threads of all jobs together.
-
-    Returns:
-        `threads`, or a few more.
-
-    Raises:
-        ValueError: as `allocate_readers`.
-    """
-    parts = allocate_readers(needs, threads)
-    return sum(
-        max(part for part, other in zip(parts, needs, strict=True) if other <= _SAME * need)
+    # A thread takes a place of the budget as a loader that computes takes a CPU. A step is as long
+    # as `need` threads take to read its batch.
+    jobs = [
+        JobModel(loader_seconds=need, device_seconds=1.0, cpu_seconds=need, weight=need)
         for need in needs
-    )
-
-
-def working_fraction(needs: Sequence[float], parts: Sequence[int]) -> float:
-    """Part of the time in which the devices work, weighted by what they need; 0 to 1.
-
-    Args:
-        needs: threads that each job needs, r_j.
-        parts: threads that each job has, n_j.
-    """
-    fractions = working_fractions(needs, parts)
-    work = [need * fraction for need, fraction in zip(needs, fractions, strict=True)]
-    return sum(work) / sum(needs)
-
-
-def working_fractions(needs: Sequence[float], parts: Sequence[int]) -> list[float]:
-    """Part of the time in which each device works, 0 to 1.
-
-    Args:
-        needs: threads that each job needs, r_j.
-        parts: threads that each job has, n_j.
-    """
-    return [_model(need).throughput(part) for need, part in zip(needs, parts, strict=True)]
-
-
-def _model(need: float) -> JobModel:
-    """Steps for each time of a step, with batches that `need` threads read in that time."""
-    return JobModel(loader_seconds=need, device_seconds=1.0, cpu_seconds=need, weight=need)
+    ]
+    return allocate_loaders(jobs, float(threads), max_loaders=threads, min_gain=0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from keras_het.planning.loader.plan import LoaderPlan
 from keras_het.planning.loader.window import LoaderWindow
@@ -41,14 +40,9 @@ class Trial:
 
 
 class Pauses:
-    """How long each kind of move stays away after it failed: twice as long each time.
+    """How long each kind of move stays away after it failed: twice as long each time."""
 
-    Args:
-        first_seconds: how long the first time.
-    """
-
-    def __init__(self, first_seconds: float = FIRST_PAUSE_SECONDS) -> None:
-        self._first = first_seconds
+    def __init__(self) -> None:
         self._until: dict[str, float] = {}
         self._length: dict[str, float] = {}
 
@@ -59,7 +53,7 @@ class Pauses:
             kind: the kind.
             now: time, in seconds.
         """
-        length = self._length.get(kind, self._first)
+        length = self._length.get(kind, FIRST_PAUSE_SECONDS)
         self._until[kind] = now + length
         self._length[kind] = min(2 * length, LONGEST_PAUSE_SECONDS)
 
@@ -72,11 +66,3 @@ class Pauses:
         for each in [kind] if kind is not None else list(self._until):
             self._until.pop(each, None)
             self._length.pop(each, None)
-
-    def to_dict(self) -> dict[str, dict[str, float]]:
-        """What stays away until when, as plain Python values, for JSON."""
-        return {"until": self._until, "length": self._length}
-
-    def load(self, values: Mapping[str, Mapping[str, float]]) -> None:
-        """Takes over what `to_dict` gave."""
-        self._until, self._length = dict(values["until"]), dict(values["length"])

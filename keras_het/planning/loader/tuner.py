@@ -21,9 +21,6 @@ CALM_SECONDS = 4.0
 CHANGED = 0.25
 """Relative error of the predicted throughput from which the job counts as another one."""
 
-_REMEMBERED_SECONDS = 20.0
-"""How long loaders that were left to other jobs are remembered."""
-
 
 class TunerController:
     """Finds the fewest loaders and the shortest buffer with which the device does not wait.
@@ -79,7 +76,6 @@ class TunerController:
         self._model = ThroughputModel()
         self._pauses = Pauses()
         self._reading: int | None = None
-        self._left: tuple[int, float] | None = None
         self._trial: Trial | None = None
         self._replaced: LoaderPlan | None = None
         self._now = 0.0
@@ -113,7 +109,7 @@ class TunerController:
         self._cpus = min(cpus, self._host_cpus)
 
     def set_reading_loaders(self, loaders: int | None) -> None:
-        """Bounds the loaders: this job's part of a disk or a network that it shares.
+        """Bounds the loaders: this job's part of the reading threads that a user gave the host.
 
         Args:
             loaders: most loaders, None for no bound of this kind.
@@ -160,25 +156,15 @@ class TunerController:
         return plan
 
     def _keep_part(self) -> LoaderPlan | None:
-        """Leaves reading threads to other jobs, and takes them again if that did not help."""
-        now, part = self.plan.loaders, self._reading
-        if part is not None and now > part:
-            if self._left is None or self._left[0] < now:
-                self._left = now, self._now
-            return self._adopt_part(part)
-        if self._left is not None and (part is None or part > now):
-            (before, when), self._left = self._left, None
-            # what was left long ago says little of the present
-            if self._now - when < _REMEMBERED_SECONDS:
-                return self._adopt_part(min(before, part or before))
-        return None
-
-    def _adopt_part(self, loaders: int) -> LoaderPlan:
+        """Leaves reading threads to other jobs."""
+        part = self._reading
+        if part is None or self.plan.loaders <= part:
+            return None
         self._trial = self._expected = None
         # a read took as long as all threads of the host made it
         self._model.forget()
-        reason = f"{loaders} reading threads are this job's part of the host"
-        return self._adopt(LoaderPlan(loaders, self.plan.prefetch, reason))
+        reason = f"{part} reading threads are this job's part of the host"
+        return self._adopt(LoaderPlan(part, self.plan.prefetch, reason))
 
     def _has_changed(self, window: LoaderWindow) -> bool:
         expected, found = self._expected, window.steps_per_second

@@ -1,7 +1,7 @@
 """A training whose pipeline reads from a disk that others read from too, by its session.
 
 Arguments: the file of the host, the file of the disk, loaders to begin with, which are the most
-it may have, milliseconds of a step, io_budget or 0. Prints a line for each change of its loaders
+it may have, milliseconds of a step, io_budget. Prints a line for each change of its loaders
 or of its part; ends with its standard input.
 
 The disk is a file under a lock that says until when the disk is busy: each read queues behind those
@@ -62,7 +62,7 @@ def main(host: str, disk: str, loaders: int, step_ms: float, io_budget: int) -> 
     tf.config.threading.set_inter_op_parallelism_threads(1)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    budget = HostBudget(path=Path(host), io_budget=io_budget or None)
+    budget = HostBudget(path=Path(host), io_budget=io_budget)
     session = TuningSession(
         lambda plan, cpus, most: TunerController(plan, cpus, max_loaders=loaders), budget=budget
     )

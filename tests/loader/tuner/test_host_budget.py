@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -22,9 +21,8 @@ from keras_het.callbacks import LoaderTuner
 from keras_het.loader import host_budget, host_files
 from keras_het.loader.host_budget import HostBudget
 from keras_het.loader.host_share import HostShare
-from keras_het.planning.loader import JobModel, Reading
+from keras_het.planning.loader import JobModel, ReadingNeed
 
-READING = Reading(4, 30, 1.0, 0.5, 1.0, 2.0, 0)
 HUNGRY = JobModel(0.040, 0.002, cpu_seconds=0.040)
 SATISFIED = JobModel(0.001, 0.050, cpu_seconds=0.001)
 
@@ -34,10 +32,15 @@ def path(tmp_path):
     return tmp_path / "loaders.json"
 
 
-def job_on(path, cpus=range(8), usable=None, quotas=None):
+def job_on(path, cpus=range(8), usable=None, quotas=None, io_budget=None):
     """A job that may run on these CPUs, of the eight of an emulated host."""
     usable = min([len(cpus), *(quotas or {}).values()]) if usable is None else usable
-    return HostBudget(float(usable), path, cpus, quotas=quotas)
+    return HostBudget(float(usable), path, cpus, io_budget, quotas)
+
+
+def need():
+    """Of a job that reads now."""
+    return ReadingNeed(8.0, time.time() + 15.0)
 
 
 def parts(jobs, model=None):
@@ -330,16 +333,14 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".json", ".reading"])
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_a_file_of_another_form_is_ignored_with_one_warning(path, caplog, text, suffix):
-    file = path.with_suffix(suffix)
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+def test_a_file_of_another_form_is_ignored_with_one_warning(path, caplog, text):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     job = job_on(path)
-    assert [job.update(HUNGRY, READING) for _ in range(2)] == [8.0, 8.0]
+    assert [job.update(HUNGRY, need()) for _ in range(2)] == [8.0, 8.0]
     (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
-    assert str(file) in record.getMessage()
-    assert json.loads(file.read_text())
+    assert str(path) in record.getMessage()
+    assert json.loads(path.read_text())
 
 
 WILD = [math.inf, -math.inf, math.nan, -1, -1e300, 1e300, 10**400, 2**63, True]
@@ -347,25 +348,23 @@ WILD += ["x", None, [], {}, [[1]]]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("suffix", [".json", ".reading"])
-def test_no_value_of_another_job_ends_a_training(path, suffix, caplog):
-    """Each number and each part of the files is replaced by each wild value in turn."""
-    jobs = [job_on(path), job_on(path)]
-    file, tried = path.with_suffix(suffix), 0
-    told = [dataclasses.replace(READING, ended=time.time()) for _ in jobs]
-    for _ in range(3):
-        parts_now = [job.update(HUNGRY, own) for job, own in zip(jobs, told, strict=True)]
-    good = file.read_text()
+def test_no_value_of_another_job_ends_a_training(path, caplog):
+    """Each number and each part of the file is replaced by each wild value in turn."""
+    jobs, tried = [job_on(path, io_budget=8), job_on(path)], 0
+    for _ in range(2):
+        parts_now = [job.update(HUNGRY, need()) for job in jobs]
+    assert [job.reading_loaders for job in jobs] == [4, 4]
+    good = path.read_text()
     for place in places_of(json.loads(good)):
         for value in WILD:
             values = json.loads(good)
             *way, last = place
             functools.reduce(lambda inner, key: inner[key], way, values)[last] = value
-            file.write_text(json.dumps(values))
+            path.write_text(json.dumps(values))
             host_files._warned.clear()
             caplog.clear()
-            for job, own in zip(jobs, told, strict=True):
-                assert 0 < job.update(HUNGRY, own) <= 8.0
+            for job in jobs:
+                assert 0 < job.update(HUNGRY, need()) <= 8.0
                 assert job.reading_loaders is None or job.reading_loaders >= 1
             assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) <= 1
             tried += 1
@@ -391,7 +390,7 @@ def test_a_job_with_a_wild_value_does_not_count_with_one_warning(path, caplog, c
     ((name, entry),) = json.loads(path.read_text()).items()
     path.write_text(json.dumps({name: {**entry, **change}}))
     for _ in range(2):
-        assert second.update(HUNGRY, READING) == 8.0
+        assert second.update(HUNGRY, need()) == 8.0
         assert second.reading_loaders is None
     (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert str(path) in record.getMessage()
@@ -426,8 +425,8 @@ def test_what_is_in_the_place_of_the_folder_is_left_alone(kind, tmp_path, monkey
 @pytest.mark.parametrize(
     ("kind", "suffix"),
     [
-        *(("a link", each) for each in (".json", ".reading", ".lock", ".json.new", ".reading.new")),
-        *(("a pipe", each) for each in (".json", ".reading", ".json.new", ".reading.new")),
+        *(("a link", each) for each in (".json", ".lock", ".json.new")),
+        *(("a pipe", each) for each in (".json", ".json.new")),
     ],
 )
 def test_what_is_in_the_place_of_a_file_is_not_followed(kind, suffix, path, tmp_path, caplog):

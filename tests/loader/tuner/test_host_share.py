@@ -12,7 +12,7 @@ from keras_het.loader import pipeline
 from keras_het.loader.host_budget import LONGEST_SILENCE_SECONDS
 from keras_het.loader.host_share import HostShare
 from keras_het.loader.tuning_session import TuningSession
-from keras_het.planning.loader import FixedController, JobModel, LoaderPlan, Reading
+from keras_het.planning.loader import FixedController, JobModel, LoaderPlan, ReadingNeed
 
 JOB = JobModel(0.040, 0.002, cpu_seconds=0.040)
 
@@ -32,14 +32,14 @@ class Budget:
         self._clock = clock
         self._error = error
         self.written = []
-        self.readings = []
-        self.reading_loaders, self.division, self.cpus = None, 0, 8.0
+        self.needs = []
+        self.reading_loaders, self.cpus = None, 8.0
 
     def update(self, job, reading=None):
         if self._error is not None:
             raise self._error
         self.written.append(self._clock())
-        self.readings.append(reading)
+        self.needs.append(reading)
         return 3.0
 
     def leave(self):
@@ -103,31 +103,17 @@ def test_threads_give_way_to_the_jobs_that_share_the_host(clock):
     session.close()
 
 
-def windows_told(clock, *windows):
-    """What the others are told of windows of a quarter of a second each, two of them a time."""
+def test_the_latest_need_is_told(clock):
     budget = Budget(clock)
     share = HostShare(budget, clock)
-    share.update(JOB)
-    for loaders, steps, idle_fraction, number in windows:
-        began, clock.now = clock.now, clock.now + 0.5
-        reading = Reading(loaders, steps, 0.25, idle_fraction, began, clock.now, number)
-        share.update(JOB, reading)
+    needs = [ReadingNeed(threads, 2000.0) for threads in (4.0, 5.0, 6.0)]
+    for need in [*needs, None]:
+        share.update(JOB, need)
+        clock.now += 0.5
+    assert budget.needs == [needs[0], needs[2]]
+    clock.now += 60.0
     share.stay()
-    return budget.readings[1:]
-
-
-def test_windows_that_nobody_was_told_of_count_together(clock):
-    told = windows_told(clock, (4, 10, 0.8, 1), (4, 30, 0.6, 1), (4, 20, 0.5, 1), (4, 20, 0.5, 1))
-    first, second = told
-    assert (first.steps, first.seconds, first.idle_fraction) == (40, 0.5, pytest.approx(0.7))
-    assert (first.began, first.ended) == (1000.0, 1001.0)
-    assert (second.steps, second.began, second.ended) == (40, 1001.0, 1002.0)
-
-
-@pytest.mark.parametrize("later", [(5, 30, 0.6, 1), (4, 30, 0.6, 2)], ids=["loaders", "division"])
-def test_windows_of_other_conditions_do_not_count_together(clock, later):
-    (told,) = windows_told(clock, (4, 10, 0.8, 1), later)
-    assert (told.steps, told.seconds, told.began) == (30, 0.25, 1000.5)
+    assert budget.needs[2:] == [None]
 
 
 def test_a_job_with_long_steps_is_never_silent_for_long(clock):

@@ -26,7 +26,7 @@ class Readers:
         self._lines = queue.Queue()
         self.loaders, self.parts = {}, {}
 
-    def start(self, name, loaders, step_ms, io_budget=0):
+    def start(self, name, loaders, step_ms, io_budget):
         files = [str(self._folder / file) for file in ("loaders.json", "disk")]
         arguments = [*files, str(loaders), str(step_ms), str(io_budget)]
         process = subprocess.Popen(
@@ -93,18 +93,3 @@ def test_a_budget_is_divided_between_processes_and_returns(readers):
     readers.wait_until(is_divided)
     readers.kill("fast")
     readers.wait_until(lambda: readers.parts["slow"] == 10)
-
-
-@pytest.mark.full
-def test_processes_learn_that_fewer_threads_read_as_much(readers):
-    """The disk gives one read at a time: two threads of each keep it at work."""
-    for name in ("one", "two"):
-        readers.start(name, 24, 1.0)
-
-    def is_learned():
-        parts = [readers.parts.get(name) for name in ("one", "two")]
-        if None in parts or sum(parts) > 12:
-            return False
-        return all(readers.loaders[name] <= readers.parts[name] for name in readers.parts)
-
-    readers.wait_until(is_learned)
