@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
 
 .PHONY: help demo test test-all test-full test-rest test-alone test-oldest test-nightly test-validation lint format benchmarks
-.PHONY: constraints clean distclean
+.PHONY: docs constraints clean distclean
 .PHONY: check-python check-validation
 .DEFAULT_GOAL := help
 
@@ -100,6 +100,9 @@ benchmarks: .venv/installed ## Run every benchmark in full; results go to build/
 	  .venv/bin/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; \
 	done
 
+docs: .venv-docs/installed ## Build the documentation into build/site; a broken link is an error.
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+
 COMPILE = .venv/bin/uv pip compile -q --universal --no-header --no-annotate --override overrides.txt \
   --extra dev --group cpu-build pyproject.toml
 constraints: .venv/installed ## Bring the pinned versions up to date with pyproject.toml.
@@ -111,7 +114,7 @@ clean: ## Remove caches and results.
 	find keras_het tests recipes benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## Remove the environments too.
-	rm -rf .venv .venv-oldest .venv-nightly
+	rm -rf .venv .venv-oldest .venv-nightly .venv-docs
 
 # Shell text that sets $$python to the first candidate of version 3.$(1) to 3.$(2), or says what is
 # wrong, with the reason $(3), and stops.
@@ -186,3 +189,13 @@ endif
 OLDEST_EXTRAS := dev,data-validation
 .venv-oldest/installed: pyproject.toml overrides.txt constraints-oldest.txt | check-python
 	$(call install,.venv-oldest,constraints-oldest.txt,11,12,$(OLDEST_EXTRAS))
+
+# What reads the sources without importing them: no TensorFlow.
+.venv-docs/installed: pyproject.toml | check-python
+	@$(call find_python,10,13); \
+	set -e; \
+	echo "Installing what builds the documentation into .venv-docs"; \
+	$$python -m venv --clear .venv-docs; \
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt uv; \
+	.venv-docs/bin/uv pip install --quiet --compile-bytecode --python .venv-docs/bin/python --group docs; \
+	touch $@

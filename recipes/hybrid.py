@@ -7,7 +7,7 @@ the slow one left out, and hybrid, where the slow worker takes batches of the sa
 time and exchanges with the leader's parameter service. Prints time, samples of each and accuracy.
 
 An eighth of the speed shows how it works, not that it pays: leaving such a worker out is faster,
-and `roles="auto"` does (docs/hybrid.md).
+and `roles="auto"` does (docs/guides/roles.md).
 """
 
 import argparse

@@ -29,7 +29,7 @@ NEXT = """
   python recipes/resume.py                                   killed and resumed
   keras-het run --speeds 4,2,1 recipes/static_split.py       a script of your own, split by hand
   keras-het run --workers 2 recipes/custom_training_loop.py  without model.fit
-  docs/strategy.md                                           what is exact, and why"""
+  docs/concepts/exact_step.md                                what is exact, and why"""
 
 
 @dataclass(frozen=True)

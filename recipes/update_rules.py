@@ -68,7 +68,7 @@ TWO_STAGES = {
     "loss_threshold": 0.2,
 }
 MEASURED = {"loss_threshold": 0.2, "preset_steps": 4}
-# Chosen by hand, from a few values each: by `--validate` where docs/update_rules.md says so.
+# Chosen by hand, from a few values each: by `--validate` where docs/measured/update_rules.md says.
 SETTINGS = {
     "sync_easgd": Setting(
         "sync_easgd", 0.6, 0.0, {"num_workers": 3, "period": 2, "overlap": 1}, kind="local"

@@ -29,7 +29,7 @@ class DataValidation(SessionCallback):
 
     With `compare_shards=True` the statistics of what each replica consumes are added up and
     compared at the end of each epoch: unequal shares make unequal shards. Needs TensorFlow Data
-    Validation, see docs/validation.md.
+    Validation, see docs/guides/validate_data.md.
 
     Args:
         schema: `tensorflow_metadata` schema, or the path of one; see

@@ -40,7 +40,7 @@ class LoaderTuner(SessionCallback):
     are only observed; the log says why.
 
     Loaders are added only while the device waits and the host has what it takes; each move is
-    confirmed by measurement and taken back if it does not pay; see docs/loader.md.
+    confirmed by measurement and taken back if it does not pay; see docs/concepts/controller.md.
 
     The input wait of every step is measured in Python: `steps_per_execution` above 1 is exact, but
     runs its steps one after the other.

@@ -33,7 +33,7 @@ class LocalTraining(SessionCallback):
     `evaluate`, `save` and callbacks after this one in the list see the center, at the end of an
     epoch and of training; it is that of the last exchange, so let `period` divide the steps of an
     epoch. Steps that training ends with are exchanged. Logs of an epoch are those of all workers,
-    those of a step each worker's own. `docs/local_training.md` has the rest.
+    those of a step each worker's own. `docs/guides/local_training.md` has the rest.
 
     Args:
         rule: name, dict or instance of a `keras_het.strategy.rules.SynchronousRule`: "sync_easgd",

@@ -22,26 +22,34 @@ def options_of_run() -> set[str]:
 
 
 def test_the_documented_options_are_the_options() -> None:
-    documented = set(re.findall(r"--[a-z][a-z-]+", (DOCS / "launch.md").read_text()))
+    documented = set(re.findall(r"--[a-z][a-z-]+", (DOCS / "guides/run.md").read_text()))
     known = options_of_run()
     # `--epochs` is the documented script's own.
     assert documented - known == {"--epochs"}
     assert {name for name in known if name.startswith("--")} - documented == {"--help", "--python"}
 
 
-@pytest.mark.parametrize(("page", "speeds"), [("launch.md", (4, 2, 1)), ("validation.md", (4, 1))])
+@pytest.mark.parametrize(
+    ("page", "speeds"), [("guides/run.md", (4, 2, 1)), ("guides/validate_data.md", (4, 1))]
+)
 def test_the_documented_label_is_the_label(page: str, speeds: tuple[float, ...]) -> None:
     assert f"[keras-het] {Emulation(speeds).describe()}\n" in (DOCS / page).read_text()
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS.parent))
+)
 def test_what_the_launcher_prints_is_shown_with_its_prefixes(page: Path) -> None:
     for block in re.findall(r"```\n(\$ keras-het run.*?)```", page.read_text(), re.DOTALL):
         for line in block.splitlines()[1:]:
             assert re.match(r"\[(keras-het|worker \d+)\] |\.\.\.$", line), line
 
 
-@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [README, *sorted(DOCS.rglob("*.md"))],
+    ids=lambda page: str(page.relative_to(DOCS.parent)),
+)
 def test_what_is_on_no_index_is_installed_from_a_checkout(page: Path) -> None:
     assert not re.search(r"pip install .*keras-het", page.read_text())
 
@@ -59,4 +67,4 @@ def test_what_is_on_no_index_is_installed_from_a_checkout(page: Path) -> None:
     ],
 )
 def test_variables_are_documented(name: str) -> None:
-    assert f"`{name}`" in (DOCS / "environment.md").read_text()
+    assert f"`{name}`" in (DOCS / "reference/environment.md").read_text()

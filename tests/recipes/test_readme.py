@@ -12,7 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
-PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [README, *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -20,7 +20,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in link:
