@@ -65,7 +65,13 @@ def test_every_python_block_is_python(page: Path) -> None:
         assert block.language or not re.search(r"^(import|from) ", block.text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if script_of(page)], ids=name)
+# tests/recipes/test_readme.py runs those that a reader saves as a file.
+RUN_HERE = [
+    page for page in PAGES if script_of(page) and not any(block.file for block in blocks_of(page))
+]
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=name)
 @pytest.mark.quick(*QUICK)
 @pytest.mark.multi_process
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
