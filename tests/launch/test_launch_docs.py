@@ -11,22 +11,31 @@ DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
 
 
-def options_of_run() -> set[str]:
-    commands = next(
-        action
-        for action in make_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    run = commands.choices["run"]
-    return {name for action in run._actions for name in action.option_strings}
+COMMANDS: dict[str, argparse.ArgumentParser] = next(
+    dict(action.choices)
+    for action in make_parser()._actions
+    if isinstance(action, argparse._SubParsersAction)
+)
+
+
+def options_of(command: str) -> set[str]:
+    return {name for action in COMMANDS[command]._actions for name in action.option_strings}
 
 
 def test_the_documented_options_are_the_options() -> None:
     documented = set(re.findall(r"--[a-z][a-z-]+", (DOCS / "guides/run.md").read_text()))
-    known = options_of_run()
+    known = options_of("run")
     # `--epochs` is the documented script's own.
     assert documented - known == {"--epochs"}
     assert {name for name in known if name.startswith("--")} - documented == {"--help", "--python"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_of_commands_has_all_of_them_and_their_options(command: str) -> None:
+    page = (DOCS / "reference/command_line.md").read_text()
+    (section,) = re.findall(rf"^## keras-het {command}$(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    documented = set(re.findall(r"`(-[a-z-]+)`", section))
+    assert documented == options_of(command) - {"-h", "--help"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,12 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
-PAGES = [README, *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [
+    README,
+    REPOSITORY / "CHANGELOG.md",
+    REPOSITORY / "CONTRIBUTING.md",
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+]
 
 
 def anchors(page: Path) -> set[str]:
