@@ -31,8 +31,9 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 
 # Two processes share the tests file by file, the files that take long first: the last one would
 # leave a core idle. Those that look at what they measure run alone.
-ROOMS := multi_process benchmarks recipes docs strategy exactness loader callbacks outside launch planning
-TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make packaging private_api)
+ROOMS := multi_process benchmarks recipes docs strategy exactness asynchronous loader callbacks \
+  outside launch summation planning fit rpc
+TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make packaging private_api rooms)
 PYTEST := .venv/bin/python -m pytest
 # One that crashes ends the run: xdist would wait for the tests that it has lost.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -54,8 +55,8 @@ test-full: lint ## Every test at full depth, but for test-alone and other enviro
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not alone" $(TESTS)
 
 # Of the rooms whose tests start few processes or none, those that find wrong numbers.
-REST := strategy exactness
-test-rest: .venv/installed ## What `make test` leaves out of some rooms (REST="strategy exactness").
+REST := strategy asynchronous summation rpc exactness
+test-rest: .venv/installed ## What `make test` leaves out of some rooms (REST="loader callbacks").
 	$(PYTEST) --rest $(SIDE_BY_SIDE) -m "not alone" $(REST:%=tests/%)
 
 test-alone: .venv/installed ## Tests that look at what they measure, one after the other.

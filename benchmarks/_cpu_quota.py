@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keras_het.launch.failure_report import describe_failures
-from keras_het.launch.local_cluster import LocalCluster
+from keras_het.launch.local.failure_report import describe_failures
+from keras_het.launch.local.local_cluster import LocalCluster
 
 EMULATED = "KERAS_HET_EMULATED_DEVICES"  # not here
 CGROUPS = Path("/sys/fs/cgroup")

@@ -21,7 +21,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 @contextlib.contextmanager
 def local_cluster(command: list[str], emulation: Any, num_async: int) -> Iterator[Any]:
     """Workers on this machine's loopback; the cluster, whose `wait` raises what a worker did."""
-    from keras_het.launch.local_cluster import LocalCluster
+    from keras_het.launch.local.local_cluster import LocalCluster
 
     cluster = LocalCluster(
         command,
@@ -40,7 +40,7 @@ def wait_for_local(cluster: Any) -> None:
     Raises:
         RuntimeError: if one failed.
     """
-    from keras_het.launch.failure_report import describe_failures
+    from keras_het.launch.local.failure_report import describe_failures
 
     cluster.wait(timeout=TIMEOUT_SECONDS)
     if cluster.failures:
@@ -52,7 +52,7 @@ def cluster_on_hosts(
     command: list[str], emulation: Any, num_async: int, hosts: Any
 ) -> Iterator[Callable[[], None]]:
     """Workers on hosts with limited links; a function that waits for them."""
-    from keras_het.launch.worker_environment import service_environment, worker_environment
+    from keras_het.launch.local.worker_environment import service_environment, worker_environment
 
     addresses = [f"{hosts.address(index)}:4000" for index in range(len(emulation.speeds))]
     service = service_environment(f"{hosts.address(0)}:4100", os.environ)
@@ -69,8 +69,8 @@ def cluster_on_hosts(
 @contextlib.contextmanager
 def served_cluster(command: list[str], emulation: Any, num_async: int) -> Iterator[Any]:
     """Workers on this machine's loopback, and `keras-het serve`, whose process it gives."""
-    from keras_het.launch.free_ports import ReservedPorts
-    from keras_het.launch.worker_environment import worker_environment
+    from keras_het.launch.local.free_ports import ReservedPorts
+    from keras_het.launch.local.worker_environment import worker_environment
 
     number = len(emulation.speeds)
     ports = ReservedPorts(number + 1)
@@ -96,8 +96,8 @@ def async_cluster(
     command: list[str], emulation: Any, hosts: Any = None
 ) -> Iterator[Callable[[], None]]:
     """All workers asynchronous, and a task that holds the center; a function that waits."""
-    from keras_het.launch.free_ports import ReservedPorts
-    from keras_het.launch.worker_environment import worker_environment
+    from keras_het.launch.local.free_ports import ReservedPorts
+    from keras_het.launch.local.worker_environment import worker_environment
 
     number = len(emulation.speeds)
     ports = ReservedPorts(number + 1)
@@ -123,7 +123,7 @@ def async_cluster(
 
 def _secret() -> dict[str, str]:
     """The secret of all tasks, where nobody is told the address of the service."""
-    from keras_het.launch.worker_environment import ADDRESS, service_environment
+    from keras_het.launch.local.worker_environment import ADDRESS, service_environment
 
     found = service_environment("", os.environ)
     return {name: value for name, value in found.items() if name != ADDRESS}

@@ -62,7 +62,7 @@ def train(options: argparse.Namespace) -> None:
     import keras
 
     import keras_het
-    from keras_het.strategy.cluster_config import CHOSEN_ROLES
+    from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
 
     strategy = keras_het.HeterogeneousStrategy()
     config = strategy.cluster_config

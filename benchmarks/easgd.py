@@ -48,15 +48,15 @@ from _namespaces import Hosts, limited_hosts, why_not
 from _report import environment, print_table, write_report
 
 import keras_het
-from keras_het.strategy.local_training import LocalSteps, adopt_variables_of_the_chief
-from keras_het.strategy.local_training.packed_variables import PackedVariables
-from keras_het.strategy.parameter_service import (
+from keras_het.asynchronous.parameter_service import (
     ParameterClient,
     ParameterService,
     Partitions,
     Status,
 )
-from keras_het.strategy.rules import RoundRobinEASGD, SyncEASGD
+from keras_het.asynchronous.rules import RoundRobinEASGD, SyncEASGD
+from keras_het.local_training import LocalSteps, adopt_variables_of_the_chief
+from keras_het.local_training.packed_variables import PackedVariables
 
 PORT = 7000
 CREDENTIAL = b"of this benchmark only, not secret"

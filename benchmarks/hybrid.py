@@ -91,8 +91,8 @@ def advised(case: Case, noise_scale: float) -> str:
 
 def measured_noise_scale(case: Case, task: NoisyTask) -> float:
     """What `roles="auto"` expects from its steps; median of many trainings."""
+    from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, WARM_UP_STEPS
     from keras_het.planning.noise_scale import EXPECTED_GROWTH
-    from keras_het.strategy.hybrid.role_choice import MEASURED_STEPS, WARM_UP_STEPS
 
     num_workers = len(case.speeds)
     shares = [(BATCH + place) // num_workers for place in range(num_workers)]
@@ -127,7 +127,7 @@ def hosts_of(case: Case) -> Iterator[Any]:
 
 def run(case: Case, mode: str, seed: int, samples: int, hosts: Any) -> dict[str, Any]:
     """One training; what was measured."""
-    from keras_het.launch.emulation import Emulation
+    from keras_het.launch.local.emulation import Emulation
 
     speeds = case.speeds[: -case.num_slow] if mode == "leave_out" else case.speeds
     num_async = case.num_slow if mode.startswith("hybrid") else 0

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from _report import environment, print_table, write_report
 
-from keras_het.launch.free_ports import ReservedPorts
+from keras_het.launch.local.free_ports import ReservedPorts
 
 GLOBAL_BATCH = 64
 MODELS = ("dense", "convnet")

@@ -35,7 +35,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import psutil
 from _report import environment, print_table, write_report
 
-from keras_het.launch.free_ports import ReservedPorts
+from keras_het.launch.local.free_ports import ReservedPorts
 
 KINDS = ("service", "remote_variables", "socket", "echo")
 SECRET = b"of this benchmark only"
@@ -228,9 +228,9 @@ def service_server(size_mb: str, address: str, *_: str) -> None:
     share_freed_memory()  # this and `compute_without_splitting` as `keras-het serve` does
     import tensorflow as tf
 
+    from keras_het.asynchronous.parameter_service import ParameterService, Partitions
+    from keras_het.asynchronous.rules import Delta
     from keras_het.launch.serving_threads import compute_without_splitting
-    from keras_het.strategy.parameter_service import ParameterService, Partitions
-    from keras_het.strategy.rules import Delta
 
     compute_without_splitting()
     tf.config.list_logical_devices()  # its own memory is not the service's
@@ -245,7 +245,7 @@ def service_server(size_mb: str, address: str, *_: str) -> None:
 def service_client(size_mb: str, index: str, address: str, *_: str) -> None:
     import tensorflow as tf
 
-    from keras_het.strategy.parameter_service import ParameterClient, Partitions
+    from keras_het.asynchronous.parameter_service import ParameterClient, Partitions
 
     partitions = Partitions(((_elements(size_mb),),))
     client = ParameterClient(address, partitions, SECRET, int(index), timeout_seconds=60)
@@ -316,9 +316,9 @@ def remote_variables_client(size_mb: str, index: str, server: str, *clients: str
 def echo_server(size_mb: str, address: str, *_: str) -> None:
     import tensorflow as tf
 
-    from keras_het.strategy.parameter_service import Partitions, Status
-    from keras_het.strategy.parameter_service.function_server import FunctionServer
-    from keras_het.strategy.parameter_service.gate import Gate
+    from keras_het.asynchronous.parameter_service import Partitions, Status
+    from keras_het.rpc.function_server import FunctionServer
+    from keras_het.rpc.gate import Gate
 
     server = FunctionServer(address)
     size = Partitions(((_elements(size_mb),),)).sizes[0]  # of all
@@ -335,9 +335,9 @@ def echo_server(size_mb: str, address: str, *_: str) -> None:
 def echo_client(size_mb: str, index: str, address: str, *_: str) -> None:
     import tensorflow as tf
 
-    from keras_het.strategy.parameter_service import Partitions
-    from keras_het.strategy.parameter_service.client import PARTITIONS_UNDER_WAY
-    from keras_het.strategy.parameter_service.function_client import FunctionClient
+    from keras_het.asynchronous.parameter_service import Partitions
+    from keras_het.asynchronous.parameter_service.client import PARTITIONS_UNDER_WAY
+    from keras_het.rpc.function_client import FunctionClient
 
     client = FunctionClient(address, SECRET, timeout_seconds=60)
     sizes = Partitions(((_elements(size_mb),),)).sizes

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_het.planning.min_max import min_max_shares, min_max_shares_linear
+from keras_het.planning.balance.min_max import min_max_shares, min_max_shares_linear
 
 REPLICAS = (10, 100, 1000, 10_000)
 SAMPLES_PER_REPLICA = 128

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.launch.failure_report import describe_failures, first_to_fail
-from keras_het.launch.local_cluster import LocalCluster
-from keras_het.launch.worker_process import WorkerResult
+from keras_het.launch.local.failure_report import describe_failures, first_to_fail
+from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_process import WorkerResult
 
 BATCH_SIZE = 56
 EPOCHS = 3

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from workers import largest_difference, run_workers, save
 
-from keras_het.launch.emulation import Emulation
+from keras_het.launch.local.emulation import Emulation
 from keras_het.planning import min_max_shares_linear
 
 SPEEDS = (1, 1, 1)
@@ -37,7 +37,7 @@ def train(directory: Path, steps_per_phase: int) -> None:
     from stopwatch import Stopwatch
 
     import keras_het
-    from keras_het.strategy import emulated_device
+    from keras_het.strategy.exact import emulated_device
 
     class Weather(keras.callbacks.Callback):
         """Changes the speed of the emulated device; on real machines nobody has to."""

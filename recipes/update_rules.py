@@ -149,7 +149,7 @@ def accuracies(console: Console, rule: str, setting: Setting, options: Any) -> l
     """Accuracy of each seed."""
     from workers import run_workers
 
-    from keras_het.launch.emulation import Emulation
+    from keras_het.launch.local.emulation import Emulation
 
     is_hybrid = rule in SETTINGS and setting.kind != "local"
     seeds = options.seeds

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from keras_het.launch.emulation import Emulation
-from keras_het.launch.failure_report import describe_failures
-from keras_het.launch.line_splitter import OutputLine
-from keras_het.launch.local_cluster import LocalCluster
+from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.failure_report import describe_failures
+from keras_het.launch.local.line_splitter import OutputLine
+from keras_het.launch.local.local_cluster import LocalCluster
 
 ENVIRONMENT = {
     "KERAS_BACKEND": "tensorflow",

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from keras_het.launch.free_ports import ReservedPorts
+from keras_het.launch.local.free_ports import ReservedPorts
 
 _held: list[ReservedPorts] = []
 

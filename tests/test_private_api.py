@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.loader import iterator_adapter
-from keras_het.loader.in_graph import GraphDataset, GraphIterator
-from keras_het.loader.step_iterator import StepIterator
-from keras_het.strategy import keras_hooks
+from keras_het.loader.input.in_graph import GraphDataset, GraphIterator
+from keras_het.loader.input.step_iterator import StepIterator
+from keras_het.strategy.exact import keras_hooks
 
 PACKAGE = Path(private_api.__file__).parent
 # The only files that may import private symbols.

@@ -10,9 +10,9 @@ import keras
 import numpy as np
 
 from keras_het import private_api
-from keras_het.callbacks.backup_folder import BackupFolder
-from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy, tell
-from keras_het.callbacks.shorter_epochs import ShorterEpochs
+from keras_het.fit.backup_folder import BackupFolder
+from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
+from keras_het.fit.shorter_epochs import ShorterEpochs
 
 _logger = logging.getLogger("keras_het")
 

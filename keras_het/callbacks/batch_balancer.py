@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 
 from keras_het.callbacks.global_batch_growth import GlobalBatchGrowth
-from keras_het.callbacks.memory_bounds import (
+from keras_het.fit.memory_bounds import (
     MemoryBounds,
     largest_share_that_fits,
     note_out_of_memory,
     replicas_without_memory,
 )
-from keras_het.callbacks.model_strategy import data_of_fit, heterogeneous_strategy, tell
-from keras_het.callbacks.reading_interval import ReadingInterval
-from keras_het.callbacks.share_bounds import (
+from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
+from keras_het.fit.session import Rank, SessionCallback
+from keras_het.fit.share_bounds import (
     Bound,
     check_share_bounds,
     each_bound,
     num_replicas_named,
 )
-from keras_het.fit.session import Rank, SessionCallback
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.balance import POLICIES
 from keras_het.planning.bounded_shares import MAX_TOTAL
-from keras_het.strategy.compute_times import StepTimes
+from keras_het.strategy.measure.compute_times import StepTimes
+from keras_het.strategy.measure.reading_interval import ReadingInterval
 
 _WARM_UP = 2.0
 _FIXED_POLICIES = ("even", "static")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het.callbacks.model_strategy import distribute_strategy, tell
+from keras_het.fit.model_strategy import distribute_strategy, tell
 from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
 
 logger = logging.getLogger("keras_het")

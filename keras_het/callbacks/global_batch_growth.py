@@ -10,11 +10,11 @@ from typing import Any
 
 import keras
 
-from keras_het.callbacks.model_strategy import data_of_fit
-from keras_het.callbacks.shorter_epochs import ShorterEpochs
+from keras_het.fit.model_strategy import data_of_fit
+from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning.global_batch import choose_global_batch, learning_rate_factor
 from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
-from keras_het.strategy.compute_times import StepTimes
+from keras_het.strategy.measure.compute_times import StepTimes
 
 _logger = logging.getLogger("keras_het")
 

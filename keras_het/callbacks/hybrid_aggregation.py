@@ -8,26 +8,26 @@ import math
 import os
 from typing import Any
 
-from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
-from keras_het.callbacks.shorter_epochs import ShorterEpochs
-from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
-from keras_het.planning import RolePlan
-from keras_het.strategy.cluster_config import CHOSEN_ROLES
-from keras_het.strategy.compute_times import CAPACITY
-from keras_het.strategy.hybrid import (
+from keras_het.asynchronous.exchange.push_pace import FIRST_PERIOD
+from keras_het.asynchronous.hybrid import (
     AsyncWorker,
     HybridOptions,
     Participant,
     ServiceTask,
     SyncGroup,
 )
-from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
-from keras_het.strategy.hybrid.role_choice import MEASURED_STEPS, RoleChoice, start_again
-from keras_het.strategy.parameter_service import TopKWire, Wire
-from keras_het.strategy.parameter_service.partitions import LARGEST_MESSAGE_BYTES
-from keras_het.strategy.parameter_service.sample_ledger import LARGEST_EPOCH
-from keras_het.strategy.rules import RULES, ElasticAveraging, UpdateRule, get
-from keras_het.strategy.uneven_per_replica import find_sizes
+from keras_het.asynchronous.parameter_service import TopKWire, Wire
+from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
+from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, RoleChoice, start_again
+from keras_het.asynchronous.rules import RULES, ElasticAveraging, UpdateRule, get
+from keras_het.fit.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
+from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
+from keras_het.fit.shorter_epochs import ShorterEpochs
+from keras_het.planning import RolePlan
+from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
+from keras_het.strategy.batches.uneven_per_replica import find_sizes
+from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
+from keras_het.strategy.measure.compute_times import CAPACITY
 
 _logger = logging.getLogger("keras_het")
 _PERIOD = 8
@@ -56,7 +56,7 @@ class HybridAggregation(SessionCallback):
     secret `KERAS_HET_SERVICE_SECRET`.
 
     Args:
-        rule: name, dict or instance of a `keras_het.strategy.rules.UpdateRule`.
+        rule: name, dict or instance of a `keras_het.asynchronous.rules.UpdateRule`.
         period: steps between two exchanges; for rules that send gradients, steps over which an
             async worker accumulates one. "auto": each worker's own, such that all exchange at about
             the same rate (`planning.plan_pushes`), and none costs more than a tenth of the time,
@@ -76,7 +76,7 @@ class HybridAggregation(SessionCallback):
         end_seconds: how long the sync group waits at its end for async workers that are here; once
             more for those that learn late that training is over.
         wire: format of the weights on the wire, such as
-            `keras_het.strategy.parameter_service.FloatWire("float16")`.
+            `keras_het.asynchronous.parameter_service.FloatWire("float16")`.
         roles: "tf_config": as TF_CONFIG says. "auto", where it lists all as workers: the first
             steps are measured with everybody in the sync group; then `planning.advise_roles`
             chooses among that, some asynchronous and some left out, and tells what it predicts for

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keras_het.callbacks.batch_ends import BatchEnds
-from keras_het.callbacks.local_replicas import local_replicas
+from keras_het.fit.batch_ends import BatchEnds
+from keras_het.fit.local_replicas import local_replicas
 from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
-from keras_het.loader.host_budget import HostBudget
-from keras_het.loader.host_memory import available_memory
-from keras_het.loader.inspection import PipelineReport, show
-from keras_het.loader.live_iterator import LiveIterator
-from keras_het.loader.loader_settings import LoaderSettings
-from keras_het.loader.metered_iterator import MeteredIterator
-from keras_het.loader.stall_meter import StallMeter
-from keras_het.loader.tuning_session import Move, TuningSession
+from keras_het.loader.host.budget import HostBudget
+from keras_het.loader.host.memory import available_memory
+from keras_het.loader.inspection.inspection import PipelineReport, show
+from keras_het.loader.iterators.live_iterator import LiveIterator
+from keras_het.loader.iterators.metered_iterator import MeteredIterator
+from keras_het.loader.tuning.session import Move, TuningSession
+from keras_het.loader.tuning.settings import LoaderSettings
+from keras_het.loader.tuning.stall_meter import StallMeter
 from keras_het.planning.loader import LoaderController, LoaderPlan, TunerController
 
 logger = logging.getLogger("keras_het")

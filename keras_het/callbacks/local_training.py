@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.callbacks.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
+from keras_het.asynchronous.rules import SynchronousRule, get
+from keras_het.fit.model_strategy import check_keeps_weights, heterogeneous_strategy, tell
 from keras_het.fit.session import SessionCallback
-from keras_het.strategy.local_training import (
+from keras_het.local_training import (
     LocalSteps,
     PeriodicExchange,
     adopt_variables_of_the_chief,
 )
-from keras_het.strategy.rules import SynchronousRule, get
 
 
 class LocalTraining(SessionCallback):
@@ -36,8 +36,8 @@ class LocalTraining(SessionCallback):
     those of a step each worker's own. `docs/guides/local_training.md` has the rest.
 
     Args:
-        rule: name, dict or instance of a `keras_het.strategy.rules.SynchronousRule`: "sync_easgd",
-            "diloco", "streaming_diloco".
+        rule: name, dict or instance of a `keras_het.asynchronous.rules.SynchronousRule`:
+            "sync_easgd", "diloco", "streaming_diloco".
         verbose: 1 prints after each epoch, on the chief, how often workers exchanged.
         **settings: further arguments of a rule that is given by its name, such as `period` and
             `overlap`: `LocalTraining("diloco", period=10)`.

@@ -10,13 +10,13 @@ from types import FrameType
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.arguments import parse_arguments, worker_command
-from keras_het.launch.display import Display
-from keras_het.launch.emulation import Emulation
-from keras_het.launch.failure_report import describe_failures, first_to_fail
-from keras_het.launch.line_splitter import OutputLine
-from keras_het.launch.local_cluster import LocalCluster
-from keras_het.launch.worker_logs import WorkerLogs
-from keras_het.launch.worker_process import Stream, WorkerResult, signal_name
+from keras_het.launch.local.display import Display
+from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.failure_report import describe_failures, first_to_fail
+from keras_het.launch.local.line_splitter import OutputLine
+from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_logs import WorkerLogs
+from keras_het.launch.local.worker_process import Stream, WorkerResult, signal_name
 
 _KEEP_LINES = 2000
 _WRONG_USAGE = 2

@@ -46,9 +46,9 @@ def serve_parameters(options: argparse.Namespace) -> int:
     import keras
 
     from keras_het.launch.serving_threads import compute_without_splitting
-    from keras_het.strategy.cluster_config import read_cluster_config
-    from keras_het.strategy.parameter_service.admission import read_secret
-    from keras_het.strategy.parameter_service.function_server import ServerStartError
+    from keras_het.rpc.admission import read_secret
+    from keras_het.rpc.function_server import ServerStartError
+    from keras_het.strategy.cluster.cluster_config import read_cluster_config
 
     check_keras_backend(keras.backend.backend())
     compute_without_splitting()
@@ -60,7 +60,7 @@ def serve_parameters(options: argparse.Namespace) -> int:
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    from keras_het.strategy.hybrid.serving import ServingProcess
+    from keras_het.asynchronous.center.serving import ServingProcess
 
     process = ServingProcess(address, secret, stopped.is_set, _say)
     try:

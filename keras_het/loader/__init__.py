@@ -1,15 +1,15 @@
 """Feeds the strategy: samples cut into exact unequal shares for the replicas of all workers."""
 
-from keras_het.loader.adjustable_pipeline import AdjustablePipeline, pipeline
 from keras_het.loader.advice import Advice, AdviceReport, advise
 from keras_het.loader.data_service import DataService, service
-from keras_het.loader.file_sharding import FileShardedDataset
-from keras_het.loader.global_order import GlobalOrderDataset
-from keras_het.loader.handover import HandoverError
-from keras_het.loader.inspection import PipelineReport, inspect
-from keras_het.loader.knobs import Knobs
-from keras_het.loader.stall_meter import StallMeter
-from keras_het.loader.step_iterator import StepIterator
+from keras_het.loader.input.file_sharding import FileShardedDataset
+from keras_het.loader.input.global_order import GlobalOrderDataset
+from keras_het.loader.input.step_iterator import StepIterator
+from keras_het.loader.inspection.inspection import PipelineReport, inspect
+from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, pipeline
+from keras_het.loader.iterators.handover import HandoverError
+from keras_het.loader.iterators.knobs import Knobs
+from keras_het.loader.tuning.stall_meter import StallMeter
 
 __all__ = [
     "AdjustablePipeline",

@@ -1,37 +1,37 @@
 """Pure decisions: who gets how much. Imports numpy and the standard library only."""
 
 from keras_het.planning.balance import BalancePlan, BalancePolicy, make_policy
+from keras_het.planning.balance.min_max import (
+    min_max_shares,
+    min_max_shares_linear,
+    min_max_shares_of_models,
+)
 from keras_het.planning.bounded_shares import proportional_shares
-from keras_het.planning.exchange_settings import ExchangeSettings
-from keras_het.planning.local_steps import (
+from keras_het.planning.replica_layout import ReplicaLayout
+from keras_het.planning.roles.exchange_settings import ExchangeSettings
+from keras_het.planning.roles.local_steps import (
     LocalStepsPlan,
     choose_local_steps,
     compression_ratios,
     plan_local_steps,
 )
-from keras_het.planning.min_max import (
-    min_max_shares,
-    min_max_shares_linear,
-    min_max_shares_of_models,
-)
-from keras_het.planning.overlapped_time_model import OverlappedTimeModel
-from keras_het.planning.push_rates import (
+from keras_het.planning.roles.push_rates import (
     PushPlan,
     accumulated_samples,
     learning_rate_factor,
     plan_pushes,
     warm_up,
 )
-from keras_het.planning.replica_layout import ReplicaLayout
-from keras_het.planning.role_prediction import ClusterSpeeds, ModePrediction
-from keras_het.planning.roles import RolePlan, advise_roles
-from keras_het.planning.shares import apportion
-from keras_het.planning.summation_placement import (
+from keras_het.planning.roles.role_prediction import ClusterSpeeds, ModePrediction
+from keras_het.planning.roles.roles import RolePlan, advise_roles
+from keras_het.planning.roles.summation_placement import (
     SummationPlan,
     plan_summation,
 )
-from keras_het.planning.time_model import LinearTimeModel, TimeModel
-from keras_het.planning.time_model_fit import TimeModelFit
+from keras_het.planning.shares import apportion
+from keras_het.planning.times.overlapped_time_model import OverlappedTimeModel
+from keras_het.planning.times.time_model import LinearTimeModel, TimeModel
+from keras_het.planning.times.time_model_fit import TimeModelFit
 
 __all__ = [
     "BalancePlan",

@@ -13,15 +13,15 @@ from typing import Any
 
 import keras
 
-from keras_het.strategy.agreement import pass_on
-from keras_het.strategy.created_in_scope import move_optimizer
+from keras_het.strategy.cluster.agreement import pass_on
+from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.described_call import (
     describe_call,
     trains_locally,
     weights_in_short,
     workers_with_other_weights,
 )
-from keras_het.strategy.peer_watch import message_in
+from keras_het.strategy.exact.created_in_scope import move_optimizer
 
 _LOOPS = ("fit", "evaluate", "predict")
 # Compared in the first call only: they may be as short as a step.

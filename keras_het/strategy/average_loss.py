@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.strategy.exact_step import current_step
+from keras_het.strategy.exact.step import current_step
 from keras_het.strategy.extended import HeterogeneousExtended
 
 _original_code: CodeType | None = None

@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
-from keras_het.loader.keras_arrays import with_order_of_epoch, with_repeatable_order
+from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeatable_order
 from keras_het.planning import ReplicaLayout
-from keras_het.strategy import agreement
-from keras_het.strategy.uneven_per_replica import wrap_shares, wrapped_spec
+from keras_het.strategy.batches.uneven_per_replica import wrap_shares, wrapped_spec
+from keras_het.strategy.cluster import agreement
 
 
 class DataPath:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het.loader.content import sample_of
-from keras_het.loader.distributed_steps import DistributedSteps
-from keras_het.strategy.agreement import flat
+from keras_het.loader.input.distributed_steps import DistributedSteps
+from keras_het.loader.order.content import sample_of
+from keras_het.strategy.cluster.agreement import flat
 
 _DATA = ("x", "y", "sample_weight", "validation_data")
 # What a worker may do by itself.

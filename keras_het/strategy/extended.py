@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.planning import ReplicaLayout
-from keras_het.strategy import agreement
+from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
+from keras_het.strategy.cluster import agreement
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
-from keras_het.strategy.summation import SummationGroup
-from keras_het.strategy.uneven_per_replica import UnevenPerReplica
+from keras_het.summation import SummationGroup
 
 _KEYS_PER_RANGE = 10_000
 # Our watch finds a silent worker first, and names it.

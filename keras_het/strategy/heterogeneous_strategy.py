@@ -18,44 +18,54 @@ from keras_het import private_api
 from keras_het.fit.session import install_sessions
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
-from keras_het.loader.distributed_steps import DistributedSteps
+from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.replica_layout import share_weights
-from keras_het.strategy import agreement, cluster
 from keras_het.strategy.agreed_calls import install_agreement
 from keras_het.strategy.average_loss import check_caller, install_average_loss
-from keras_het.strategy.chief_only import install_chief_only
-from keras_het.strategy.cluster_config import ClusterConfig
-from keras_het.strategy.compiled_step import check_can_compile
-from keras_het.strategy.compute_times import ComputeTimes
-from keras_het.strategy.data_path import DataPath, with_own_batches
-from keras_het.strategy.departure import leave_quickly, leave_together
-from keras_het.strategy.emulated_device_config import (
-    read_emulated_devices,
-    warn_of_emulated_devices,
-)
-from keras_het.strategy.extended import HeterogeneousExtended
-from keras_het.strategy.keras_hooks import keras_hooks
-from keras_het.strategy.keras_step import run_predict_step, run_train_or_test_step
-from keras_het.strategy.lost_worker_report import install_report
-from keras_het.strategy.peer_watch import (
+from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
+from keras_het.strategy.cluster import agreement
+from keras_het.strategy.cluster.chief_only import install_chief_only
+from keras_het.strategy.cluster.cluster_config import ClusterConfig
+from keras_het.strategy.cluster.departure import leave_quickly, leave_together
+from keras_het.strategy.cluster.lost_worker_report import install_report
+from keras_het.strategy.cluster.peer_watch import (
     PeerWatch,
     check_seconds,
     name_lost_workers,
     read_peer_timeout,
 )
-from keras_het.strategy.replica_threads import own_function
-from keras_het.strategy.stop_request import StopRequest, install_loops
-from keras_het.strategy.stop_signals import stop_signals
-from keras_het.strategy.summation import (
+from keras_het.strategy.cluster.stop_request import StopRequest, install_loops
+from keras_het.strategy.cluster.stop_signals import stop_signals
+from keras_het.strategy.data_path import DataPath, with_own_batches
+from keras_het.strategy.exact.compiled_step import check_can_compile
+from keras_het.strategy.exact.keras_hooks import keras_hooks
+from keras_het.strategy.exact.keras_step import run_predict_step, run_train_or_test_step
+from keras_het.strategy.exact.replica_threads import own_function
+from keras_het.strategy.extended import HeterogeneousExtended
+from keras_het.strategy.measure.compute_times import ComputeTimes
+from keras_het.strategy.measure.emulated_device_config import (
+    read_emulated_devices,
+    warn_of_emulated_devices,
+)
+from keras_het.strategy.membership import (
+    Membership,
+    choose_devices,
+    find_cluster,
+    next_collective_key_base,
+    share_news,
+    wait_for_workers,
+    watch_peers,
+    watch_summation,
+)
+from keras_het.strategy.symbolic_build import install_symbolic_build
+from keras_het.strategy.training_state import TrainingState
+from keras_het.summation import (
     Summation,
     check_is_no_summation_machine,
     read_aggregation,
     start_summation,
 )
-from keras_het.strategy.symbolic_build import install_symbolic_build
-from keras_het.strategy.training_state import TrainingState
-from keras_het.strategy.uneven_per_replica import UnevenPerReplica
 
 _logger = logging.getLogger(__name__)
 _SEED_STREAMS_PER_GROUP = 1000
@@ -89,7 +99,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         aggregation: how gradients (and what else a step sums) are added up between workers:
             "all_reduce" by TensorFlow's collectives; "summation" by the CPUs of all workers and
             of the spare machines in TF_CONFIG's job `summation`, or a
-            `keras_het.strategy.summation.Summation` with settings. Needs a shared secret in the
+            `keras_het.summation.Summation` with settings. Needs a shared secret in the
             environment.
         connect_seconds: how long to wait for workers that have not started yet, in seconds.
         peer_timeout_seconds: how long a worker may be silent before it counts as lost, in seconds;
@@ -134,14 +144,14 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         check_seconds("connect_seconds", connect_seconds)
         patience = read_peer_timeout(peer_timeout_seconds)
         summation = read_aggregation(aggregation)
-        self._collective_key_base = cluster.next_collective_key_base()
+        self._collective_key_base = next_collective_key_base()
         self._emulated_devices = read_emulated_devices()
         self._has_warned = False
-        membership = cluster.find_cluster(cluster_resolver)
+        membership = find_cluster(cluster_resolver)
         check_is_no_summation_machine(membership.config)
-        names = cluster.choose_devices(devices, membership.num_workers)
+        names = choose_devices(devices, membership.num_workers)
         self._peer_watch: PeerWatch | None = None
-        seconds_left = cluster.wait_for_workers(membership, connect_seconds)
+        seconds_left = wait_for_workers(membership, connect_seconds)
         super().__init__(
             HeterogeneousExtended(
                 self,
@@ -165,12 +175,12 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if self.num_workers > 1:
             agreement.check_agreement(self.extended, self._weights, summation)
             agreement.share_random_seed(self.extended)
-            watch = self._peer_watch or cluster.watch_peers(membership, patience)
-            cluster.share_news(watch)
+            watch = self._peer_watch or watch_peers(membership, patience)
+            share_news(watch)
             if summation is not None:
                 check = watch.raise_if_lost
                 group = start_summation(summation, self.extended, membership, check)
-                cluster.watch_summation(watch, group)
+                watch_summation(watch, group)
                 self.extended.use_summation(group)
             install_chief_only()
             atexit.register(leave_together, weakref.ref(self))
@@ -209,9 +219,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """What the callbacks of a training leave for each other."""
         return self._training_state
 
-    def _begin_watching(self, membership: cluster.Membership, patience_seconds: float) -> None:
+    def _begin_watching(self, membership: Membership, patience_seconds: float) -> None:
         stop_signals.install(private_api.abort_collectives)
-        self._peer_watch = cluster.watch_peers(membership, patience_seconds)
+        self._peer_watch = watch_peers(membership, patience_seconds)
         install_report(self._peer_watch)
 
     def stop_watching(self) -> None:

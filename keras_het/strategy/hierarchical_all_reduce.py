@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.strategy.summation import SummationGroup
+from keras_het.summation import SummationGroup
 
 # The collective gathers float16, float32, float64, int32 and int64. What it does not take travels
 # as a type that holds every value (uint64 wraps around, and back again).

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.loader.distributed_steps import DistributedSteps
+from keras_het.loader.input.distributed_steps import DistributedSteps
 
 
 def install_symbolic_build() -> None:

@@ -19,7 +19,7 @@ from keras_het.callbacks import (
     HybridAggregation,
     LoaderTuner,
 )
-from keras_het.callbacks.backup_folder import BackupFolder
+from keras_het.fit.backup_folder import BackupFolder
 
 SAMPLES, BATCH, EPOCHS = 24, 4, 2
 STEPS = EPOCHS * SAMPLES // BATCH

@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 from equivalence import Trial, assert_equivalent, batches, dense_model, three_replicas
 
 from keras_het import HeterogeneousStrategy
-from keras_het.callbacks import BatchBalancer, batch_balancer, reading_interval
+from keras_het.callbacks import BatchBalancer, batch_balancer
 from keras_het.planning import BalancePlan
-from keras_het.strategy.compute_times import StepTimes
+from keras_het.strategy.measure import reading_interval
+from keras_het.strategy.measure.compute_times import StepTimes
 
 
 class Zigzag:

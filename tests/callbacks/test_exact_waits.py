@@ -11,9 +11,10 @@ import pytest
 import tensorflow as tf
 
 import keras_het
-from keras_het.callbacks import LoaderTuner, batch_ends, loader_tuner
-from keras_het.loader import live_iterator, metered_iterator
-from keras_het.loader.step_iterator import StepIterator
+from keras_het.callbacks import LoaderTuner, loader_tuner
+from keras_het.fit import batch_ends
+from keras_het.loader.input.step_iterator import StepIterator
+from keras_het.loader.iterators import live_iterator, metered_iterator
 
 ROW, STEP = 0.010, 0.050  # what a row takes to be read, and a step without its data
 BATCH, BATCHES = 2, 5

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import keras_het
+from keras_het.asynchronous.parameter_service import TopKWire
+from keras_het.asynchronous.rules import AsyncSGD, DiLoCo
 from keras_het.callbacks import HybridAggregation, LocalTraining, local_training
-from keras_het.callbacks.model_strategy import tell
-from keras_het.strategy.parameter_service import TopKWire
-from keras_het.strategy.rules import AsyncSGD, DiLoCo
+from keras_het.fit.model_strategy import tell
 
 
 @pytest.mark.parametrize("rule", ["streaming_diloco", "diloco", "sync_easgd"])

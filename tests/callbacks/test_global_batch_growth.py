@@ -14,10 +14,11 @@ import tensorflow as tf
 sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 
 from keras_het import HeterogeneousStrategy
-from keras_het.callbacks import BatchBalancer, global_batch_growth, reading_interval
+from keras_het.callbacks import BatchBalancer, global_batch_growth
 from keras_het.callbacks.global_batch_growth import GlobalBatchGrowth
 from keras_het.planning.global_batch import learning_rate_factor
 from keras_het.planning.noise_scale import NoiseScaleEstimate, noise_scale_estimate
+from keras_het.strategy.measure import reading_interval
 
 SAMPLES, FEATURES = 768, 5
 

@@ -11,16 +11,16 @@ import tensorflow as tf
 from addresses import free_address
 
 import keras_het
-from keras_het.callbacks import BatchBalancer, HybridAggregation
-from keras_het.fit.session import FitSession, Rank
-from keras_het.strategy.parameter_service.function_server import FunctionServer
-from keras_het.strategy.rules import (
+from keras_het.asynchronous.rules import (
     ASHL,
     AsyncEASGD,
     AsyncSGD,
     DelayCompensated,
     Delta,
 )
+from keras_het.callbacks import BatchBalancer, HybridAggregation
+from keras_het.fit.session import FitSession, Rank
+from keras_het.rpc.function_server import FunctionServer
 
 SAMPLES, BATCH = 24, 4
 NUM_BATCHES = SAMPLES // BATCH

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 import keras_het
+from keras_het.asynchronous.roles import role_choice
+from keras_het.asynchronous.roles.exchange_times import ExchangeTimes
 from keras_het.callbacks import BatchBalancer, HybridAggregation, hybrid_aggregation
-from keras_het.strategy.compute_times import CAPACITY
-from keras_het.strategy.hybrid import role_choice
-from keras_het.strategy.hybrid.exchange_times import ExchangeTimes
+from keras_het.strategy.measure.compute_times import CAPACITY
 
 NUM_BATCHES = 6
 MEASURED_STEPS = 4  # of 8 that it takes

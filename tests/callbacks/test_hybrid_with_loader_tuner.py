@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 from loader_training import STEPS, Patient, build, done, moving
 
+from keras_het.asynchronous.rules import AsyncSGD
 from keras_het.callbacks import HybridAggregation
 from keras_het.loader import Knobs, pipeline
-from keras_het.strategy.rules import AsyncSGD
 
 KNOBS = Knobs(2, 2, 2)
 EPOCHS = 2

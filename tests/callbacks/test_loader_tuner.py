@@ -33,7 +33,7 @@ from loader_training import (
 import keras_het
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs, pipeline
-from keras_het.loader.loader_threads import threads_of
+from keras_het.loader.host.threads import threads_of
 from keras_het.planning.loader import LoaderController, LoaderPlan
 
 

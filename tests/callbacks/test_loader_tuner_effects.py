@@ -15,10 +15,12 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
-from keras_het.loader import Knobs, inspect, knobs, pipeline, tuning_session
-from keras_het.loader.foreign_load import ForeignLoad
-from keras_het.loader.host_cpus import usable_cpus
-from keras_het.loader.tuning_session import TuningSession
+from keras_het.loader import Knobs, inspect, pipeline
+from keras_het.loader.host.cpus import usable_cpus
+from keras_het.loader.host.foreign_load import ForeignLoad
+from keras_het.loader.iterators import knobs
+from keras_het.loader.tuning import session as tuning_session
+from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import FixedController, LoaderPlan, LoaderWindow, WindowSize
 
 TASKS = Path("/proc/self/task")

@@ -27,7 +27,7 @@ from keras_het.callbacks import LoaderTuner
 from keras_het.callbacks.data_validation import _Observed
 from keras_het.fit.session import FitSession, Rank
 from keras_het.loader import AdjustablePipeline, Knobs, pipeline
-from keras_het.loader.loader_threads import LoaderThreads
+from keras_het.loader.host.threads import LoaderThreads
 from keras_het.planning.loader import FixedController, LoaderPlan, WindowSize
 
 

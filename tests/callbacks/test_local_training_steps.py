@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 import keras_het
+from keras_het.asynchronous.rules import DiLoCo
 from keras_het.callbacks import LocalTraining
 from keras_het.fit.session import FitSession
-from keras_het.strategy.local_training import LocalSteps, PeriodicExchange
-from keras_het.strategy.rules import DiLoCo
+from keras_het.local_training import LocalSteps, PeriodicExchange
 
 SAMPLES, BATCH = 24, 4
 

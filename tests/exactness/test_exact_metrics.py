@@ -17,7 +17,7 @@ from equivalence import (
     three_replicas,
 )
 
-from keras_het.strategy.exact_step import ExactStep
+from keras_het.strategy.exact.step import ExactStep
 
 sgd = functools.partial(keras.optimizers.SGD, 0.1)
 

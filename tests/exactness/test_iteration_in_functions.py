@@ -13,7 +13,7 @@ import tensorflow as tf
 from equivalence import DEVICES, three_replicas
 from iteration_ways import WAYS, summed
 
-from keras_het.loader import in_graph
+from keras_het.loader.input import in_graph
 
 SAMPLES = np.arange(7, dtype=np.int64)
 BATCH = 3

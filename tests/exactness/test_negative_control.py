@@ -9,8 +9,8 @@ import tensorflow as tf
 from equivalence import Trial, arrays, assert_equivalent, dense_model
 
 from keras_het import HeterogeneousStrategy
-from keras_het.strategy import exact_losses
-from keras_het.strategy.exact_step import ExactStep
+from keras_het.strategy.exact import losses as exact_losses
+from keras_het.strategy.exact.step import ExactStep
 
 SHARES = [(4, 2, 1)]
 sgd = functools.partial(keras.optimizers.SGD, 0.1)

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from keras_het.launch.line_splitter import OutputLine
-from keras_het.launch.local_cluster import LocalCluster
-from keras_het.launch.worker_process import Stream, WorkerProcess, WorkerResult
+from keras_het.launch.local.line_splitter import OutputLine
+from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_process import Stream, WorkerProcess, WorkerResult
 
 TIMEOUT = 60.0
 

@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from keras_het.launch.display import Display
-from keras_het.launch.line_splitter import OutputLine, strip_ansi
+from keras_het.launch.local.display import Display
+from keras_het.launch.local.line_splitter import OutputLine, strip_ansi
 
 
 class Terminal(io.StringIO):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_het.launch.free_ports import ReservedPorts
+from keras_het.launch.local.free_ports import ReservedPorts
 
 
 def bind(port: int) -> None:
@@ -25,7 +25,7 @@ def test_ports_are_distinct_and_held_until_released() -> None:
 def test_two_clusters_never_share_a_port_even_after_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from keras_het.launch import free_ports
+    from keras_het.launch.local import free_ports
 
     with ReservedPorts(1) as first:
         first.release()
@@ -39,7 +39,7 @@ def test_two_clusters_never_share_a_port_even_after_release(
 
 
 def test_gives_everything_back_when_there_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keras_het.launch import free_ports
+    from keras_het.launch.local import free_ports
 
     with ReservedPorts(1) as spare:
         only = spare.ports[0]

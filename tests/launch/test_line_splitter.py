@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.launch.line_splitter import LineSplitter, OutputLine, strip_ansi
+from keras_het.launch.local.line_splitter import LineSplitter, OutputLine, strip_ansi
 
 
 def split(*chunks: bytes) -> list[tuple[str, bool]]:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from keras_het.launch import LocalCluster
-from keras_het.launch.emulation import Emulation
+from keras_het.launch.local.emulation import Emulation
 
 MakeCluster = Callable[..., LocalCluster]
 AssertGone = Callable[[list[int]], None]
@@ -105,8 +105,10 @@ def test_pinned_workers_run_on_their_cpus_and_we_on_ours(cluster_of: MakeCluster
 def test_threads_of_workers_respect_a_quota(
     cluster_of: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keras_het.launch.local_cluster.available_cpus", lambda: tuple(range(9)))
-    monkeypatch.setattr("keras_het.launch.local_cluster.usable_cpus", lambda: 5.5)
+    monkeypatch.setattr(
+        "keras_het.launch.local.local_cluster.available_cpus", lambda: tuple(range(9))
+    )
+    monkeypatch.setattr("keras_het.launch.local.local_cluster.usable_cpus", lambda: 5.5)
     monkeypatch.delenv("OMP_NUM_THREADS")
     cluster = cluster_of('print(os.environ["OMP_NUM_THREADS"])', 2, pin=False)
     assert [result.stdout for result in cluster.wait(TIMEOUT)] == ["2", "2"]

@@ -2,7 +2,7 @@ import textwrap
 
 import pytest
 
-from keras_het.launch.tracebacks import TracebackFolder, uncaught_error
+from keras_het.launch.local.tracebacks import TracebackFolder, uncaught_error
 
 
 def lines(text: str) -> list[str]:
@@ -27,7 +27,7 @@ LOST = lines(
     Traceback (most recent call last):
       File "/home/me/train.py", line 13, in <module>
         model.fit(x)
-    keras_het.strategy.peer_watch.WorkerLostError: Lost worker 1 (host:1)
+    keras_het.strategy.cluster.peer_watch.WorkerLostError: Lost worker 1 (host:1)
     """
 )
 OF_A_GRAPH = lines(

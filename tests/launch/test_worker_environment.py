@@ -1,4 +1,4 @@
-from keras_het.launch.worker_environment import worker_environment
+from keras_het.launch.local.worker_environment import worker_environment
 
 
 def test_the_backend_of_keras_is_tensorflow_unless_the_user_says_otherwise() -> None:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_het.asynchronous.center.host import Grant
+from keras_het.asynchronous.hybrid.claims import AsyncClaims, GroupClaims
 from keras_het.loader import GlobalOrderDataset
 from keras_het.planning import ReplicaLayout
-from keras_het.strategy.hybrid.claims import AsyncClaims, GroupClaims
-from keras_het.strategy.hybrid.host import Grant
 
 ROWS, BATCH = 50, 8
 NUM_BATCHES = 7

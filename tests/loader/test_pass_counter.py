@@ -1,6 +1,6 @@
 """Passes are numbered when their iterator is made, and unused ones are let go by."""
 
-from keras_het.loader.pass_counter import PassCounter
+from keras_het.loader.order.pass_counter import PassCounter
 
 
 def test_an_epoch_of_keras():

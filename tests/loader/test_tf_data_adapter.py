@@ -12,7 +12,7 @@ from workers import leaf_rows
 
 from keras_het.loader import GlobalOrderDataset
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.distributed_steps import DistributedSteps
+from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
 
 NODES = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_het.loader.work_orders import WorkOrders
+from keras_het.loader.order.work_orders import WorkOrders
 
 PASSES = 40
 

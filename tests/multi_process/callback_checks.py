@@ -12,7 +12,7 @@ from recorded import OWN
 from recording import Recording, batches, check, small_model
 
 import keras_het
-from keras_het.strategy import chief_only
+from keras_het.strategy.cluster import chief_only
 
 MOST_EPOCHS = 12
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_het.launch.free_ports import ReservedPorts
+from keras_het.launch.local.free_ports import ReservedPorts
 
 FOLDER = Path(__file__).parent
 # Everything here ends much sooner; a loaded machine may need long.

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
-from keras_het.strategy import neighbours
+from keras_het.strategy.cluster import neighbours
 
 config = json.loads(os.environ.get("TF_CONFIG") or '{"task": {"index": 0}}')
 PLACE = config["task"]["index"] + (

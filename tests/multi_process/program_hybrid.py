@@ -17,10 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
+from keras_het.asynchronous import rules
+from keras_het.asynchronous.exchange.local_plan import LocalPlan
+from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.callbacks import HybridAggregation
-from keras_het.strategy import rules
-from keras_het.strategy.hybrid.local_plan import LocalPlan
-from keras_het.strategy.parameter_service.wire import wire_named
 
 SAMPLES, BATCH = 360, 12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import keras_het
-from keras_het.strategy import departure
+from keras_het.strategy.cluster import departure
 
 departure._LONGEST_WAIT_SECONDS = 1.0
 strategy = keras_het.HeterogeneousStrategy()

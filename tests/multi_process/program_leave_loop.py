@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
-from keras_het.strategy import agreement
+from keras_het.strategy.cluster import agreement
 
 agreement.PATIENCE_SECONDS = 3.0
 SAMPLES = 64

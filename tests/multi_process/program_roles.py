@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
-from keras_het.strategy.cluster_config import CHOSEN_ROLES
-from keras_het.strategy.hybrid import role_choice
-from keras_het.strategy.hybrid.exchange_times import ExchangeTimes
+from keras_het.asynchronous.roles import role_choice
+from keras_het.asynchronous.roles.exchange_times import ExchangeTimes
+from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
 
 EPOCHS = 20  # as long as a process takes to start again in another role
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 from recording import CHECKS, Recording
 
 import keras_het
-from keras_het.strategy.summation import Summation, machine
+from keras_het.summation import Summation, machine
 
 LONGEST_CHECK_SECONDS = 100
 

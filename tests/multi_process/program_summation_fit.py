@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_het
-from keras_het.strategy.summation import machine
+from keras_het.summation import machine
 
 
 class SaysThatItTrains(keras.callbacks.Callback):

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from keras_het.launch.local_cluster import LocalCluster
-from keras_het.launch.worker_process import WorkerProcess
+from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_process import WorkerProcess
 
 SCRIPT = str(Path(__file__).with_name("program_fit.py"))
 FOR_EVER = 10_000_000

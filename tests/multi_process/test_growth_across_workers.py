@@ -8,7 +8,7 @@ from typing import Any
 
 from forked_workers import cluster_environments
 
-from keras_het.callbacks.backup_folder import BackupFolder
+from keras_het.fit.backup_folder import BackupFolder
 
 
 def test_workers_agree(start_workers: Any, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hybrid_clusters import (
     sample_counts,
 )
 
-from keras_het.callbacks.backup_folder import BackupFolder
+from keras_het.fit.backup_folder import BackupFolder
 from keras_het.planning import plan_local_steps
 
 
@@ -68,7 +68,7 @@ def test_each_task_finds_its_period(start_workers: Any, tmp_path: Path, rule: st
     results = run(start_workers, tmp_path, jobs, 0.012, 0.05, **options, **ADAPTING[rule])
     periods = {name: result["period"] for name, result in results.items()}
     assert periods["worker_0"] == periods["worker_1"] == 3  # the longest: 30 batches, 8 exchanges
-    from keras_het.strategy.hybrid.push_pace import FIRST_PERIOD
+    from keras_het.asynchronous.exchange.push_pace import FIRST_PERIOD
 
     # waiting for the answers counts, and takes long where all tasks share two CPUs
     assert periods["async_0"] < FIRST_PERIOD if rule == "changes" else 1 <= periods["async_0"] <= 7

@@ -11,7 +11,7 @@ import pytest
 from local_training_reference import Simulation
 from recorded import arrays
 
-from keras_het.callbacks.backup_folder import BackupFolder
+from keras_het.fit.backup_folder import BackupFolder
 
 SAMPLES, BATCH, STEPS = 44, 8, 6
 EPOCHS = 2

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hybrid_clusters import MANY, SAMPLES, SECRET, assert_equal_weights, sample_counts, wait_until
 
-from keras_het.launch.emulation import Emulation
+from keras_het.launch.local.emulation import Emulation
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -15,7 +15,7 @@ import pytest
 from forked_workers import Workers
 from hybrid_clusters import environments
 
-from keras_het.launch.worker_process import WorkerProcess
+from keras_het.launch.local.worker_process import WorkerProcess
 
 TERMINATED = 128 + signal.SIGTERM
 SCRIPT = str(Path(__file__).with_name("program_stop.py"))

@@ -12,7 +12,7 @@ import pytest
 from forked_workers import cluster_environments
 from runs import Runs
 
-from keras_het.strategy.cluster_config import CHOSEN_ROLES
+from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
 
 SECRET = {"KERAS_HET_SERVICE_SECRET": "of these tests, not secret"}
 # How long a machine may be silent here; the default is half a minute.

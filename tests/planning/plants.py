@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from keras_het.planning.balance import BalancePlan, BalancePolicy
-from keras_het.planning.min_max import min_max_shares
+from keras_het.planning.balance.min_max import min_max_shares
 
 BATCH = 256
 

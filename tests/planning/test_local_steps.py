@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.local_steps import choose_local_steps, compression_ratios, plan_local_steps
+from keras_het.planning.roles.local_steps import (
+    choose_local_steps,
+    compression_ratios,
+    plan_local_steps,
+)
 
 WORKERS = st.lists(
     st.tuples(st.floats(0.01, 5), st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=6

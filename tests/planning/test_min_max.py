@@ -8,14 +8,14 @@ from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.bounded_shares import check_bounds, proportional_shares
-from keras_het.planning.min_max import (
+from keras_het.planning.balance.min_max import (
     min_max_shares,
     min_max_shares_linear,
     min_max_shares_of_models,
 )
-from keras_het.planning.overlapped_time_model import OverlappedTimeModel
-from keras_het.planning.time_model import LinearTimeModel
+from keras_het.planning.bounded_shares import check_bounds, proportional_shares
+from keras_het.planning.times.overlapped_time_model import OverlappedTimeModel
+from keras_het.planning.times.time_model import LinearTimeModel
 
 
 def step_seconds(table, shares):

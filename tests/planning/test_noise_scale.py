@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from keras_het.planning.balance.min_max import min_max_shares_linear
 from keras_het.planning.global_batch import (
     candidate_batch_sizes,
     choose_global_batch,
@@ -14,7 +15,6 @@ from keras_het.planning.global_batch import (
     goodput,
     learning_rate_factor,
 )
-from keras_het.planning.min_max import min_max_shares_linear
 from keras_het.planning.noise_scale import (
     NoiseScaleEstimate,
     SmoothedNoiseScale,

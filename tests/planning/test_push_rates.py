@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.push_rates import (
+from keras_het.planning.roles.push_rates import (
     accumulated_samples,
     learning_rate_factor,
     plan_pushes,

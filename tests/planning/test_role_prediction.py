@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.exchange_settings import ExchangeSettings, Pusher
-from keras_het.planning.role_prediction import (
+from keras_het.planning.roles.exchange_settings import ExchangeSettings, Pusher
+from keras_het.planning.roles.role_prediction import (
     ClusterSpeeds,
     predict_hybrid,
     predict_sync,

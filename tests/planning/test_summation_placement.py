@@ -10,7 +10,7 @@ from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.summation_placement import (
+from keras_het.planning.roles.summation_placement import (
     plan_summation,
 )
 

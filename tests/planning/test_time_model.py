@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.time_model import LinearTimeModel
+from keras_het.planning.times.time_model import LinearTimeModel
 
 _seconds = st.floats(0, 1e6)
 

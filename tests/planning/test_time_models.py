@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.planning.overlapped_time_model import OverlappedTimeModel
-from keras_het.planning.time_model import LinearTimeModel, TimeModel
+from keras_het.planning.times.overlapped_time_model import OverlappedTimeModel
+from keras_het.planning.times.time_model import LinearTimeModel, TimeModel
 
 SECONDS = st.floats(0, 100)
 

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from keras_het.planning import ReplicaLayout
-from keras_het.strategy import agreement
+from keras_het.strategy.cluster import agreement
 
 
 class Gathering:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from keras_het.launch.free_ports import ReservedPorts
-from keras_het.strategy import arrival
-from keras_het.strategy.arrival import wait_for_peers
+from keras_het.launch.local.free_ports import ReservedPorts
+from keras_het.strategy.cluster import arrival
+from keras_het.strategy.cluster.arrival import wait_for_peers
 
 TIMEOUT = 30.0
 

@@ -7,7 +7,7 @@ from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_het.strategy.cluster_config import ClusterConfig, read_cluster_config
+from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 
 
 def read(config: Any) -> ClusterConfig | None:

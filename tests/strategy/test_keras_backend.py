@@ -8,8 +8,8 @@ import keras
 import pytest
 
 import keras_het
-from keras_het.callbacks.local_replicas import local_replicas
-from keras_het.callbacks.model_strategy import heterogeneous_strategy
+from keras_het.fit.local_replicas import local_replicas
+from keras_het.fit.model_strategy import heterogeneous_strategy
 
 REFUSAL = "Received: the backend 'jax'(.|\n)*KERAS_BACKEND=tensorflow"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keras_het.strategy.peer_watch import (
+from keras_het.strategy.cluster.peer_watch import (
     PeerWatch,
     WorkerLostError,
     name_lost_workers,
@@ -99,7 +99,7 @@ def test_the_watchs_own_pause_is_not_the_silence_of_others(monkeypatch: Any) -> 
         now[0] += 60.0  # this process stood still for a minute, while it asked
         return False
 
-    monkeypatch.setattr("keras_het.strategy.peer_watch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("keras_het.strategy.cluster.peer_watch.time.monotonic", lambda: now[0])
     watch = make_watch(ask, refuses=lambda address: False, patience_seconds=3.0)
     assert watch.check() is None
 

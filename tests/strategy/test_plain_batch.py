@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from keras_het import HeterogeneousStrategy
-from keras_het.strategy.plain_batch import refuse_compiled_batch, share_out
+from keras_het.strategy.batches.plain_batch import refuse_compiled_batch, share_out
 
 
 @pytest.fixture

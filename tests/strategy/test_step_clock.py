@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_het.strategy import step_clock
-from keras_het.strategy.step_clock import StepClock
+from keras_het.strategy.measure import step_clock
+from keras_het.strategy.measure.step_clock import StepClock
 
 
 @pytest.fixture

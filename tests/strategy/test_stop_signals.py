@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import faulthandler, os, signal, threading
-from keras_het.strategy.stop_signals import stop_signals
+from keras_het.strategy.cluster.stop_signals import stop_signals
 
 faulthandler.dump_traceback_later(60, exit=True)
 aborted = []

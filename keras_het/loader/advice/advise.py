@@ -7,7 +7,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
-from keras_het.loader.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.advice import (
     cacheable_prefix,
     late_filter,
@@ -19,6 +18,7 @@ from keras_het.loader.advice import (
 )
 from keras_het.loader.advice.advice import Advice, AdviceReport
 from keras_het.loader.advice.examination import Examination
+from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
 
 _RULES = (
     cacheable_prefix.find,

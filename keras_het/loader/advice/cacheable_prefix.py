@@ -11,7 +11,7 @@ from keras_het.loader.advice import nodes
 from keras_het.loader.advice.advice import CACHEABLE_PREFIX, Advice, size_text
 from keras_het.loader.advice.cost import count
 from keras_het.loader.advice.examination import Examination, Gain
-from keras_het.loader.host_memory import available_memory
+from keras_het.loader.host.memory import available_memory
 
 Dataset = Any
 _MOST_CANDIDATES = 3

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_het.loader.advice.advice import AdviceReport
 from keras_het.loader.advice.advise import advise
-from keras_het.loader.global_order import GlobalOrderDataset
+from keras_het.loader.input.global_order import GlobalOrderDataset
 
 
 class _FitReached(BaseException):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_het.planning.balance.min_max import min_max_shares_linear
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.policy import SharePolicy, check_number
 from keras_het.planning.balance.proportional import at_least_one
 from keras_het.planning.bounded_shares import FloatArray, IntArray
-from keras_het.planning.min_max import min_max_shares_linear
-from keras_het.planning.time_model import LinearTimeModel
+from keras_het.planning.times.time_model import LinearTimeModel
 
 
 class LbbPolicy(SharePolicy):

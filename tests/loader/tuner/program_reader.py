@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import Knobs, pipeline
-from keras_het.loader.host_budget import HostBudget
-from keras_het.loader.tuning_session import TuningSession
+from keras_het.loader.host.budget import HostBudget
+from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import TunerController
 
 READ_SECONDS = 0.004

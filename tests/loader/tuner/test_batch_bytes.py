@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from keras_het.loader.batch_bytes import count_bytes
-from keras_het.loader.tuning_session import TuningSession
+from keras_het.loader.order.batch_bytes import count_bytes
+from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import FixedController
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from keras_het.loader.replayable import draws_an_order, shares_a_shuffle
+from keras_het.loader.iterators.replayable import draws_an_order, shares_a_shuffle
 
 
 def numbers() -> tf.data.Dataset:

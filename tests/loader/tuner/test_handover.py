@@ -26,16 +26,16 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
 from keras_het.loader import Knobs
-from keras_het.loader.adjustable_pipeline import build_tuned, pipeline
-from keras_het.loader.handover import (
+from keras_het.loader.host.threads import threads_of
+from keras_het.loader.iterators.adjustable_pipeline import build_tuned, pipeline
+from keras_het.loader.iterators.handover import (
     HandoverError,
     difference,
     hand_over,
     has_memory_cache,
     why_not,
 )
-from keras_het.loader.iterator_release import release
-from keras_het.loader.loader_threads import threads_of
+from keras_het.loader.iterators.iterator_release import release
 
 EPOCHS = 3
 KNOBS = st.builds(Knobs, st.integers(1, 8), st.integers(1, 3), st.integers(1, 6))
@@ -251,8 +251,8 @@ def test_other_batch_sizes_never_crash(tmp_path):
             """
             import tensorflow as tf
             from keras_het.loader import Knobs
-            from keras_het.loader.adjustable_pipeline import build_tuned, pipeline
-            from keras_het.loader.handover import HandoverError, hand_over
+            from keras_het.loader.iterators.adjustable_pipeline import build_tuned, pipeline
+            from keras_het.loader.iterators.handover import HandoverError, hand_over
 
             def builder(batch):
                 def build(knobs):

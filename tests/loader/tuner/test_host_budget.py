@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from keras_het.callbacks import LoaderTuner
-from keras_het.loader import host_budget, host_files
-from keras_het.loader.host_budget import HostBudget
-from keras_het.loader.host_share import HostShare
+from keras_het.loader.host import budget as host_budget
+from keras_het.loader.host import files as host_files
+from keras_het.loader.host.budget import HostBudget
+from keras_het.loader.host.share import HostShare
 from keras_het.planning.loader import JobModel, ReadingNeed
 
 HUNGRY = JobModel(0.040, 0.002, cpu_seconds=0.040)
@@ -83,7 +84,7 @@ def test_a_killed_job_gives_back(path, tmp_path):
         textwrap.dedent(
             f"""
             import pathlib, sys
-            from keras_het.loader.host_budget import HostBudget
+            from keras_het.loader.host.budget import HostBudget
             from keras_het.planning.loader import JobModel
             budget = HostBudget(8.0, pathlib.Path({str(path)!r}), range(8))
             budget.update(JobModel(0.040, 0.002, cpu_seconds=0.040))

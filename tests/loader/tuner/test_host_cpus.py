@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from keras_het.loader.host_cpus import IdleCpus, own_quotas, usable_cpus
+from keras_het.loader.host.cpus import IdleCpus, own_quotas, usable_cpus
 
 AFFINITY = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -34,7 +34,7 @@ def nobody_works(monkeypatch):
     def seconds(cpus):
         return 0.0, time.monotonic() * len(cpus)
 
-    monkeypatch.setattr("keras_het.loader.host_cpus.busy_and_idle_seconds", seconds)
+    monkeypatch.setattr("keras_het.loader.host.cpus.busy_and_idle_seconds", seconds)
 
 
 def test_without_cgroups_the_affinity_counts(tmp_path):

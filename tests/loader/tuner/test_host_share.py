@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 from keras_het.loader import pipeline
-from keras_het.loader.host_budget import LONGEST_SILENCE_SECONDS
-from keras_het.loader.host_share import HostShare
-from keras_het.loader.tuning_session import TuningSession
+from keras_het.loader.host.budget import LONGEST_SILENCE_SECONDS
+from keras_het.loader.host.share import HostShare
+from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import FixedController, JobModel, LoaderPlan, ReadingNeed
 
 JOB = JobModel(0.040, 0.002, cpu_seconds=0.040)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keras_het.loader.host_budget import HostBudget
-from keras_het.loader.host_jobs import Entry, entry_of
+from keras_het.loader.host.budget import HostBudget
+from keras_het.loader.host.jobs import Entry, entry_of
 from keras_het.planning.loader import JobModel, ReadingNeed
 
 JOB = JobModel(0.040, 0.002)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from keras_het.loader import foreign_load
-from keras_het.loader.foreign_load import ForeignLoad
-from keras_het.loader.loader_priority import LoaderPriority
+from keras_het.loader.host import foreign_load
+from keras_het.loader.host.foreign_load import ForeignLoad
+from keras_het.loader.host.priority import LoaderPriority
 
 BUSY, QUIET = (2.0, 0.0), (0.0, 3.0)  # CPUs of others and idle ones, of four
 ENDS = [QUIET, *[BUSY] * 6]  # threads gave way, and do no longer

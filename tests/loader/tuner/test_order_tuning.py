@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pipelines import ALL, ELEMENT
 from workers import _one_step, make_workers
 
+from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.loader import HandoverError, Knobs, pipeline
-from keras_het.loader.claimed_run import ClaimedRun
-from keras_het.loader.successor import Successor
-from keras_het.strategy.hybrid.claims import GroupClaims
+from keras_het.loader.input.claimed_run import ClaimedRun
+from keras_het.loader.input.successor import Successor
 
 COUNTS = (1, 2)
 WEIGHTS = [[1, 2, 1]] * 3 + [[0, 1, 5]] * 4 + [[3, 1, 1]] * 2 + [[1, 0, 2]]

@@ -7,9 +7,9 @@ import tensorflow as tf
 from handover_pipelines import FIRST_ROUND, ORDERED, UNORDERED, flat, records_of, write_records
 
 from keras_het.loader import Knobs
-from keras_het.loader.adjustable_pipeline import pipeline
-from keras_het.loader.live_iterator import LiveIterator
-from keras_het.loader.tuning_session import prepare_iterator
+from keras_het.loader.iterators.adjustable_pipeline import pipeline
+from keras_het.loader.iterators.live_iterator import LiveIterator
+from keras_het.loader.tuning.session import prepare_iterator
 
 FIRST, EPOCHS = Knobs(2, 2, 2), 2
 # epoch, batches taken before, knobs from then on: some come again, also the first ones

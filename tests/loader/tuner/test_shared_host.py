@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from workers import make_workers
 
-from keras_het.loader import Knobs, host_share, pipeline
-from keras_het.loader.host_budget import HostBudget
-from keras_het.loader.tuning_session import TuningSession
+from keras_het.loader import Knobs, pipeline
+from keras_het.loader.host import share as host_share
+from keras_het.loader.host.budget import HostBudget
+from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import (
     FixedController,
     JobModel,

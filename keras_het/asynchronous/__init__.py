@@ -1,0 +1,1 @@
+"""Workers that nobody waits for: a center, and how they exchange with it."""

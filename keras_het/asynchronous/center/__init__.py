@@ -1,0 +1,1 @@
+"""The center as a training reaches it, in its own process or in others."""

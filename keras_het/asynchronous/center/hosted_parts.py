@@ -1,0 +1,121 @@
+"""The part of a parameter service that one process holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.asynchronous.center.service_spec import ServiceSpec
+from keras_het.asynchronous.exchange.participant import STATE_PREFIX, WEIGHTS_PREFIX
+from keras_het.asynchronous.parameter_service import ParameterService, Partitions, credential
+from keras_het.asynchronous.parameter_service.sample_ledger import SampleLedger
+from keras_het.rpc.admission import Status
+from keras_het.rpc.function_server import FunctionServer
+from keras_het.rpc.gate import Gate
+from keras_het.rpc.partitions import place_partitions
+
+DIRECTORY, CLOSE = "directory", "close"
+
+
+class HostedParts:
+    """Some partitions of center and moving statistics; the first process has the ledger too.
+
+    Args:
+        address: "host:port" to answer on.
+        place: which of the processes this is, from 0.
+        spec: the training.
+        secret: shared by all tasks.
+        rules: of weights and moving statistics; None to make them from the description.
+
+    Attributes:
+        spec: the training.
+        weights: the service of the weights.
+        state: that of the moving statistics, None without any.
+        ledger: of the samples, in the first process.
+    """
+
+    def __init__(
+        self, address: str, place: int, spec: ServiceSpec, secret: bytes, rules: Any = None
+    ) -> None:
+        self.address = address
+        own: tuple[Any, Any] = spec.make_rules() if rules is None else rules
+        self.rule, self.state_rule = own
+        self.server = FunctionServer(address)
+        self.spec, self._place = spec, place
+        self._proof = credential(secret, spec.fingerprint)
+        gate = Gate(self._proof)
+        wire, bound = spec.make_wire(), spec.staleness_bound
+        self.weights = self._service(
+            spec.shapes, self.rule, WEIGHTS_PREFIX, wire=wire, staleness_bound=bound
+        )
+        self.state: ParameterService | None = None
+        if spec.state_shapes:
+            self.state = self._service(spec.state_shapes, self.state_rule, STATE_PREFIX)
+        self.ledger: SampleLedger | None = None
+        if place == 0:
+            self.ledger = SampleLedger(self.server, gate, spec.num_clients)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._addresses = tf.Variable("", trainable=False)
+            self._is_closed = tf.Variable(False, trainable=False)
+        self.server.register(DIRECTORY, self._directory_function(), gate)
+        self.server.register(CLOSE, self._close_function(), gate)
+
+    def start(self) -> None:
+        """Starts to answer."""
+        self.server.start()
+
+    def close(self) -> None:
+        """Stops to answer and leaves the port."""
+        self.server.close()
+
+    def tell_addresses(self, addresses: list[str]) -> None:
+        """Opens the service to async workers: they wait until they can ask who has which part.
+
+        Args:
+            addresses: of all processes of the service, this one first.
+        """
+        self._addresses.assign(",".join(addresses))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the leader has said that training is over."""
+        return bool(self._is_closed)
+
+    def _service(self, shapes: Any, rule: Any, prefix: str, **options: Any) -> ParameterService:
+        partitions = Partitions(shapes, self.spec.partition_size)
+        places = place_partitions(partitions.sizes, self.spec.num_services)
+        return ParameterService(
+            self.address,
+            partitions,
+            rule,
+            self._proof,
+            self.spec.num_clients,
+            prefix=prefix,
+            server=self.server,
+            indices=[index for index, place in enumerate(places) if place == self._place],
+            awaits_center=True,
+            **options,
+        )
+
+    def _directory_function(self) -> Any:
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
+        def directory(addresses: Any) -> Any:
+            """Says where the parts are; the leader sets it by giving `addresses`."""
+            is_set = tf.greater(tf.strings.length(addresses), 0)
+            tf.cond(is_set, lambda: self._set(addresses), lambda: tf.constant(True))
+            return tf.constant(int(Status.OK)), self._addresses.read_value()
+
+        return directory
+
+    def _set(self, addresses: Any) -> Any:
+        self._addresses.assign(addresses)
+        return tf.constant(True)
+
+    def _close_function(self) -> Any:
+        @tf.function(input_signature=[], autograph=False)
+        def close() -> Any:
+            self._is_closed.assign(True)
+            return tf.constant(int(Status.OK))
+
+        return close

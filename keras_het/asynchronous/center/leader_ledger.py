@@ -1,0 +1,114 @@
+"""The sample ledger as the leader uses it where another process holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.asynchronous.parameter_service.ledger_client import LedgerClient
+from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage, TrainingFacts
+from keras_het.asynchronous.parameter_service.used_samples import UsedSamples
+
+_NO_CHANGE = -1
+
+
+class LeaderLedger:
+    """What `SampleLedger` offers in its own process, by messages.
+
+    Args:
+        client: connection of client 0.
+
+    Raises:
+        ServiceLostError: by all methods that ask, if there is no answer in time.
+    """
+
+    def __init__(self, client: LedgerClient) -> None:
+        self._client = client
+        self._stage, self._epoch = Stage.STARTING, 0
+        self._training = TrainingFacts(0)
+        self._latest = np.zeros([0, 6])
+        self._used = UsedSamples()
+        self._is_kept = False
+
+    def note(
+        self, stage: Stage, epoch: int | None = None, training: TrainingFacts | None = None
+    ) -> None:
+        """Keeps what `tell` tells.
+
+        Args:
+            stage: how far training is.
+            epoch: of the sync group; None for that of before.
+            training: what is trained; None for that of before.
+        """
+        self._stage = stage
+        self._epoch = self._epoch if epoch is None else epoch
+        self._training = training or self._training
+
+    def tell(self, taken_until: int = 0) -> None:
+        """Tells the ledger what was noted last.
+
+        Args:
+            taken_until: the batch of this epoch before which none may be handed out any more.
+        """
+        self._ask(stage=int(self._stage), taken_until=taken_until)
+
+    def claim(self, client: int, epoch: int, count: int) -> tuple[int, int]:
+        """Takes the next batches of an epoch; the first one, and how many."""
+        del client
+        _, first, granted = self._client.claim(epoch, count)
+        return first, granted
+
+    def is_handed_out(self, epoch: int) -> bool:
+        """Whether all batches of an epoch were handed out."""
+        return bool(epoch == self._epoch and self._ask()[0, 4] <= 0)
+
+    def note_used(self, samples: int) -> None:
+        """Keeps samples that the leader's group has used for `tell_used`.
+
+        Args:
+            samples: how many, since the last call.
+        """
+        self._used.add(samples)
+
+    def tell_used(self) -> None:
+        """Has all samples counted that were noted, each once."""
+        while not (self._used.is_empty or self._is_kept):
+            self._ask()
+
+    def pace(self, client: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Says how fast the leader's group is, and asks how fast all are: `SampleLedger.pace`."""
+        del client
+        return self._client.pace(pace)
+
+    def present(self, presence: Presence, within_seconds: float) -> list[int]:
+        """Clients that were heard of lately, as `SampleLedger.present`."""
+        overview = self._ask()
+        chosen = (overview[:, 0] == int(presence)) & (overview[:, 1] < within_seconds)
+        return [int(client) for client in np.flatnonzero(chosen)]
+
+    @property
+    def claimed(self) -> np.ndarray:
+        """Global batches handed out to each client."""
+        return self._ask()[:, 2].astype(np.int64)
+
+    @property
+    def used(self) -> np.ndarray:
+        """Samples that each client has used."""
+        return self._ask()[:, 3].astype(np.int64)
+
+    def keep(self) -> None:
+        """Does not ask any more: the last answer stays, when the other process is gone."""
+        self._is_kept = True
+
+    def _ask(self, stage: int = _NO_CHANGE, taken_until: int = 0) -> np.ndarray:
+        if not self._is_kept:
+            facts = [stage, taken_until, self._epoch, *self._training]
+            specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None, 6], tf.float64))
+            used = tf.constant(self._used.report(), tf.int64)
+            arguments: list[Any] = [used, tf.constant(facts, tf.int64)]
+            self._latest = self._client.ask("lead", arguments, specs)[1].numpy()
+            self._used.answered(int(self._latest[0, 5]))
+        return self._latest

@@ -1,0 +1,118 @@
+"""How a process that knows no model yet learns what it is to serve."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.asynchronous.center.service_spec import ServiceSpec
+from keras_het.asynchronous.parameter_service import Status, credential
+from keras_het.rpc.function_client import FunctionClient, NoAnswerError
+from keras_het.rpc.function_server import FunctionServer
+from keras_het.rpc.gate import Gate
+
+OFFER = "offer"
+_ABOUT = "keras_het parameter service 1"
+_POLL_SECONDS = 0.05
+
+
+class Offers:
+    """Takes the description of a training from its leader.
+
+    Args:
+        secret: shared by all tasks.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._gate = Gate(credential(secret, _ABOUT))
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._text = tf.Variable("", trainable=False)
+
+    def register_on(self, server: FunctionServer) -> None:
+        """Takes offers on a server that has not started.
+
+        Args:
+            server: where it listens.
+        """
+
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
+        def offer(text: Any) -> Any:
+            self._text.assign(text)
+            return tf.constant(int(Status.OK))
+
+        server.register(OFFER, offer, self._gate)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is an offer that was not taken."""
+        return bool(self._text.numpy())
+
+    def take(self) -> tuple[ServiceSpec, int]:
+        """The training, and which of its services this process is to be.
+
+        Raises:
+            ValueError: if the offer cannot be read.
+        """
+        text = self._text.numpy().decode()
+        self._text.assign("")
+        try:
+            place, described = json.loads(text)
+            return ServiceSpec.from_json(described), int(place)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"The offer of a training cannot be read. Received: {text[:200]!r} ({error}). Use "
+                "the same version of keras_het on every task."
+            ) from error
+
+    def wait_at(self, address: str, is_stopped: Callable[[], bool]) -> bool:
+        """Listens until there is an offer; whether there is one.
+
+        Args:
+            address: "host:port" to listen on.
+            is_stopped: whether to give up.
+        """
+        if self.is_pending:
+            return True
+        server = FunctionServer(address)
+        self.register_on(server)
+        server.start()
+        while not self.is_pending and not is_stopped():
+            time.sleep(_POLL_SECONDS)
+        server.close()
+        return self.is_pending
+
+
+def make_offer(
+    address: str, secret: bytes, spec: ServiceSpec, place: int, timeout_seconds: float
+) -> None:
+    """Offers a training to a process that runs `keras-het serve`.
+
+    Args:
+        address: where it listens.
+        secret: shared by all tasks.
+        spec: the training.
+        place: which of the services it is to be.
+        timeout_seconds: for the message.
+
+    Raises:
+        ConnectionError: if nobody answers.
+        PermissionError: if the secret is not its.
+    """
+    client = FunctionClient(address, credential(secret, _ABOUT), timeout_seconds)
+    text = tf.constant(json.dumps([place, spec.to_json()]))
+    try:
+        status = client.ask(OFFER, [text], tf.TensorSpec([], tf.int32))
+    except NoAnswerError as error:
+        raise ConnectionError(
+            f"There is no parameter service: {error} Start `keras-het serve` on that machine, with "
+            "the same TF_CONFIG and secret."
+        ) from error
+    if int(status) != Status.OK:
+        raise PermissionError(
+            f"The parameter service at {address} refused this training: its shared secret differs. "
+            "Use the same secret on every task."
+        )

@@ -1,0 +1,88 @@
+"""Where the parameter service lives, and how a participant gets it going."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from keras_het.asynchronous.center.host import Host
+from keras_het.asynchronous.center.hosted_parts import HostedParts
+from keras_het.asynchronous.center.remote_host import RemoteHost
+from keras_het.asynchronous.center.service_host import ServiceHost
+from keras_het.asynchronous.center.service_spec import spec_of
+from keras_het.strategy.cluster.cluster_address import free_port
+
+
+@dataclasses.dataclass
+class Membership:
+    """What one participant has of the service.
+
+    Args:
+        host: the service, for its leader alone.
+        parts: partitions in this process, where the service is spread.
+    """
+
+    host: Host | None = None
+    parts: HostedParts | None = None
+
+    def close(self) -> None:
+        """Ends what this participant has."""
+        if self.host is not None:
+            self.host.close()
+        if self.parts is not None:
+            self.parts.close()
+
+
+def join_service(participant: Any) -> Membership:
+    """Starts the parts of the service that belong to this task; the leader then connects.
+
+    Args:
+        participant: member of the sync group, or the service task of async workers alone.
+
+    Raises:
+        ConnectionError: if a process of the service does not answer.
+        PermissionError: if one refuses this training.
+    """
+    strategy, options = participant.strategy, participant.options
+    config = strategy.cluster_config
+    tasks = list(config.service_addresses())
+    if options.spreads_service:
+        return _spread(participant, tasks)
+    if not config.has_sync_group and len(tasks) > 1:
+        parts = _start_parts(participant, tasks[0], 0, len(tasks))
+        return Membership(RemoteHost(participant, tasks, tasks[1:]), parts)
+    if not strategy.is_chief:
+        return Membership()
+    if config.has_sync_group and tasks:
+        return Membership(RemoteHost(participant, tasks, tasks))
+    address = config.service_address()
+    return Membership(ServiceHost(participant, address, participant.secret))
+
+
+def _spread(participant: Any, tasks: list[str]) -> Membership:
+    """Every member of the sync group holds a part, and so do the tasks of the job `ps`."""
+    strategy = participant.strategy
+    config, extended = strategy.cluster_config, strategy.extended
+    hosts = [address.rpartition(":")[0] for address in config.sync_group_addresses]
+    own = hosts[strategy.worker_index]
+    port = free_port(own)
+    if strategy.is_chief and not tasks:
+        port = int(config.service_address().rpartition(":")[2])
+    ports = extended.gather_over_workers(np.array([port], np.int64))
+    members = [f"{host}:{int(port)}" for host, port in zip(hosts, ports, strict=True)]
+    if not tasks:
+        members[0] = config.service_address()
+    everyone = [*tasks, *members]
+    place = len(tasks) + strategy.worker_index
+    parts = _start_parts(participant, everyone[place], place, len(everyone))
+    host = RemoteHost(participant, everyone, tasks) if strategy.is_chief else None
+    return Membership(host, parts)
+
+
+def _start_parts(participant: Any, address: str, place: int, count: int) -> HostedParts:
+    rules = participant.rule, participant.state_rule
+    parts = HostedParts(address, place, spec_of(participant, count), participant.secret, rules)
+    parts.start()
+    return parts

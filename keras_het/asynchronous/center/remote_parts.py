@@ -1,0 +1,180 @@
+"""The processes that hold the center, as the leader of the training reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.asynchronous.center.hosted_parts import CLOSE, DIRECTORY
+from keras_het.asynchronous.center.offers import make_offer
+from keras_het.asynchronous.center.service_connection import connect
+from keras_het.asynchronous.center.service_spec import spec_of
+from keras_het.asynchronous.exchange.participant import STATE_PREFIX, WEIGHTS_PREFIX
+from keras_het.asynchronous.parameter_service import ParameterClient
+from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.saved_state import from_arrays, to_arrays
+from keras_het.rpc.function_client import FunctionClient, NoAnswerError
+
+LEADER = 0
+
+
+class RemoteParts:
+    """Tells the processes what to hold, connects to them, and brings the center there.
+
+    Args:
+        leader: participant whose weights become the center.
+        addresses: of all processes, that with the ledger first.
+        tasks: those of them that run `keras-het serve`, and are told what to serve.
+
+    Attributes:
+        weights: connection of the weights.
+        state: that of the moving statistics, None without any.
+        awaits_center: whether processes that were restarted still lack their center.
+
+    Raises:
+        ConnectionError: if one of them does not answer.
+        PermissionError: if one refuses this training.
+    """
+
+    def __init__(self, leader: Any, addresses: Sequence[str], tasks: Sequence[str]) -> None:
+        self._leader = leader
+        self._addresses, self._tasks = list(addresses), list(tasks)
+        self.awaits_center = False
+        options, vectors = leader.options, leader.vectors
+        seconds = options.connect_seconds
+        self._offer(self._tasks, seconds)
+        self.weights = connect(
+            lambda: self._client(vectors.weights, WEIGHTS_PREFIX, options.weights_wire), seconds
+        )
+        self.state: ParameterClient | None = None
+        if vectors.state is not None:
+            self.state = connect(lambda: self._client(vectors.state, STATE_PREFIX, None), seconds)
+
+    def bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
+        """Makes the leader's present weights and moving statistics the center.
+
+        Args:
+            saved: versions and the rule's state, as `exported` gave them.
+
+        Raises:
+            ConnectionError: if a part is not answered in time.
+            ValueError: if what was saved is of another service.
+        """
+        vectors = self._leader.vectors
+        states = None
+        if saved is not None:
+            states = from_arrays(saved, len(vectors.weights.partitions.sizes))
+        self.weights.restore(vectors.weights.read(), states)
+        if self.state is not None:
+            self.state.restore(vectors.state.read())
+
+    def exported(self) -> dict[str, np.ndarray]:
+        """Versions and the rule's state, as arrays that a backup can keep.
+
+        Raises:
+            ServiceLostError: if a part is not answered in time.
+        """
+        try:
+            return to_arrays(self.weights.export())
+        except ConnectionError as error:
+            raise ServiceLostError(str(error)) from error
+
+    def restarted(self) -> list[str]:
+        """Addresses of processes that were restarted, and know nothing of this training.
+
+        Raises:
+            ServiceLostError: if one does not answer.
+        """
+        found = []
+        for address in self._addresses:
+            try:
+                self._tell(address, f"{WEIGHTS_PREFIX}hello", [], tf.TensorSpec([], tf.int32))
+            except NoAnswerError as error:
+                if not error.is_unknown_function:
+                    raise ServiceLostError(f"The parameter service at {error}") from error
+                found.append(address)
+        return found
+
+    def begin_again(self, restarted: Sequence[str]) -> None:
+        """Tells processes that were restarted what to hold, and makes the weights the center.
+
+        Args:
+            restarted: their addresses.
+
+        Raises:
+            ServiceLostError: if one of them does not answer.
+        """
+        seconds = self._leader.options.timeout_seconds
+        self.awaits_center = True  # until the leader has it back: another try must do it all
+        try:
+            self._offer(restarted, seconds)
+            for client in (self.weights, self.state):
+                if client is not None:
+                    connect(client.greet, seconds)
+            self.bring_center()
+        except ConnectionError as error:
+            raise ServiceLostError(str(error)) from error
+
+    def open_directory(self) -> None:
+        """Lets async workers in: tells them who has which part.
+
+        Raises:
+            ServiceLostError: if there is no answer in time.
+        """
+        first, text = self._addresses[0], tf.constant(",".join(self._addresses))
+        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string))
+        try:
+            self._tell(first, DIRECTORY, [text], specs)
+        except NoAnswerError as error:
+            raise ServiceLostError(f"The parameter service at {error}") from error
+
+    def close_training(self) -> None:
+        """Has all processes take no push any more.
+
+        Raises:
+            ServiceLostError: if one of them does not answer.
+        """
+        try:
+            for client in (self.weights, self.state):
+                if client is not None:
+                    client.close_training()
+        except ConnectionError as error:
+            raise ServiceLostError(str(error)) from error
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Tells the tasks of the service that training is over, all at once.
+
+        Args:
+            timeout_seconds: for all of their answers; that of other messages by default.
+        """
+        leader = self._leader
+        seconds = leader.options.timeout_seconds if timeout_seconds is None else timeout_seconds
+        clients = [FunctionClient(task, leader.credential, seconds) for task in self._tasks]
+        for call in [client.call(CLOSE, [], tf.TensorSpec([], tf.int32)) for client in clients]:
+            bool(call.is_ok())  # waits; the answer may be lost with the server that ends
+
+    def _offer(self, tasks: Sequence[str], patience: float) -> None:
+        leader = self._leader
+        spec = spec_of(leader, len(self._addresses))
+        for address in tasks:
+            place = self._addresses.index(address)
+            connect(_offering(leader, address, spec, place), patience)
+
+    def _client(self, vectors: Any, prefix: str, wire: Any) -> ParameterClient:
+        seconds, proof = self._leader.options.timeout_seconds, self._leader.credential
+        return ParameterClient(
+            self._addresses, vectors.partitions, proof, LEADER, seconds, wire, prefix
+        )
+
+    def _tell(self, address: str, method: str, arguments: list[Any], specs: Any) -> Any:
+        leader = self._leader
+        client = FunctionClient(address, leader.credential, leader.options.timeout_seconds)
+        return client.ask(method, arguments, specs)
+
+
+def _offering(leader: Any, address: str, spec: Any, place: int) -> Callable[[], None]:
+    seconds = leader.options.timeout_seconds
+    return lambda: make_offer(address, leader.secret, spec, place, seconds)

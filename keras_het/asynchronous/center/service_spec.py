@@ -1,0 +1,104 @@
+"""What a parameter service must know of a training: plain values that travel as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from keras_het.asynchronous.parameter_service.wire import Wire, wire_named
+from keras_het.asynchronous.rules import UpdateRule, get, serialize
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceSpec:
+    """A training's variables, rule and participants.
+
+    Args:
+        shapes: shape of each trainable variable.
+        state_shapes: shape of each moving statistic; empty if there is none.
+        rule: of the weights, as `rules.serialize` has it.
+        state_rule: of the moving statistics, likewise.
+        wire: name of the format of the weights.
+        num_clients: participants that may push.
+        staleness_bound: updates beyond which a push is not taken, None for no bound.
+        fingerprint: of model, rule and wire, part of every credential.
+        num_services: processes that share the partitions.
+        partition_size: float32 elements of a partition.
+    """
+
+    shapes: Shapes
+    state_shapes: Shapes
+    rule: dict[str, Any]
+    state_rule: dict[str, Any]
+    wire: str
+    num_clients: int
+    staleness_bound: int | None
+    fingerprint: str
+    num_services: int
+    partition_size: int
+
+    def make_rules(self) -> tuple[UpdateRule, UpdateRule]:
+        """The rules of weights and moving statistics.
+
+        Raises:
+            ValueError: if this version does not know them.
+        """
+        rules = [get(dict(described)) for described in (self.rule, self.state_rule)]
+        for rule in rules:
+            if not isinstance(rule, UpdateRule):
+                raise ValueError(
+                    f"A parameter service cannot run the synchronous rule {rule.name!r}."
+                )
+        return rules[0], rules[1]  # type: ignore[return-value]
+
+    def make_wire(self) -> Wire:
+        """The format of the weights."""
+        return wire_named(self.wire)
+
+    def to_json(self) -> str:
+        """The text of it."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServiceSpec:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: if the text is something else.
+        """
+        try:
+            values = json.loads(text)
+            for name in ("shapes", "state_shapes"):
+                values[name] = tuple(tuple(map(int, shape)) for shape in values[name])
+            return cls(**values)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"The description of a training cannot be read. Received: {text[:200]!r} "
+                f"({error}). Use the same version of keras_het on every task."
+            ) from error
+
+
+def spec_of(participant: Any, num_services: int) -> ServiceSpec:
+    """Describes the training of a participant.
+
+    Args:
+        participant: the leader, or a task that hosts a part of the service.
+        num_services: processes that share the partitions.
+    """
+    vectors, options = participant.vectors, participant.options
+    state = vectors.state.partitions.shapes if vectors.state is not None else ()
+    return ServiceSpec(
+        shapes=vectors.weights.partitions.shapes,
+        state_shapes=state,
+        rule=serialize(participant.rule),
+        state_rule=serialize(participant.state_rule),
+        wire=options.weights_wire.name,
+        num_clients=participant.num_clients,
+        staleness_bound=options.staleness_bound,
+        fingerprint=participant.service_fingerprint,
+        num_services=num_services,
+        partition_size=vectors.weights.partitions.partition_size,
+    )

@@ -1,0 +1,1 @@
+"""What travels between a worker and the center, and how often."""

@@ -1,0 +1,132 @@
+"""Local steps and compression of an async worker, from the times that all workers measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_het.asynchronous.exchange.push_pace import Pace
+from keras_het.asynchronous.rules import UpdateRule
+
+_KEPT_TIMES = 5
+
+
+class OwnPlan(NamedTuple):
+    """What one worker does between two exchanges.
+
+    Attributes:
+        steps: local steps, H.
+        ratio: part of the values that it sends, R.
+    """
+
+    steps: int
+    ratio: float
+
+
+class LocalPlan:
+    """The plan of this worker, by a rule that makes it from measured times.
+
+    Until a step and an exchange were measured it takes the rule's preset steps and sends all
+    values. The times of all workers are in the sample ledger; each makes its own plan of the same
+    table.
+
+    Args:
+        rule: the rule.
+        client: number of this worker among the service's clients.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, rule: UpdateRule, client: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._rule, self._client, self._clock = rule, client, clock
+        self._pulls: deque[float] = deque(maxlen=_KEPT_TIMES)
+        self._pushes: deque[tuple[float, float]] = deque(maxlen=_KEPT_TIMES)
+        self._chosen: tuple[OwnPlan, OwnPlan] | None = None
+        self._num_pushes = 0
+        self._sent_at = self._seconds = 0.0
+        self._part = 1.0
+
+    def steps(self, stage: int) -> int | None:
+        """Local steps of a stage, None before the first plan.
+
+        Args:
+            stage: 1 in the second stage, 0 before.
+        """
+        return None if self._chosen is None else self._chosen[stage].steps
+
+    def next_ratio(self, stage: int) -> float:
+        """Part of the values that the following messages carry, by the latest plan.
+
+        Args:
+            stage: 1 in the second stage, 0 before.
+        """
+        if self._chosen is not None:
+            self._part = self._chosen[stage].ratio
+        return self._part
+
+    def sent(self) -> None:
+        """Notes that a message leaves now."""
+        self._sent_at = self._clock()
+
+    def answered(self) -> None:
+        """Notes that an answer is here."""
+        self._seconds = self._clock() - self._sent_at
+
+    def took_at_once(self) -> None:
+        """Says that the answer had the center: the worker was not told to wait for its turn."""
+        self._num_pushes += 1
+        if self._num_pushes > 1:  # the first one is traced
+            self._pushes.append((self._seconds, self._part))
+
+    def pull(self, pull: Callable[[], Any]) -> None:
+        """Measures how long the center takes to come.
+
+        Args:
+            pull: fetches it.
+        """
+        started = self._clock()
+        pull()
+        self._pulls.append(self._clock() - started)
+
+    def pace(self, pace: Pace) -> Pace | None:
+        """A worker's pace with the time of an exchange in which all values are sent.
+
+        Args:
+            pace: of its steps.
+
+        Returns:
+            The pace; None before an exchange was measured.
+        """
+        if not self._pushes or not self._pulls:
+            return None
+        pull = statistics.median(self._pulls)
+        full = statistics.median(max(both - pull, 0.0) / part for both, part in self._pushes)
+        return pace._replace(exchange_seconds=full + pull, pull_seconds=pull)
+
+    def choose(self, paces: Any, silence: Any, longest_silence: float) -> None:
+        """Makes the plan of both stages.
+
+        Args:
+            paces: `Pace` of every client, float64 of shape [num_clients, 4]; zeros: not known.
+            silence: seconds since each was heard of, float64 of shape [num_clients].
+            longest_silence: of a client that counts, in seconds; this one always does.
+        """
+        paces = np.asarray(paces, np.float64)
+        counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
+        counts[self._client] = True
+        speeds, batches, exchanges, pulls = paces[counts].T
+        pushes = np.maximum(exchanges - pulls, 0.0)
+        place = int(counts[: self._client].sum())
+        plans = [self._rule.plan(batches / speeds, pushes, pulls, stage) for stage in (0, 1)]
+        first, second = (
+            OwnPlan(plan.steps[place], plan.compression_ratios[place])
+            for plan in plans
+            if plan is not None
+        )
+        self._chosen = first, second

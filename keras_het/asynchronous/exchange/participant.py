@@ -1,0 +1,247 @@
+"""What the sync group and an async worker have in common."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+from keras_het.asynchronous.exchange.gradient_sum import MeanGradient
+from keras_het.asynchronous.exchange.model_vectors import ModelVectors
+from keras_het.asynchronous.exchange.statistics_averaging import StatisticsAveraging
+from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, Wire, credential
+from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
+from keras_het.asynchronous.rules import UpdateRule
+from keras_het.rpc.admission import read_secret
+from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
+
+WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridOptions:
+    """How a sync group and async workers train together.
+
+    Args:
+        rule: combines what a worker sends with the center.
+        period: steps between two exchanges.
+        adapts_period: whether that is only the first one, and the pace of all tasks says the next.
+        async_batch_size: samples of an async worker's own steps; None for the global batch over the
+            number of workers of the sync group, or the whole batch without one.
+        staleness_bound: updates of the center since a worker last saw it, beyond which its push is
+            not taken; None for no bound.
+        timeout_seconds: for each message.
+        connect_seconds: how long an async worker waits for the service to start.
+        end_seconds: how long the sync group waits at the end for async workers that are here.
+        goes_on_without_service: whether an async worker trains on where the service is lost.
+        wire: how values travel; None for float32.
+        spreads_service: whether every member of the sync group holds a part of the center.
+        partition_bytes: largest message of weights.
+        num_epochs: epochs of the training.
+    """
+
+    rule: UpdateRule
+    period: int = 8
+    adapts_period: bool = False
+    async_batch_size: int | None = None
+    staleness_bound: int | None = None
+    timeout_seconds: float = 10.0
+    connect_seconds: float = 300.0
+    end_seconds: float = 60.0
+    goes_on_without_service: bool = False
+    wire: Wire | None = None
+    spreads_service: bool = False
+    partition_bytes: int = LARGEST_MESSAGE_BYTES
+    num_epochs: int = LARGEST_EPOCH
+
+    @property
+    def waits_for_answer(self) -> bool:
+        """Whether a worker goes on only with the answer to what it sent."""
+        return self.rule.uses_gradients or self.rule.may_wait
+
+    def wire_of(self, worker: int) -> Wire:
+        """How the weights of an async worker travel: the rule may send a part of them.
+
+        Args:
+            worker: its number among the async workers.
+        """
+        ratio = None if self.wire else self.rule.compression_ratio(worker)
+        return self.weights_wire if ratio is None else TopKWire(ratio)
+
+    @property
+    def sends_planned_part(self) -> bool:
+        """Whether the part of the values that a worker sends is measured."""
+        ratio = None if self.wire else self.rule.compression_ratio(0)
+        return self.rule.is_measured and ratio is not None
+
+    def period_of(self, worker: int, stage: int) -> int:
+        """Steps of an async worker between two exchanges.
+
+        Args:
+            worker: its number among the async workers.
+            stage: of the rule.
+        """
+        return self.rule.local_steps(worker, stage) or self.period
+
+    @property
+    def presence_seconds(self) -> float:
+        """Silence after which an async worker counts as gone."""
+        return 2 * self.timeout_seconds
+
+    @property
+    def weights_wire(self) -> Wire:
+        """How weights travel, as the service is told."""
+        if self.wire is None and self.rule.compression_ratio(0) is not None:
+            return TopKWire(1.0)
+        return self.wire or FloatWire()
+
+    @property
+    def partition_size(self) -> int:
+        """Elements of a partition at most: places travel beside the largest values."""
+        return min(self.partition_bytes // 4, self.weights_wire.largest_partition)
+
+
+class Participant(abc.ABC):
+    """One side of a hybrid training, driven by `keras_het.callbacks.HybridAggregation`.
+
+    Args:
+        model: the model that is trained.
+        strategy: its `HeterogeneousStrategy`.
+        options: the same on all tasks.
+    """
+
+    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+        self.model, self.strategy, self.options = model, strategy, options
+        self.rule = options.rule
+        self.vectors = ModelVectors(model, strategy, options.partition_size)
+        strategy.training_state.num_hybrid_runs += 1
+        self.run: int = strategy.training_state.num_hybrid_runs
+        self.secret = read_secret()
+        self.credential = credential(self.secret, self.service_fingerprint)
+        self.num_clients = first_async_client(strategy) + strategy.num_async_workers
+        self.state_rule = StatisticsAveraging(alpha=1.0 / self.num_clients)
+        self.data = data = strategy.data_to_be_trained
+        self.num_batches = int(data.cardinality)
+        self.fingerprint = int(data.fingerprint or 0)
+        self.first_pass = len(data.position[0])
+        self._own: list[Any] | None = None
+        self._mean_gradient: MeanGradient | None = None
+        check_can_be_shared(data)
+
+    @property
+    def service_fingerprint(self) -> str:
+        """Of model, rule, format and size of messages, on which all tasks must agree."""
+        options = self.options
+        form = f"{options.weights_wire.name} {options.partition_size}"
+        return f"{self.vectors.fingerprint(self.rule)} {form}"
+
+    def sum_gradients(self) -> Any:
+        """An optimizer that sums gradients up; from now on they are what this task sends."""
+        variables, size = self.model.trainable_variables, self.options.partition_size
+        own = self.model.optimizer
+        self._mean_gradient = MeanGradient(variables, self.strategy, size, own)
+        return self._mean_gradient.optimizer
+
+    def forget_gradients(self) -> None:
+        """Starts to sum up again: a backup may have brought back half a gradient."""
+        if self._mean_gradient is not None:
+            self._mean_gradient.forget()
+
+    def check_rate(self) -> None:
+        """Refuses a learning rate that a callback has set where the service takes the steps."""
+        if self._mean_gradient is not None:
+            self._mean_gradient.check_rate(self.rule.name)
+
+    def progress(self) -> list[Any]:
+        """What this task has to tell: its weights, or the mean gradient since it told the last."""
+        if self._mean_gradient is None:
+            return self.vectors.weights.read()
+        return self._mean_gradient.take()
+
+    @property
+    def facts(self) -> TrainingFacts:
+        """What this participant trains."""
+        return TrainingFacts(
+            self.num_batches,
+            self.fingerprint,
+            self.first_pass,
+            self.run,
+            self.options.num_epochs,
+        )
+
+    def passes_before(self, epoch: int) -> tuple[bool, ...]:
+        """Passes over the data before an epoch, for each whether it was iterated.
+
+        Keras makes two iterators for each epoch and uses the first. What workers did in earlier
+        passes does not count: one may have got no batch of them.
+        """
+        return (True,) * self.first_pass + (True, False) * epoch
+
+    @abc.abstractmethod
+    def start_epoch(self, epoch: int) -> None:
+        """Called before the first step of an epoch; starts everything before the first one."""
+
+    @abc.abstractmethod
+    def claims(self) -> Any:
+        """The `Claims` of the pass that starts now."""
+
+    @abc.abstractmethod
+    def steps_done(self, steps: int, samples: int) -> None:
+        """Called after training steps; exchanges if it is time."""
+
+    @abc.abstractmethod
+    def meet_center(self) -> list[Any]:
+        """Exchanges and waits for the answer; returns the center's partitions."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Ends training; the model has the center's weights afterwards."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Stops what runs beside training; for an end that came by an error, too."""
+
+    def show_center(self) -> None:
+        """Gives the model the center's weights, to be evaluated or saved; idempotent."""
+        if self._own is not None:
+            return
+        center = self.meet_center()
+        self._own = self.vectors.weights.read()
+        self.vectors.weights.write(center)
+
+    def hide_center(self) -> None:
+        """Gives the model its own weights back."""
+        own, self._own = self._own, None
+        if own is not None:
+            self.vectors.weights.write(own)
+
+
+def first_async_client(strategy: Any) -> int:
+    """Number of the first async worker among the service's clients; a sync group is client 0."""
+    return int(strategy.cluster_config.has_sync_group)
+
+
+def check_can_be_shared(data: Any) -> None:
+    """Refuses data of which tasks could not share each epoch.
+
+    Args:
+        data: the distributed data set that is trained on.
+
+    Raises:
+        ValueError: if Keras draws its order, or the number of batches is not known.
+    """
+    num_batches = int(data.cardinality)
+    if data.takes_keras_arrays:
+        raise ValueError(
+            "Async workers take batches of one order of samples, of which a worker that comes late "
+            "must find the present epoch. Received: arrays that are not all dense, or that this "
+            "version of Keras shuffles in a way that is not known, whose order Keras draws. Give "
+            "fit a tf.data.Dataset with a known number of batches."
+        )
+    if num_batches <= 0:
+        raise ValueError(
+            "Async workers share each epoch with the sync group, so its number of batches must be "
+            f"known. Received: {data} with cardinality {num_batches}. Leave repeat() and "
+            "steps_per_epoch out, and state a number that tf.data cannot know by "
+            "dataset.apply(tf.data.experimental.assert_cardinality(n))."
+        )

@@ -1,0 +1,452 @@
+"""An async worker's side: trains on its own and exchanges with the service now and then."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+from keras_het.asynchronous.center.return_watch import ReturnWatch
+from keras_het.asynchronous.center.service_connection import (
+    LARGEST_TRIES,
+    NoCenterError,
+    Pending,
+    connect,
+    open_connection,
+)
+from keras_het.asynchronous.exchange.local_plan import LocalPlan
+from keras_het.asynchronous.exchange.participant import (
+    HybridOptions,
+    Participant,
+    first_async_client,
+)
+from keras_het.asynchronous.exchange.push_pace import PushPace, choose_period
+from keras_het.asynchronous.hybrid.claims import AsyncClaims
+from keras_het.asynchronous.hybrid.early_claim import EarlyClaim
+from keras_het.asynchronous.hybrid.heartbeat import Heartbeat
+from keras_het.asynchronous.parameter_service import Status
+from keras_het.asynchronous.parameter_service.ledger_client import LedgerFacts, ServiceLostError
+from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
+from keras_het.asynchronous.rules import Signal
+from keras_het.planning.roles.exchange_settings import longest_period
+
+_logger = logging.getLogger("keras_het")
+_POLL_SECONDS = 0.02
+_BEATS_IN_TIMEOUT = 4
+_HAS_IT_ENDED = "If the training has ended already, end this task."
+_LONGEST_WAIT_SECONDS = 0.5  # for a report that a lost service may leave without an answer
+
+
+class AsyncWorker(Participant):
+    """Takes batches of the epoch in its own time; nobody waits for it.
+
+    Its message travels while it computes the next `period` steps; then it goes on from the answer
+    and what it has moved meanwhile. A lost service is an error, or, if the options say so, it
+    trains on alone with the batches it has, and goes on with the service after the first period in
+    which that has answered again; until then a thread asks it.
+
+    Args:
+        model: the model that is trained.
+        strategy: its `HeterogeneousStrategy`.
+        options: the same on all tasks.
+    """
+
+    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+        super().__init__(model, strategy, options)
+        self._worker = int(strategy.cluster_config.task_index)
+        self._client = first_async_client(strategy) + self._worker
+        self._stage = 0
+        self._loss: float | None = None
+        self._center: Any = None
+        self._state: Any = None
+        self._ledger: Any = None
+        self._early_claim: Any = None
+        self._heartbeat: Heartbeat | None = None
+        self._pending: Pending | None = None
+        self._pending_state: Pending | None = None
+        self._claims: AsyncClaims | None = None
+        self._epoch = -1
+        self._steps = self._samples = self._unreported = 0
+        self._latest_batch = -1
+        self._steps_at_hand = 0  # of this pass, for which it has batches
+        self._is_lost = False
+        self._return = ReturnWatch(lambda: self._center.greet(), options.timeout_seconds)
+        self._pace = PushPace(waits=options.waits_for_answer)
+        self._planned_period: int | None = None
+        self._plan = LocalPlan(self.rule, self._client) if self.rule.is_measured else None
+        self._warn_of_unused_batches()
+
+    def start_epoch(self, epoch: int) -> None:
+        """Connects before the first epoch; goes on with an epoch that is not used up."""
+        if self._ledger is None:
+            self._join()
+        if self._claims is None:
+            epoch = max(epoch, self._epoch_of_the_group())
+        elif not self._claims.is_exhausted:
+            epoch = self._epoch
+        else:  # Keras may have counted several of its epochs in one of these: none is left out
+            epoch = max(self._epoch + 1, self._epoch_of_the_group())
+        self._epoch, self._latest_batch = epoch, -1
+        left_over = self._claims.left_over if self._claims is not None else None
+        self._steps_at_hand = len(left_over or ())
+        self._claims = AsyncClaims(
+            self.passes_before(epoch),
+            self._num_parts(),
+            self._next_batch,
+            self.num_batches,
+            left_over,
+        )
+
+    def _epoch_of_the_group(self) -> int:
+        if self._is_away:
+            return 0
+        try:
+            return self._report(Presence.TRAINING).epoch
+        except ServiceLostError as error:
+            self._lose(error)
+            return 0
+
+    def claims(self) -> AsyncClaims | None:
+        """The batches that this worker takes."""
+        return self._claims
+
+    @property
+    def period(self) -> int:
+        """Steps between two exchanges."""
+        planned = self._plan.steps(self._stage) if self._plan is not None else None
+        return planned or self._planned_period or self.options.period_of(self._worker, self._stage)
+
+    def steps_done(self, steps: int, samples: int) -> None:
+        """Exchanges every `period` steps."""
+        self._pace.computed(steps, samples)
+        self._steps += steps
+        self._samples += samples
+        self._unreported += samples
+        self._ask_ahead()
+        if self._steps < self.period:
+            self._take_early()
+            return
+        self._steps = 0
+        if self._is_away:
+            return
+        self.check_rate()
+        with self._pace.exchanging():
+            self._exchange()
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether the service is lost and has not answered since: nobody waits for it then."""
+        return self._is_lost and not self._return.has_answered
+
+    def _exchange(self) -> None:
+        try:
+            if self._is_lost:
+                self._attach_again()
+            self._receive()
+            if self.options.waits_for_answer:  # the next steps must start from the new weights
+                self._send()
+                self._receive()
+                self._tell()
+            else:  # what is short goes first: it would wait behind the weights in a slow link
+                self._tell()
+                self._send()
+            if self._plan is not None:
+                self._make_plan(self._plan)
+            if self.options.adapts_period and self._pace.is_due:
+                self._choose_period()
+        except ServiceLostError as error:
+            self._lose(error)
+
+    def _take_early(self) -> None:
+        """Goes on from the answer as soon as it is there: older weights make staler steps."""
+        pending = [push.push for push in (self._pending, self._pending_state) if push is not None]
+        if not pending or not all(push.has_answer for push in pending) or self._is_lost:
+            return
+        try:
+            with self._pace.taking_early():
+                self._receive()
+        except ServiceLostError as error:
+            self._lose(error)
+
+    def _tell(self) -> None:
+        self._tell_loss()
+        self._report(Presence.TRAINING)
+
+    def _make_plan(self, plan: LocalPlan) -> None:
+        """Says how fast this worker is, asks how fast the others are, and plans by it."""
+        if self._pace.is_due:
+            plan.pull(self._center.pull)
+        own = self._pace.pace
+        pace = None if own is None else plan.pace(own)
+        if pace is None:
+            return
+        paces, silence = self._ledger.pace(pace)
+        plan.choose(paces, silence, self.options.presence_seconds)
+        if self.options.sends_planned_part:
+            self._center.compress(plan.next_ratio(self._stage))
+
+    def _choose_period(self) -> None:
+        """Measures the exchange under way, and asks how fast the others are."""
+        self._receive(measures=True)
+        pace = self._pace.pace
+        if pace is not None:
+            limits = (
+                self.options.presence_seconds,
+                longest_period(self.num_batches * self._num_parts()),
+            )
+            paces, silence = self._ledger.pace(pace)
+            self._planned_period = choose_period(paces, silence, self._client, limits)
+
+    def note_loss(self, loss: float) -> None:
+        """Keeps the loss of training, for rules with stages."""
+        self._loss = loss
+
+    def _tell_loss(self) -> None:
+        if self.rule.local_steps(self._worker, self._stage) is None:
+            return
+        is_over = self._loss is not None and self.rule.is_stage_over(self._loss)
+        stage = self._center.signal(Signal.LOSS_REACHED if is_over else Signal.NOTHING)
+        self._stage = self._stage if stage is None else stage
+
+    def meet_center(self) -> list[Any]:
+        """Sends what was not sent, and waits for the answer; its own weights without a service."""
+        if self._is_away:
+            return self.vectors.weights.read()
+        return self._meet(sends=not self.rule.uses_gradients)
+
+    def _meet(self, sends: bool) -> list[Any]:
+        try:
+            if self._is_lost:
+                self._attach_again()
+            self._receive()
+            for _ in range(LARGEST_TRIES if sends else 0):
+                if not (self._samples or self._center.has_own_progress):
+                    break
+                self._steps = 0
+                self._send()
+                self._receive()
+            return list(self._center.pull())
+        except ServiceLostError as error:
+            self._lose(error)
+            return self.vectors.weights.read()
+
+    def end(self) -> None:
+        """Sends the last change, waits for the sync group's end, and fetches the center."""
+        self._meet(sends=True)  # gradients too, that will not become more
+        try:
+            if self.rule.may_wait and not self._is_lost:
+                self._center.signal(Signal.LEAVE)
+            self._wait_for_the_end()
+        except ServiceLostError as error:
+            self._lose(error)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Does not say any more that this worker is here, nor ask for a lost service."""
+        self._return.stop()
+        self._stop_heartbeat(_LONGEST_WAIT_SECONDS)
+
+    def _stop_heartbeat(self, longest_wait_seconds: float | None = None) -> None:
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.stop(longest_wait_seconds)
+
+    def _wait_for_the_end(self) -> None:
+        # from here on it waits: a late report must not say that it trains
+        self._stop_heartbeat(_LONGEST_WAIT_SECONDS if self._is_lost else None)
+        facts = self._report(Presence.WAITING)
+        while facts.stage != Stage.CLOSED:
+            time.sleep(_POLL_SECONDS)
+            facts = self._report(Presence.WAITING)
+        self.vectors.weights.write(self._center.pull(exact=True))
+        if self._state is not None and self.vectors.state is not None:
+            self.vectors.state.write(self._state.pull())
+        self._report(Presence.GONE)
+
+    def _join(self) -> None:
+        """Connects and starts from the center."""
+        self.rule = self.options.rule.for_steps_of(1 / self._num_parts())
+        seconds = self.options.connect_seconds
+        connected = connect(lambda: open_connection(self, self._client), seconds, _HAS_IT_ENDED)
+        self._center, self._state = connected.weights, connected.state
+        self._ledger = connected.ledger
+        self._early_claim = EarlyClaim(connected.ledger)
+        facts = self._report(Presence.TRAINING)
+        self._check_same_data(facts)
+        # Another number of passes lies behind the leader after a fit or a backup.
+        self.first_pass = facts.training.first_pass
+        interval = self.options.timeout_seconds / _BEATS_IN_TIMEOUT
+        self._heartbeat = Heartbeat(connected.heartbeat, interval)
+        connect(self._start_from_center, seconds)
+        _logger.info("Async worker %d trains from epoch %d on.", self._client, facts.epoch + 1)
+
+    def _start_from_center(self) -> None:
+        try:
+            center = self._center.pull()
+            state = [] if self._state is None else self._state.pull()
+        except NoCenterError as error:  # its leader brings the center: to be asked again
+            raise ConnectionError(str(error)) from error
+        self._center.adopt(center)
+        self.vectors.weights.write(center)
+        if self._state is not None and self.vectors.state is not None:
+            self._state.adopt(state)
+            self.vectors.state.write(state)
+
+    def _check_same_data(self, facts: LedgerFacts) -> None:
+        received = (self.num_batches, self.fingerprint)
+        training = facts.training
+        expected = (training.num_batches, training.fingerprint)
+        # The hash is of the latest pass; after a fit in which this worker passed over the data less
+        # often than the group, passes differ, and with them the orders of a shuffle.
+        may_compare = training.first_pass == self.first_pass and 0 not in (received[1], expected[1])
+        if received[0] != expected[0] or (may_compare and received[1] != expected[1]):
+            raise ValueError(
+                "This async worker's data is not the sync group's, so that they cannot share an "
+                f"epoch. Received: {received[0]} batches, hash {received[1]}; the group has "
+                f"{expected[0]} batches, hash {expected[1]}. Use the same data and batch size on "
+                "every task, and give shuffle() a seed."
+            )
+
+    def _num_parts(self) -> int:
+        """Steps that a global batch is cut into."""
+        whole = int(self.data.global_batch_size or 0)
+        size = self.options.async_batch_size
+        if size is None:
+            config = self.strategy.cluster_config
+            group = len(config.workers) + (config.chief is not None)
+            return max(group, 1)
+        if not whole:
+            raise ValueError(
+                "async_batch_size cuts global batches, whose size must be known. Received: "
+                f"async_batch_size={size} and data that does not end in batch()."
+            )
+        return max(1, math.ceil(whole / size))
+
+    def _warn_of_unused_batches(self) -> None:
+        """Keras ends an epoch after as many steps as there are batches."""
+        parts, workers = self._num_parts(), self.strategy.num_async_workers
+        if not self.strategy.cluster_config.has_sync_group and parts > workers:
+            _logger.warning(
+                "Keras ends an epoch after %d steps, and a batch takes %d of them with "
+                "async_batch_size=%s: %d async workers alone use at most %d %% of the data. Make "
+                "the batches of the data set smaller instead.",
+                self.num_batches,
+                parts,
+                self.options.async_batch_size,
+                workers,
+                100 * workers // parts,
+            )
+
+    def _next_batch(self) -> int | None:
+        batch = self._claim()
+        if batch is None:
+            return None
+        self._latest_batch = batch
+        self._steps_at_hand += self._num_parts()
+        if self._num_parts() == 1:
+            self._ask_ahead()
+        return batch
+
+    def _ask_ahead(self) -> None:
+        """Asks for the next batch while the last part of the present one is trained on.
+
+        Not for one that would be left over: Keras ends a pass after as many steps as there are
+        batches.
+        """
+        claims, early = self._claims, self._early_claim
+        if claims is None or early is None or claims.is_exhausted or self._is_lost:
+            return
+        is_needed = max(self._latest_batch + 1, self._steps_at_hand) < self.num_batches
+        if is_needed and len(claims.left_over) <= 1:
+            early.ask(self._epoch)
+
+    def _claim(self) -> int | None:
+        """The next batch of the epoch, None if there is none.
+
+        Without a service the worker trains on all batches: nobody says which are taken.
+        """
+        while not self._is_lost:
+            try:
+                status, first, granted = self._early_claim.take(self._epoch, self._latest_batch)
+                if status == Status.OK:
+                    return first if granted else None
+                stage = self._report(Presence.TRAINING).stage
+            except ServiceLostError as error:
+                self._lose(error)
+                break
+            if stage in (Stage.ENDING, Stage.CLOSED):
+                self.model.stop_training = True
+                return None
+            time.sleep(_POLL_SECONDS)
+        following = self._latest_batch + 1
+        return following if following < self.num_batches else None
+
+    def _send(self) -> None:
+        pending = self._center.send(self.progress(), self._samples)
+        if self._state is not None and self.vectors.state is not None:
+            self._pending_state = self._state.send(self.vectors.state.read(), self._samples)
+        if not self.options.waits_for_answer:
+            for under_way in (pending, self._pending_state):
+                if under_way is not None:
+                    under_way.push.watch()
+        self._samples = 0
+        self._pace.sent()
+        if self._plan is not None:
+            self._plan.sent()
+        self._pending = pending
+        if self.rule.uses_gradients:
+            self.vectors.weights.write(pending.sent)
+
+    def _receive(self, measures: bool = False) -> None:
+        """Waits for the answer that is under way, if any, and goes on from it."""
+        if self._pending is not None:
+            self._receive_weights(self._pending, measures)
+            self._pending = None
+        # an answer counts once: that of the weights may come, and that of the state be lost
+        if self._pending_state is not None and self.vectors.state is not None:
+            own = self.vectors.state.read()
+            self.vectors.state.write(self._state.finish(self._pending_state, own))
+            self._pending_state = None
+
+    def _receive_weights(self, pending: Pending, measures: bool) -> None:
+        with self._pace.waiting(measures):
+            pending.push.wait()
+            if self._plan is not None:
+                self._plan.answered()
+        self.vectors.weights.write(self._center.finish(pending, self.vectors.weights.read()))
+        if self._center.lost_gradient:  # not below 0: a claim may have reported them before
+            self._unreported = max(0, self._unreported - pending.samples)
+        if self._plan is not None and not pending.had_to_wait:
+            self._plan.took_at_once()
+
+    def _attach_again(self) -> None:
+        """Finds the service again after a loss; what was under way is sent again."""
+        if self._report(Presence.TRAINING).stage == Stage.STARTING:
+            raise ServiceLostError("The parameter service was restarted, and has no leader yet.")
+        # All parts answer before anything is scaled: a try that fails must not scale once more.
+        self._center.meet_again(self._pending)
+        if self._state is not None:
+            self._state.meet_again(self._pending_state)
+        own = self.vectors.weights.read()
+        goes_on = self._center.after_absence(own, self._pending, self.num_clients)
+        self.vectors.weights.write(goes_on)
+        self._is_lost = False
+        self._return.attached()
+        _logger.warning("The parameter service answers again.")
+
+    def _report(self, presence: Presence) -> LedgerFacts:
+        used, self._unreported = self._unreported, 0
+        facts: LedgerFacts = self._ledger.report(presence, used)
+        return facts
+
+    def _lose(self, error: ServiceLostError) -> None:
+        if not self.options.goes_on_without_service:
+            raise error
+        self._return.start()
+        if self._early_claim is not None:
+            self._early_claim.service_lost()
+        if not self._is_lost:
+            self._is_lost = True
+            _logger.warning("%s Training goes on alone.", error)

@@ -1,0 +1,112 @@
+"""Which global batches are the sync group's, and which an async worker's."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+from collections.abc import Callable
+from typing import Any
+
+from keras_het.asynchronous.center.host import Grant
+
+
+class GroupClaims:
+    """Batches of the sync group, known to all members some steps ahead.
+
+    Args:
+        passes_before: passes over the data before this one, for each whether it was iterated.
+
+    Attributes:
+        is_complete: whether all of the group's batches of this pass are known.
+    """
+
+    num_parts = 1
+
+    def __init__(self, passes_before: tuple[bool, ...]) -> None:
+        self.passes_before = passes_before
+        self.left_over: collections.deque[Any] = collections.deque()
+        self._firsts: list[int] = []
+        self._stops: list[int] = []
+        self.is_complete = False
+
+    def add(self, grant: Grant) -> None:
+        """Notes batches that were handed out to the group.
+
+        Args:
+            grant: the batches, after those that it has.
+        """
+        if grant.count:
+            self._firsts.append(grant.first)
+            self._stops.append(grant.first + grant.count)
+        self.is_complete |= grant.is_last
+
+    def is_known(self, batch: int) -> bool:
+        """Whether it is known already whose batch this is."""
+        return batch < self.known_until or self.is_complete
+
+    def owns(self, batch: int) -> bool:
+        """Whether a batch is the group's."""
+        place = bisect.bisect_right(self._firsts, batch) - 1
+        return place >= 0 and batch < self._stops[place]
+
+    def is_over(self, batch: int) -> bool:
+        """Whether this batch and all later ones belong to others."""
+        return self.is_complete and batch >= self.known_until
+
+    @property
+    def known_until(self) -> int:
+        """The batch after those that are known to be the group's."""
+        return self._stops[-1] if self._stops else 0
+
+
+class AsyncClaims:
+    """Batches of an async worker, claimed one by one as it gets to them.
+
+    Args:
+        passes_before: passes over the data before this one, for each whether it was iterated.
+        num_parts: steps that a batch is cut into.
+        claim: gives the next batch of the epoch, None at its end.
+        num_batches: of the epoch, None if not known.
+        left_over: steps of batches that an earlier pass claimed and did not come to.
+
+    Attributes:
+        is_exhausted: whether the epoch has no batch to claim any more.
+    """
+
+    def __init__(
+        self,
+        passes_before: tuple[bool, ...],
+        num_parts: int,
+        claim: Callable[[], int | None],
+        num_batches: int | None = None,
+        left_over: collections.deque[Any] | None = None,
+    ) -> None:
+        self.passes_before = passes_before
+        self.num_parts = num_parts
+        self.left_over: collections.deque[Any] = (
+            collections.deque() if left_over is None else left_over
+        )
+        self._claim = claim
+        self._latest = -1
+        self._last = None if num_batches is None else num_batches - 1
+        self.is_exhausted = False
+
+    def is_known(self, batch: int) -> bool:
+        """Whether it is known already whose batch this is."""
+        return batch <= self._latest or self.is_exhausted
+
+    def owns(self, batch: int) -> bool:
+        """Whether a batch is the worker's own; claims the next one if it does not know."""
+        while batch > self._latest and not self.is_exhausted:
+            claimed = self._claim()
+            if claimed is None:
+                self.is_exhausted = True
+            else:
+                self._latest = claimed
+                # Keras may end its epoch with this batch, and not ask for another
+                self.is_exhausted = claimed == self._last
+        return batch == self._latest
+
+    def is_over(self, batch: int) -> bool:
+        """Whether this batch and all later ones belong to others."""
+        return self.is_exhausted and batch > self._latest

@@ -1,0 +1,203 @@
+"""The sync group's side: its leader has the parameter service in its own memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.asynchronous.center.host import Grant, Host
+from keras_het.asynchronous.center.open_service import Membership, join_service
+from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
+from keras_het.asynchronous.exchange.push_pace import PushPace, choose_period
+from keras_het.asynchronous.hybrid.claims import GroupClaims
+from keras_het.asynchronous.parameter_service.sample_ledger import Stage
+from keras_het.planning.roles.exchange_settings import longest_period
+
+_logger = logging.getLogger("keras_het")
+_POLL_SECONDS = 0.02
+
+
+class SyncGroup(Participant):
+    """Trains synchronously; every `period` steps its leader exchanges with the center.
+
+    What comes back reaches the other members by one collective, in which they add zeros to the
+    leader's values: all members have the same bits afterwards. The batches that the group may take
+    next travel with it.
+
+    Args:
+        model: the model that is trained.
+        strategy: its `HeterogeneousStrategy`.
+        options: the same on all tasks.
+    """
+
+    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+        super().__init__(model, strategy, options)
+        self._host: Host | None = None
+        self._membership: Membership | None = None
+        self._claims: GroupClaims | None = None
+        self._epoch = 0
+        self._steps = self._samples = 0
+        self._num_known = 0  # batches of the group that it has not used
+        self._counted = 0  # of the samples, those that the ledger knows
+        self._sum = tf.function(self._sum_over_members, autograph=False)
+        self._pace = PushPace(waits=options.waits_for_answer)
+        self._period = options.period
+
+    @property
+    def period(self) -> int:
+        """Steps between two exchanges."""
+        return self._period
+
+    @property
+    def host(self) -> Host | None:
+        """The parameter service, on the leader."""
+        return self._host
+
+    def start_epoch(self, epoch: int) -> None:
+        """Opens the service before the first epoch, and claims the first batches of this one."""
+        if self._membership is None:
+            self._membership = join_service(self)
+            self._host = self._membership.host
+        if self._host is not None:
+            self._host.start_epoch(epoch)
+        self._epoch = epoch
+        self._claims = GroupClaims(self.passes_before(epoch))
+        self._num_known = 0
+        self._exchange(push=False)
+
+    def claims(self) -> GroupClaims | None:
+        """The group's batches of the present epoch."""
+        return self._claims
+
+    def steps_done(self, steps: int, samples: int) -> None:
+        """Exchanges every `period` steps."""
+        self._pace.computed(steps, samples)
+        self._steps += steps
+        self._num_known -= steps
+        self._samples += samples
+        if self._steps >= self._period:
+            self.check_rate()
+            with self._pace.exchanging():
+                self._exchange(push=True)
+
+    def meet_center(self) -> list[Any]:
+        """Exchanges now; gradients that are still being accumulated stay where they are."""
+        self._exchange(push=self._steps > 0 and not self.rule.uses_gradients, wait=True)
+        return self._agreed(self._host.center() if self._host is not None else None)
+
+    def end(self) -> None:
+        """Waits for the async workers that are here; all end with the center's weights."""
+        if self._steps:  # gradients too, that will not become more
+            self._exchange(push=True, wait=True)
+        self.meet_center()
+        host = self._host
+        if host is not None:
+            host.set_stage(Stage.ENDING)
+            self._wait_until(lambda: not host.training_clients(), "to send their last changes")
+            host.set_stage(Stage.CLOSED)
+        self.vectors.weights.write(self._agreed(host.center() if host else None))
+        if self.vectors.state is not None:
+            self.vectors.state.write(self._agreed_state())
+        if host is not None:
+            self._wait_until(lambda: not _are_here(host), "to fetch the final weights")
+            host.conclude()
+        if self._membership is not None:
+            self._sum([tf.zeros([1])])  # members hold parts until the last worker has fetched them
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends the service: async workers learn that nobody leads them."""
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            membership.close()
+
+    def _wait_until(self, is_done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.options.end_seconds
+        while not is_done() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if not is_done():
+            _logger.warning(
+                "Async workers were given %g s %s; going on without those that did not.",
+                self.options.end_seconds,
+                what,
+            )
+
+    def _exchange(self, push: bool, wait: bool = False) -> None:
+        """Exchanges with the center, and claims the batches until after the next exchange."""
+        weights = self.progress() if push else self.vectors.weights.read()
+        state = self.vectors.state.read() if self.vectors.state is not None else []
+        claims = self._claims if self._claims is not None and not self._claims.is_complete else None
+        header = [0, 0, 0, 0, 0]
+        answer = [tf.zeros_like(part) for part in (*weights, *state)]
+        if self._host is not None:
+            answer = self._host.exchange(weights, state, self._samples, push, wait)
+            if claims is not None:
+                period = self._next_period()
+                grant = self._claim(self._host, period)
+                header = [period, *grant.to_numbers()]
+            self._host.add_used(self._samples - self._counted)
+        *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
+        self._counted = self._samples
+        if push or not self.rule.uses_gradients:  # gradients may be half accumulated
+            self._steps = self._samples = self._counted = 0
+        self._take(values[: len(weights)], values[len(weights) :])
+        if claims is not None:
+            period, *numbers = header.numpy().tolist()
+            self._period, grant = int(period), Grant.of_numbers(numbers)
+            claims.add(grant)
+            self._num_known += grant.count
+
+    def _claim(self, host: Host, period: int) -> Grant:
+        """Batches for `period` steps, and for those by which the exchange after them may be late.
+
+        Keras calls back after whole executions. The group cannot wait within one until it knows
+        more batches.
+        """
+        wanted = period + max(period, int(self.model.steps_per_execution)) - self._num_known
+        return host.claim(self._epoch, wanted) if wanted > 0 else Grant(0, 0, False)
+
+    def _next_period(self) -> int:
+        """The leader's choice, from the pace of all tasks, or the one that it has."""
+        pace, host = self._pace.pace, self._host
+        may_choose = self.options.adapts_period and self._pace.is_due
+        found = host.pace(pace) if may_choose and pace is not None and host is not None else None
+        if found is None:
+            return self._period
+        limits = self.options.presence_seconds, longest_period(self.num_batches)
+        return choose_period(*found, 0, limits)
+
+    def _take(self, weights: list[Any], state: list[Any]) -> None:
+        """Goes on from what the exchange gave."""
+        self.vectors.weights.write(weights)
+        if self.vectors.state is not None:
+            self.vectors.state.write(state)
+
+    def _agreed(self, values: list[Any] | None) -> list[Any]:
+        """The leader's partitions, on all members."""
+        if self._host is None:
+            values = [tf.zeros([size]) for size in self.vectors.weights.partitions.sizes]
+        return list(self._sum(list(values or [])))
+
+    def _agreed_state(self) -> list[Any]:
+        state = self.vectors.state
+        if state is None:
+            return []
+        if self._host is not None:
+            return list(self._sum(self._host.state_center()))
+        return list(self._sum([tf.zeros([size]) for size in state.partitions.sizes]))
+
+    def _sum_over_members(self, values: list[Any]) -> list[Any]:
+        if self.strategy.num_workers == 1:
+            return values
+        sizes = [value.shape[0] for value in values]
+        packed = tf.concat(values, axis=0)
+        return list(tf.split(self.strategy.extended.sum_over_workers(packed), sizes))
+
+
+def _are_here(host: Host) -> bool:
+    """Whether any async worker is; one that ends meanwhile trains first, then it waits."""
+    return bool(host.training_clients() or host.waiting_clients())

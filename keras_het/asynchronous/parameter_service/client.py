@@ -1,0 +1,542 @@
+"""Talks to the parameter service from inside a training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.asynchronous.parameter_service.saved_state import (
+    NOT_FINITE_STATE,
+    REMOVE_BACKUP,
+    PartState,
+    piece_places,
+)
+from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire, check_fits
+from keras_het.asynchronous.rules import Signal
+from keras_het.rpc.admission import Status
+from keras_het.rpc.function_client import (
+    FunctionClient,
+    NoAnswerError,
+    error_of,
+)
+from keras_het.rpc.partitions import Partitions, place_partitions
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What came back from the service, tensors that are there when the messages are.
+
+    Args:
+        statuses: `Status` of each partition, -1 where no answer came in time; int32 of shape
+            [num_partitions].
+        versions: version of each partition, -1 where there is no answer; int64 likewise.
+        partitions: the values of each partition; where there is no answer, those given as fallback.
+        find_residuals: gives `residuals`.
+    """
+
+    statuses: Any
+    versions: Any
+    partitions: list[Any]
+    find_residuals: Callable[[], list[Any]] = list
+
+    @property
+    def residuals(self) -> list[Any]:
+        """What a push did not carry, for each partition; empty for a pull."""
+        return self.find_residuals()
+
+
+NO_ANSWER = -1
+PARTITIONS_UNDER_WAY = 2
+"""Messages that a client has under way to each process of the service; more are slower."""
+_SHORTEST_SECONDS = 1e-3
+_POLL_SECONDS = 0.005
+_logger = logging.getLogger("keras_het")
+_TAKEN = (int(Status.OK), int(Status.REPEATED))
+_STATUS = tf.TensorSpec([], tf.int32)
+_VALUES = (
+    tf.TensorSpec([], tf.int32),
+    tf.TensorSpec([], tf.int64),
+    tf.TensorSpec([None], tf.float32),
+)
+
+
+class ParameterClient:
+    """Pulls from and pushes to a `ParameterService`.
+
+    `pull` and `push` may be called in a `tf.function`: the messages are sent one after the other as
+    answers come, and the graph goes on until an answer is read. Few are under way at a time: each
+    is kept several times while it travels, by both sides. Nothing raises in the graph; an answer
+    that did not come in time has the status `NO_ANSWER`, and what was to follow is not waited for.
+
+    Args:
+        address: "host:port" of the service, or of each of several that share the partitions
+            (`place_partitions` says which has which).
+        partitions: how the weights are cut, as the service has it.
+        credential: as the service has it.
+        client: number of this worker, from 0.
+        timeout_seconds: for each message.
+        wire: how values travel, as the service has it.
+        prefix: of the service's functions.
+
+    Raises:
+        ConnectionError: if the service does not answer in time.
+        PermissionError: if it refuses the credential: another secret, model or rule.
+        ValueError: if a partition is too large for a message of the format.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        partitions: Partitions,
+        credential: bytes,
+        client: int,
+        timeout_seconds: float = 10.0,
+        wire: Wire | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._prefix = prefix
+        self._wire = wire or FloatWire()
+        check_fits(self._wire, partitions)
+        self.partitions = partitions
+        self._client = tf.constant(client, tf.int32)
+        addresses = [address] if isinstance(address, str) else list(address)
+        self._places = place_partitions(partitions.sizes, len(addresses))
+        self._loads = [self._places.count(place) for place in range(len(addresses))]
+        self._services = [FunctionClient(at, credential, timeout_seconds) for at in addresses]
+        self.greet()
+
+    @property
+    def wire_is_exact(self) -> bool:
+        """Whether nothing is left of a message that was sent."""
+        return self._wire.is_exact
+
+    def use_wire(self, wire: Wire) -> None:
+        """Sends in another form from now on.
+
+        Args:
+            wire: of a kind whose messages the service takes, such as another part of the values.
+
+        Raises:
+            ValueError: if a partition is too large for a message of the format.
+        """
+        check_fits(wire, self.partitions)
+        self._wire = wire
+
+    def greet(self) -> None:
+        """Asks whether this worker is let in.
+
+        Raises:
+            ConnectionError: if the service does not answer in time.
+            PermissionError: if it refuses the credential.
+        """
+        for service in self._services:
+            self._greet(service)
+
+    def _greet(self, service: FunctionClient) -> None:
+        try:
+            status = service.ask(f"{self._prefix}hello", [], tf.TensorSpec([], tf.int32))
+        except NoAnswerError as error:
+            raise ConnectionError(
+                f"The parameter service at {error} Start it first, and check that the address can "
+                "be reached from here."
+            ) from error
+        if int(status) != Status.OK:
+            raise PermissionError(
+                f"The parameter service at {service.address} refused this worker: its shared "
+                "secret, model (names, shapes and types of the weights), update rule or messages "
+                "(wire, partition_bytes) differs. Use the same script and secret on every task."
+            )
+
+    def restore(self, center: Sequence[Any], states: Sequence[PartState] | None = None) -> None:
+        """Sets the center, and before it versions and the rule's state if they are given.
+
+        Args:
+            center: float32 vector of each partition.
+            states: what `export` gave.
+
+        Raises:
+            ConnectionError: if a part is not answered in time.
+            ValueError: if the states are of another rule or number of workers, are not finite, or
+                have a version below 0.
+        """
+        if states is not None:
+            self._restore_states(states)
+        calls = self._call_each("restore", [[values] for values in center], _STATUS)
+        _check_taken(calls, range(len(calls)))
+
+    def _restore_states(self, states: Sequence[PartState]) -> None:
+        pieces = [
+            (index, state.sizes, *place, piece)
+            for index, state in enumerate(states)
+            for place, piece in zip(piece_places(state.sizes), state.pieces, strict=True)
+        ]
+        messages = [
+            [tf.constant(sizes, tf.int64), *_constants(place, start), tf.constant(piece)]
+            for _, sizes, place, start, piece in pieces
+        ]
+        indices = [index for index, *_ in pieces]
+        calls = self._call_each("set_state", messages, _STATUS, indices=indices)
+        statuses = {int(call.get_value()) for call in calls if bool(call.is_ok())}
+        if int(Status.NOT_FINITE) in statuses:
+            raise ValueError(
+                f"{NOT_FINITE_STATE} Received: one that is not, of {len(states)} partitions. "
+                f"{REMOVE_BACKUP}"
+            )
+        if statuses - {int(Status.OK)}:
+            raise ValueError(
+                "The saved state of the parameter service is that of another rule or number of "
+                f"workers. Received: variables of {states[0].sizes} elements in partition 0. "
+                "Remove the backup, or use the rule and cluster that it was made with."
+            )
+        _check_taken(calls, indices)
+
+    def signal(self, signal: Signal, client: int | None = None) -> int | None:
+        """Tells the rule something of a worker.
+
+        Args:
+            signal: what.
+            client: number of the worker; this one by default.
+
+        Returns:
+            The stage that training is in, None if there is no answer in time.
+        """
+        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32))
+        about = self._client if client is None else tf.constant(client)
+        arguments = [about, tf.constant(int(signal))]
+        count = 1 if signal == Signal.NOTHING else len(self.partitions.sizes)
+        calls = self._call_each("signal", [arguments] * count, specs)
+        if not all(bool(call.is_ok()) for call in calls):
+            return None
+        return int(calls[0].get_value()[1])
+
+    def close_training(self) -> None:
+        """Has the service take no push any more; returns when the last one is through.
+
+        Raises:
+            ConnectionError: if a part is not answered in time, or refuses.
+        """
+        deadline = time.monotonic() + self._services[0].timeout_seconds
+        while not all(self._ask_all("close", [], tf.TensorSpec([], tf.bool))):
+            if time.monotonic() > deadline:
+                _logger.warning("A push to the parameter service has not come to its end.")
+                break
+            time.sleep(_POLL_SECONDS)
+
+    def latest_sequence(self) -> int:
+        """The largest number of a push that the service knows of this worker; 0 for none.
+
+        Raises:
+            ConnectionError: if a part is not answered in time, or refuses.
+        """
+        numbers = self._ask_all("latest", [self._client], tf.TensorSpec([], tf.int64))
+        return max(int(number) for number in numbers)
+
+    def export(self) -> list[PartState]:
+        """Version and the rule's state of each partition.
+
+        Raises:
+            ConnectionError: if a part is not answered in time, or refuses.
+        """
+        firsts = self._export([(index, 0, 0) for index in range(len(self.partitions.sizes))])
+        sizes = [tuple(int(size) for size in own) for own, _ in firsts]
+        rest = [
+            (index, *place) for index, own in enumerate(sizes) for place in piece_places(own)[1:]
+        ]
+        pieces = [[piece] for _, piece in firsts]
+        for (index, *_), (_, piece) in zip(rest, self._export(rest), strict=True):
+            pieces[index].append(piece)
+        return [
+            PartState(own, tuple(bytes(piece.numpy()) for piece in found))
+            for own, found in zip(sizes, pieces, strict=True)
+        ]
+
+    def _export(self, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[Any, Any]]:
+        """Sizes of the variables, and the piece, of partitions, variables and elements."""
+        specs = (tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.string))
+        messages = [_constants(place, start) for _, place, start in pieces]
+        return self._ask_each("export", messages, specs, [index for index, *_ in pieces])
+
+    def _ask_all(self, method: str, arguments: list[Any], spec: Any) -> list[Any]:
+        """What each partition answers after its status."""
+        messages = [arguments] * len(self.partitions.sizes)
+        return [values[0] for values in self._ask_each(method, messages, (spec,), None)]
+
+    def _ask_each(
+        self, method: str, messages: Sequence[list[Any]], specs: Any, indices: Sequence[int] | None
+    ) -> list[Any]:
+        """What partitions answer to messages, after the status."""
+        every = (tf.TensorSpec([], tf.int32), *specs)
+        calls = self._call_each(method, messages, every, indices=indices)
+        # All: whoever drops this client because of an error must not free what still waits.
+        for call, is_ok in [(call, bool(call.is_ok())) for call in calls]:
+            if not is_ok:
+                raise ConnectionError(
+                    f"The parameter service did not answer in time. Received: {_error_of(call)}."
+                )
+            if int(call.get_value()[0]) != Status.OK:
+                raise ConnectionError(
+                    "The parameter service refused a request of this worker, which it let in "
+                    f"before. Received: status {Status(int(call.get_value()[0])).name}. It serves "
+                    "another training now, or was started with another secret or model."
+                )
+        return [tuple(call.get_value()[1:]) for call in calls]
+
+    def pull(self, fallback: Sequence[Any], exact: bool = False) -> Answer:
+        """Reads the center.
+
+        Args:
+            fallback: values of each partition to go on with where no answer comes.
+            exact: whether it comes as float32 also where other messages are rounded.
+        """
+        method, wire = ("center", FloatWire()) if exact else ("pull", self._wire)
+        calls = self._call_each(method, [[]] * len(self.partitions.sizes), _VALUES)
+        return _collect(calls, fallback, wire)
+
+    def push(
+        self,
+        changes: Sequence[Any],
+        versions: Any,
+        samples: Any,
+        fallback: Sequence[Any],
+        sequence: Any = 0,
+    ) -> Answer:
+        """Sends a change of every partition and gets the rule's answer.
+
+        Args:
+            changes: float32 vector of each partition.
+            versions: version of each partition that this worker last got, int64 of shape
+                [num_partitions].
+            samples: samples behind the change, scalar.
+            fallback: values of each partition to go on with where no answer comes.
+            sequence: number of the push, from 1, so that it counts once however often it is sent; 0
+                for none.
+
+        Returns:
+            The answer. Its `residuals` are what the format could not carry, and the whole change
+            where the service did not accept it: add them to the next change.
+        """
+        return self.start_push(changes, versions, samples, sequence).answer(fallback)
+
+    def start_push(
+        self, changes: Sequence[Any], versions: Any, samples: Any, sequence: Any = 0
+    ) -> PendingPush:
+        """Sends as `push` does, and does not wait for the answer.
+
+        Args:
+            changes: as for `push`.
+            versions: as for `push`.
+            samples: as for `push`.
+            sequence: as for `push`.
+        """
+        samples = tf.cast(samples, tf.float32)
+        sequence = tf.cast(sequence, tf.int64)
+        encoded = [self._wire.encode(change) for change in changes]
+        messages = [
+            [self._client, samples, versions[index], sequence, *sent]
+            for index, (sent, _) in enumerate(encoded)
+        ]
+        residuals = [residual for _, residual in encoded]
+        push = PendingPush([], list(changes), residuals, self._wire, messages)
+
+        def send() -> None:
+            self._call_each("push", messages, _VALUES, push.calls)
+
+        if tf.executing_eagerly() and max(self._loads) > PARTITIONS_UNDER_WAY:
+            push.send(send)
+        else:
+            send()
+        return push
+
+    def push_again(self, push: PendingPush, indices: Sequence[int]) -> None:
+        """Sends partitions again that were not answered, or were told to wait.
+
+        Args:
+            push: what was sent, with a number, so that it counts once.
+            indices: of the partitions.
+        """
+        push.wait()
+        messages = [push.messages[index] for index in indices]
+        for index, call in zip(
+            indices, self._call_each("push", messages, _VALUES, indices=indices), strict=True
+        ):
+            push.calls[index] = call
+
+    def ask_turns(self, push: PendingPush, indices: Sequence[int]) -> list[int]:
+        """Asks whose turn it is, by messages without values; the rule is one of those that wait.
+
+        Args:
+            push: what was sent.
+            indices: of partitions that were told to wait.
+
+        Returns:
+            For each `Status.WAIT`, or `NO_ANSWER`, or what says that it may be sent again.
+        """
+        messages = []
+        for index in indices:
+            client, _, version, *_ = push.messages[index]
+            messages.append([client, version])
+        calls = self._call_each("turn", messages, _STATUS, indices=indices)
+        return [int(call.get_value()) if bool(call.is_ok()) else NO_ANSWER for call in calls]
+
+    def _call_each(
+        self,
+        method: str,
+        messages: Sequence[list[Any]],
+        specs: Any,
+        calls: list[Any] | None = None,
+        indices: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Calls a function of several partitions, each when an earlier call has its answer.
+
+        Eagerly, this waits until the last ones are under way.
+
+        Args:
+            method: name of the function.
+            messages: arguments for each partition.
+            specs: types of an answer.
+            calls: list to add the calls to.
+            indices: of the partitions; the first ones by default.
+        """
+        calls = [] if calls is None else calls
+        sizes = self.partitions.sizes
+        under_way: list[list[Any]] = [[] for _ in self._services]
+        for place, message in enumerate(messages):
+            index = place if indices is None else indices[place]
+            name, at = f"{self._prefix}{method}_{sizes[index]}", self._places[index]
+            message = [tf.constant(index), *message]
+            earlier, seconds = under_way[at], float(self._services[at].timeout_seconds)
+            if len(earlier) < PARTITIONS_UNDER_WAY:
+                call = self._services[at].call(name, message, specs)
+            else:
+                is_ok = earlier[-PARTITIONS_UNDER_WAY].is_ok()
+                with tf.control_dependencies([is_ok]):
+                    # a service that is gone is not waited for once more with each message
+                    seconds = tf.where(is_ok, seconds, _SHORTEST_SECONDS)
+                    call = self._services[at].call(name, message, specs, seconds)
+            earlier.append(call)
+            calls.append(call)
+        return calls
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingPush:
+    """A push whose answer travels.
+
+    Args:
+        calls: one for each partition.
+        changes: what was to be sent.
+        residuals: what the format did not carry; zero where it carries all.
+        wire: the format.
+        messages: what was sent for each partition.
+    """
+
+    calls: list[Any]
+    changes: list[Any]
+    residuals: list[Any]
+    wire: Wire
+    messages: list[list[Any]]
+    _sender: list[threading.Thread] = dataclasses.field(default_factory=list)
+    _watcher: list[threading.Thread] = dataclasses.field(default_factory=list)
+
+    def send(self, work: Callable[[], Any]) -> None:
+        """Sends beside what this process does.
+
+        Args:
+            work: sends all messages, and adds their calls.
+        """
+        self._sender.append(_start_thread(work))
+
+    def watch(self) -> None:
+        """Waits beside what this process does: `has_answer` tells from now on."""
+        self._watcher.append(_start_thread(self.wait))
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether all that is waited for is there, or will not come; only where it is watched."""
+        return bool(self._watcher) and not self._watcher[0].is_alive()
+
+    def wait(self) -> None:
+        """Waits for the answer."""
+        for thread in self._sender:
+            thread.join()
+        for call in self.calls:
+            call.is_ok()
+
+    def answer(self, fallback: Sequence[Any]) -> Answer:
+        """Waits for the answer, and gives it.
+
+        Args:
+            fallback: values of each partition to go on with where no answer comes.
+        """
+        for thread in self._sender:
+            thread.join()
+        answer = _collect(self.calls, fallback, self.wire)
+
+        def residuals() -> list[Any]:
+            pairs = zip(self.residuals, self.changes, strict=True)
+            return [
+                tf.where(tf.reduce_any(tf.equal(answer.statuses[index], _TAKEN)), left, change)
+                for index, (left, change) in enumerate(pairs)
+            ]
+
+        return dataclasses.replace(answer, find_residuals=residuals)
+
+
+def _start_thread(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="keras_het-push", daemon=True)
+    thread.start()
+    return thread
+
+
+def _collect(calls: Sequence[Any], fallback: Sequence[Any], wire: Wire) -> Answer:
+    """Waits for all answers, in the graph."""
+    results = [_result(call, values, wire) for call, values in zip(calls, fallback, strict=True)]
+    statuses, versions, partitions = zip(*results, strict=True)
+    return Answer(tf.stack(statuses), tf.stack(versions), list(partitions))
+
+
+def _result(call: Any, fallback: Any, wire: Wire) -> tuple[Any, Any, Any]:
+    def received() -> tuple[Any, Any, Any]:
+        status, version, received_values = call.get_value()
+        has_values = (int(Status.OK), int(Status.STALE), int(Status.REPEATED))
+        accepted = tf.reduce_any(tf.equal(status, has_values))
+        size = int(fallback.shape[0])
+        values = tf.cond(
+            accepted, lambda: wire.decode_answer(received_values, size), lambda: fallback
+        )
+        return status, version, values
+
+    def nothing() -> tuple[Any, Any, Any]:
+        return tf.constant(NO_ANSWER), tf.constant(-1, tf.int64), fallback
+
+    status, version, values = tf.cond(call.is_ok(), received, nothing)
+    for scalar in (status, version):
+        scalar.set_shape([])
+    return status, version, tf.ensure_shape(values, fallback.shape)
+
+
+def _check_taken(calls: Sequence[Any], indices: Sequence[int]) -> None:
+    for index, call in zip(indices, calls, strict=True):
+        if not bool(call.is_ok()) or int(call.get_value()) != Status.OK:
+            raise ConnectionError(
+                f"The parameter service did not take partition {index}. Received: "
+                f"{_error_of(call)}. Restart it, and check that the weights are finite."
+            )
+
+
+def _constants(place: int, start: int) -> list[Any]:
+    return [tf.constant(place, tf.int32), tf.constant(start, tf.int64)]
+
+
+def _error_of(call: Any) -> str:
+    if bool(call.is_ok()):
+        value = call.get_value()
+        return Status(int(value)).name
+    code, text = error_of(call)
+    return f"error {code}, {text!r}"

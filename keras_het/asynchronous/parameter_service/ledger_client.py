@@ -1,0 +1,178 @@
+"""Asks the sample ledger of another process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.asynchronous.parameter_service.sample_ledger import (
+    PREFIX,
+    Presence,
+    Stage,
+    TrainingFacts,
+)
+from keras_het.asynchronous.parameter_service.used_samples import UsedSamples
+from keras_het.rpc.admission import Status
+from keras_het.rpc.function_client import FunctionClient, NoAnswerError
+
+
+class ServiceLostError(RuntimeError):
+    """The parameter service did not answer in time.
+
+    Args:
+        message: what happened.
+        is_new_process: whether another process answered in its place, which knows nothing of this
+            training.
+    """
+
+    def __init__(self, message: str, is_new_process: bool = False) -> None:
+        super().__init__(message)
+        self.is_new_process = is_new_process
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerFacts:
+    """What the ledger says about training.
+
+    Args:
+        stage: how far it is.
+        epoch: the sync group's epoch.
+        training: what is trained.
+    """
+
+    stage: Stage
+    epoch: int
+    training: TrainingFacts
+
+
+class LedgerClient:
+    """Talks to a `SampleLedger`.
+
+    Args:
+        address: "host:port" of the service.
+        credential: as the service has it.
+        client: number of this worker; 0 is the sync group.
+        timeout_seconds: for each message.
+    """
+
+    def __init__(
+        self, address: str, credential: bytes, client: int, timeout_seconds: float
+    ) -> None:
+        self._service = FunctionClient(address, credential, timeout_seconds)
+        self._client = tf.constant(client)
+        self._used = UsedSamples()
+
+    def claim(self, epoch: int, count: int = 1) -> tuple[Status, int, int]:
+        """Takes the next batches of an epoch.
+
+        Returns:
+            Status (`WAIT`: not now), the first batch, and how many; 0 at the end of the epoch.
+
+        Raises:
+            ServiceLostError: if there is no answer in time.
+        """
+        return self.claimed(self.start_claim(epoch, count))
+
+    def start_claim(self, epoch: int, count: int = 1) -> Any:
+        """Asks as `claim` does, and does not wait: `claimed` gives the answer."""
+        number = tf.TensorSpec([], tf.int64)
+        arguments = [tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)]
+        return self._start("claim", arguments, (tf.TensorSpec([], tf.int32), number, number))
+
+    def claimed(self, answer: Any) -> tuple[Status, int, int]:
+        """Waits for what `start_claim` asked for.
+
+        Returns:
+            As `claim` does.
+
+        Raises:
+            ServiceLostError: if there is no answer in time.
+        """
+        status, first, granted = self._admitted(lambda: self._service.value(answer))
+        return Status(int(status)), int(first), int(granted)
+
+    def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
+        """Says what this worker is doing, counts samples, and asks how things are.
+
+        Args:
+            presence: what this worker is doing.
+            used: samples used since the last report. After an error they are reported with the next
+                ones: do not give them again.
+
+        Raises:
+            ServiceLostError: if there is no answer in time, or it is that of an ended training of
+                another model, update rule or format of messages.
+            PermissionError: if the ledger refuses this worker.
+        """
+        self._used.add(used)
+        facts = self._report(presence)
+        while not self._used.is_empty:
+            facts = self._report(presence)
+        return facts
+
+    def _report(self, presence: Presence) -> LedgerFacts:
+        arguments = [tf.constant(self._used.report(), tf.int64), tf.constant(int(presence))]
+        specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([8], tf.int64))
+        status, facts = self.ask("report", arguments, specs)
+        if int(status) == Status.CLOSED:
+            raise ServiceLostError(
+                f"The parameter service at {self._service.address} belongs to a training that has "
+                "ended, of another model, update rule, format of messages or secret. Received: "
+                "status CLOSED. The next training's service takes its place when its leader "
+                "begins."
+            )
+        stage, epoch, *numbers, latest = (int(fact) for fact in facts)
+        self._used.answered(latest)
+        return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))
+
+    def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Says how fast this worker is, and asks how fast all are: `SampleLedger.pace`.
+
+        Raises:
+            ServiceLostError: if there is no answer in time.
+        """
+        numbers = tf.TensorSpec(None, tf.float64)
+        specs = (tf.TensorSpec([], tf.int32), numbers, numbers)
+        _, paces, silence = self.ask("pace", [tf.constant(pace, tf.float64)], specs)
+        return paces.numpy(), silence.numpy()
+
+    def ask(self, method: str, arguments: list[Any], specs: Any) -> Any:
+        """Calls a function of the ledger.
+
+        Args:
+            method: its name.
+            arguments: after credential and number of the client.
+            specs: types of the answer, a status first.
+
+        Raises:
+            ServiceLostError: if there is no answer in time.
+            PermissionError: if the ledger refuses this worker.
+        """
+        name, message = f"{PREFIX}{method}", [self._client, *arguments]
+        return self._admitted(lambda: self._service.ask(name, message, specs))
+
+    def _start(self, method: str, arguments: list[Any], specs: Any) -> Any:
+        return self._service.call(f"{PREFIX}{method}", [self._client, *arguments], specs)
+
+    def _admitted(self, wait: Callable[[], Any]) -> Any:
+        """Waits for an answer, and checks that the ledger lets this worker in."""
+        try:
+            values = wait()
+        except NoAnswerError as error:
+            raise ServiceLostError(
+                f"The parameter service at {error} Its process may be gone; give "
+                'on_service_loss="continue" to go on without it.',
+                error.is_unknown_function,
+            ) from error
+        if int(values[0]) in (Status.REFUSED, Status.UNKNOWN_CLIENT):
+            raise PermissionError(
+                f"The parameter service at {self._service.address} refused this worker. Received: "
+                f"status {Status(int(values[0])).name}: its secret, model, update rule with its "
+                "settings, messages (wire, partition_bytes) or number differs. Use the same "
+                "script, TF_CONFIG cluster and secret on every task."
+            )
+        return values

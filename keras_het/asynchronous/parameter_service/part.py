@@ -1,0 +1,131 @@
+"""One partition of the center, and what belongs to it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.asynchronous.parameter_service.saved_state import LARGEST_PIECE
+
+
+class Part:
+    """Variables of a partition, in this process.
+
+    Args:
+        size: float32 elements.
+        rule: the update rule, which may keep a state of its own for each partition.
+        num_clients: workers that may push.
+        lock: name of its lock; parts with the same one wait for each other. Each name costs a
+            thread until the process ends.
+        has_center: whether zeros are its center; otherwise it has none until one is brought.
+    """
+
+    def __init__(
+        self, size: int, rule: Any, num_clients: int, lock: str, has_center: bool = True
+    ) -> None:
+        self.size = size
+        self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
+        self.center = tf.Variable(tf.zeros([size]), trainable=False)
+        self.has_center = tf.Variable(has_center, trainable=False)
+        # At least the center's norm; infinite while that is not known.
+        self.largest_norm = tf.Variable(float("inf"), trainable=False)
+        self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        # What a client in this process saw last, which sends no message that says it.
+        self.seen_here = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        self.is_closed = tf.Variable(False, trainable=False)
+        # Pushes that are being taken without the lock.
+        self.under_way = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+        self.slots = rule.create_slots(self.center)
+        # All locks without a name are one.
+        self.lock = tf.CriticalSection(shared_name=f"keras_het_{lock}")
+
+    def set_center(self, values: Any) -> Any:
+        """Sets the weights, from outside of the rule; in the graph or eagerly.
+
+        Args:
+            values: float32 vector.
+
+        Returns:
+            A tensor or operation that exists when it is done.
+        """
+        with tf.control_dependencies([self.largest_norm.assign(float("inf"), read_value=True)]):
+            brought = self.center.assign(values, read_value=True)
+        with tf.control_dependencies([brought]):
+            return self.has_center.assign(True, read_value=True)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What the functions of partitions must have in common to be traced once for all."""
+        slots = sorted(self.slots.items())
+        return self.size, *((name, tuple(slot.shape), slot.dtype.name) for name, slot in slots)
+
+    def resources(self) -> list[Any]:
+        """Handles of the variables and of the lock, in an order that depends on the kind only."""
+        own = (self.center, self.version, self.sequences, self.seen_here, self.is_closed)
+        others = (self.under_way, self.has_center, self.largest_norm)
+        slots = (self.slots[name] for name in sorted(self.slots))
+        handles = [variable.handle for variable in (*own, *others, *slots)]
+        return [*handles, private_api.mutex_of(self.lock)]
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Elements of the version and of each of the rule's variables, by name."""
+        return tuple(int(variable.shape.num_elements()) for variable in self._state())
+
+    def state_piece(self, place: Any, start: Any) -> Any:
+        """A piece of a variable as a serialized tensor; in the graph.
+
+        Args:
+            place: number of the variable, int32 scalar.
+            start: first element, int64 scalar.
+        """
+
+        def read(variable: Any) -> Any:
+            values = tf.reshape(variable.read_value(), [-1])
+            return tf.io.serialize_tensor(values[start : start + LARGEST_PIECE])
+
+        return tf.switch_case(place, [functools.partial(read, own) for own in self._state()])
+
+    def set_state_piece(self, place: Any, start: Any, piece: Any) -> Any:
+        """Sets a piece of a variable; in the graph, under the lock.
+
+        Nothing changes if it cannot be read, is not finite, or has a version below 0.
+
+        Args:
+            place: number of the variable, int32 scalar.
+            start: first element, int64 scalar.
+            piece: what `state_piece` gave.
+
+        Returns:
+            Whether it was taken, when it is done; bool scalar.
+        """
+
+        def write(variable: Any) -> Any:
+            values = tf.reshape(variable.read_value(), [-1])
+            new = tf.ensure_shape(tf.io.parse_tensor(piece, variable.dtype), [None])
+            end = start + tf.size(new, out_type=tf.int64)
+            whole = tf.concat([values[:start], new, values[end:]], axis=0)
+
+            def take() -> Any:
+                variable.assign(tf.reshape(whole, variable.shape))
+                return tf.constant(True)
+
+            is_valid = self._is_valid(variable, new, values)
+            return tf.cond(is_valid, take, lambda: tf.constant(False))
+
+        return tf.switch_case(place, [functools.partial(write, own) for own in self._state()])
+
+    def _is_valid(self, variable: Any, values: Any, before: Any) -> Any:
+        if variable is self.version:
+            return tf.reduce_all(values >= 0)
+        if variable.dtype.is_floating:
+            # No push could be taken with such a state any more, unless the rule begins with one.
+            began = tf.reduce_all(tf.math.is_finite(before))
+            return tf.reduce_all(tf.math.is_finite(values)) | ~began
+        return tf.constant(True)
+
+    def _state(self) -> list[Any]:
+        return [self.version, *(self.slots[name] for name in sorted(self.slots))]

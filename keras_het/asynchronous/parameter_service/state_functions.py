@@ -1,0 +1,78 @@
+"""Functions of a partition that carry its version and the rule's state to another process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.asynchronous.parameter_service.part import Part
+from keras_het.rpc.admission import Status
+
+_PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
+
+
+def export_function(part: Part) -> Any:
+    """Answers with sizes of the variables and a piece of one.
+
+    Args:
+        part: the partition.
+    """
+    sizes = part.state_sizes
+
+    @tf.function(input_signature=_PLACE, autograph=False)
+    def export(place: Any, start: Any) -> Any:
+        known = (place >= 0) & (place < len(sizes)) & (start >= 0)
+        return tf.cond(
+            known,
+            lambda: (
+                tf.constant(int(Status.OK)),
+                tf.constant(sizes, tf.int64),
+                part.state_piece(place, start),
+            ),
+            lambda: (
+                tf.constant(int(Status.REFUSED)),
+                tf.zeros([len(sizes)], tf.int64),
+                tf.constant(""),
+            ),
+        )
+
+    return export
+
+
+def set_state_function(part: Part) -> Any:
+    """Takes a piece of a variable, of a partition of the same sizes.
+
+    Args:
+        part: the partition.
+    """
+    sizes = part.state_sizes
+    signature = [
+        tf.TensorSpec([None], tf.int64),
+        *_PLACE,
+        tf.TensorSpec([], tf.string),
+    ]
+
+    def fits(saved_sizes: Any) -> Any:
+        is_same_rule = tf.equal(tf.size(saved_sizes), len(sizes))
+        return tf.cond(
+            is_same_rule,
+            lambda: tf.reduce_all(tf.equal(saved_sizes, sizes)),
+            lambda: tf.constant(False),
+        )
+
+    @tf.function(input_signature=signature, autograph=False)
+    def set_state(saved_sizes: Any, place: Any, start: Any, piece: Any) -> Any:
+        def take() -> Any:
+            # two pieces of a variable are under way at a time
+            taken = part.lock.execute(lambda: part.set_state_piece(place, start, piece))
+            return tf.where(taken, int(Status.OK), int(Status.NOT_FINITE))
+
+        known = (place >= 0) & (place < len(sizes)) & (start >= 0) & fits(saved_sizes)
+        return tf.cond(
+            known,
+            take,
+            lambda: tf.constant(int(Status.REFUSED)),
+        )
+
+    return set_state

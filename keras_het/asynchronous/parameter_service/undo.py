@@ -1,0 +1,162 @@
+"""Updates of a partition, undone if it would not be finite after them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.asynchronous.parameter_service.part import Part
+from keras_het.asynchronous.rules import PushMeta, UpdateRule
+from keras_het.rpc.admission import Status
+
+LARGEST_NORM = 1e15
+"""Below it the sum of a partition is finite, however many elements it has."""
+
+
+class Change:
+    """What a worker sent for a partition, and its norm; in the graph.
+
+    Args:
+        values: float32 vector.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+        self.norm = _norm(values)
+
+    def is_finite(self) -> Any:
+        """Whether all values are, bool scalar; only of very large ones a second pass tells."""
+        finite = tf.math.is_finite(self.norm)
+        return tf.cond(finite, lambda: tf.constant(True), lambda: is_finite(self.values))
+
+
+def apply_rule(
+    rule: UpdateRule, part: Part, change: Change, meta: PushMeta
+) -> tuple[Any, Any, Any]:
+    """Applies a rule, unless finite messages would add up to what is not finite; in the graph.
+
+    Args:
+        rule: the update rule.
+        part: the partition.
+        change: what a worker sent.
+        meta: what came with it.
+
+    Returns:
+        Status, new version, the rule's answer; the center where the update is not taken.
+    """
+    if rule.norm_after(0.0, 0.0) is None:
+        return _apply_or_undo(rule, part, change.values, meta)
+    # By what is known of the center's norm, and by itself only where that says nothing.
+    at_most = rule.norm_after(part.largest_norm.read_value(), change.norm)
+    at_most = tf.cond(
+        at_most < LARGEST_NORM,  # false for NaN, too
+        lambda: at_most,
+        lambda: rule.norm_after(_norm(part.center.read_value()), change.norm),
+    )
+
+    def take() -> tuple[Any, Any, Any]:
+        with tf.control_dependencies([part.largest_norm.assign(at_most, read_value=True)]):
+            answer = rule.update(part.center, part.slots, change.values, meta)
+        return _taken(part, answer)
+
+    def take_or_undo() -> tuple[Any, Any, Any]:
+        unknown = part.largest_norm.assign(float("inf"), read_value=True)
+        with tf.control_dependencies([unknown]):
+            return _apply_or_undo(rule, part, change.values, meta)
+
+    # Who may undo keeps the old center, so that the update makes a new one instead of changing it.
+    result: tuple[Any, Any, Any] = tf.cond(at_most < LARGEST_NORM, take, take_or_undo)
+    return result
+
+
+def _apply_or_undo(
+    rule: UpdateRule, part: Part, change: Any, meta: PushMeta
+) -> tuple[Any, Any, Any]:
+    before = Undo(part, meta.client, rule.rows_of_workers)
+    answer = rule.update(part.center, part.slots, change, meta)
+
+    def leave() -> tuple[Any, Any, Any]:
+        before.undo()
+        if rule.may_wait:  # it was in its turn
+            rule.pass_turn(part.slots, meta)
+        center = part.center.read_value()
+        return tf.constant(int(Status.NOT_FINITE)), part.version.read_value(), center
+
+    with tf.control_dependencies([answer]):
+        result: tuple[Any, Any, Any] = tf.cond(
+            before.is_needed(), leave, lambda: _taken(part, answer)
+        )
+    return result
+
+
+def _taken(part: Part, answer: Any) -> tuple[Any, Any, Any]:
+    with tf.control_dependencies([answer]):
+        new_version = part.version.assign_add(1, read_value=True)
+    return tf.constant(int(Status.OK)), new_version, tf.identity(answer)
+
+
+class Undo:
+    """What a partition was before an update; in the graph, under the partition's lock.
+
+    Finite messages can add up to a center that is not, or to a state of the rule (a momentum, mean
+    squares) that makes it so later. Without a lock, as with rules that are not atomic, what others
+    push at the same time may be undone too.
+
+    Args:
+        part: the partition, about to be updated.
+        row: number of the worker that pushes, int32 scalar.
+        rows_of_workers: names of the rule's variables of which only this row is about to change.
+    """
+
+    def __init__(self, part: Part, row: Any, rows_of_workers: Collection[str]) -> None:
+        self._center, self._slots = part.center, part.slots
+        self._row, self._rows_of_workers = row, rows_of_workers
+        self._old_center = part.center.read_value()
+        self._old = self._read()
+
+    def is_needed(self) -> Any:
+        """Whether the center is not finite now, or the rule's state and was before; bool scalar."""
+        now = {n: value for n, value in self._read().items() if value.dtype.is_floating}
+        finite = {name: is_finite(value) for name, value in now.items()}
+        is_center_finite = is_finite(self._center.read_value())
+
+        def state_is_as_before() -> Any:
+            kept = [ok | ~is_finite(self._old[name]) for name, ok in finite.items()]
+            return tf.reduce_all([is_center_finite, *kept])
+
+        are_all = tf.reduce_all([is_center_finite, *finite.values()])
+        return ~tf.cond(are_all, lambda: tf.constant(True), state_is_as_before)
+
+    def undo(self) -> None:
+        """Makes the partition what it was."""
+        # Without a lock another push's center may have been read, which that has undone since.
+        was_finite = is_finite(self._old_center)
+        self._center.assign(tf.where(was_finite, self._old_center, self._center.read_value()))
+        for name, value in self._old.items():
+            if name in self._rows_of_workers:
+                self._slots[name].scatter_nd_update([[self._row]], value[None])
+            else:
+                self._slots[name].assign(value)
+
+    def _read(self) -> dict[str, Any]:
+        found = {}
+        for name, slot in sorted(self._slots.items()):
+            # gathered: all rows would be copied as soon as one of them changes
+            is_row = name in self._rows_of_workers
+            found[name] = tf.gather(slot, self._row) if is_row else slot.read_value()
+        return found
+
+
+def _norm(values: Any) -> Any:
+    return tf.sqrt(2 * tf.nn.l2_loss(values))
+
+
+def is_finite(values: Any) -> Any:
+    """Whether all are, in one pass; a sum of finite ones beyond float32 is as useless.
+
+    Args:
+        values: float tensor.
+    """
+    return tf.math.is_finite(tf.reduce_sum(values))

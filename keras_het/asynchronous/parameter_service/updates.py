@@ -1,0 +1,136 @@
+"""What becomes of a push: taken by the rule, or left, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.asynchronous.parameter_service.part import Part
+from keras_het.asynchronous.parameter_service.undo import Change, apply_rule
+from keras_het.asynchronous.rules import PushMeta, UpdateRule
+from keras_het.rpc.admission import Status
+
+
+class Updates:
+    """Applies a rule to partitions, each push once, in its turn and not from too long ago.
+
+    Args:
+        rule: combines pushes with the center.
+        staleness_bound: updates of a partition since the worker last saw it, beyond which a push is
+            not taken; None for no bound.
+    """
+
+    def __init__(self, rule: UpdateRule, staleness_bound: int | None) -> None:
+        self._rule = rule
+        self._staleness_bound = staleness_bound
+
+    def take(
+        self,
+        part: Part,
+        client: Any,
+        samples: Any,
+        version: Any,
+        change: Change,
+        sequence: Any = None,
+    ) -> tuple[Any, Any, Any]:
+        """Applies the rule, if the push may be taken; status, new version, rule's answer."""
+
+        def update() -> tuple[Any, Any, Any]:
+            staleness = tf.cast(tf.maximum(part.version - version, 0), tf.float32)
+            meta = PushMeta(client, samples, staleness, part.version.read_value())
+            if not self._rule.may_wait:
+                return apply_rule(self._rule, part, change, meta)
+            return tf.cond(
+                self.is_turn(part, meta),
+                lambda: apply_rule(self._rule, part, change, meta),
+                lambda: nothing(int(Status.WAIT)),
+            )
+
+        def checked() -> tuple[Any, Any, Any]:
+            if sequence is None:
+                return update()
+            return self._unless_known(part, client, version, sequence, update)
+
+        result: tuple[Any, Any, Any]
+        if self._rule.is_atomic:
+            result = part.lock.execute(checked)
+            return result
+        # Counted before it is asked whether training is over: whoever closes it waits for this one.
+        with tf.control_dependencies([part.under_way.assign_add(1, read_value=True)]):
+            result = checked()
+        with tf.control_dependencies(list(result)):
+            part.under_way.assign_sub(1)
+        return result
+
+    def _unless_known(
+        self, part: Part, client: Any, version: Any, sequence: Any, update: Any
+    ) -> tuple[Any, Any, Any]:
+        """Takes a push unless it was taken before (its answer was lost), or comes too late."""
+        numbered = sequence > 0
+        repeated = numbered & (sequence <= part.sequences[client])
+        stale = self.is_stale(part, version)
+        closed = part.is_closed.read_value()
+
+        def take() -> tuple[Any, Any, Any]:
+            status, new_version, answer = update()
+            taken = numbered & tf.equal(status, int(Status.OK))
+            latest = tf.where(taken, sequence, part.sequences[client])
+            with tf.control_dependencies([part.sequences.scatter_nd_update([[client]], [latest])]):
+                return tf.identity(status), new_version, answer
+
+        def leave() -> tuple[Any, Any, Any]:
+            status = tf.where(closed, int(Status.CLOSED), int(Status.STALE))
+            status = tf.where(repeated, int(Status.REPEATED), status)
+            return status, part.version.read_value(), part.center.read_value()
+
+        result: tuple[Any, Any, Any] = tf.cond(repeated | stale | closed, leave, take)
+        return result
+
+    def is_turn(self, part: Part, meta: PushMeta) -> Any:
+        """Whether a worker may push, of a rule whose workers wait for each other; bool scalar."""
+        with tf.control_dependencies([self._rule.note_presence(part.slots, meta.client)]):
+            return self._rule.is_turn(part.slots, meta)
+
+    def is_stale(self, part: Part, version: Any) -> Any:
+        """Whether a worker saw the center too long ago, or another service's; bool scalar."""
+        bound = self._staleness_bound
+        if bound is None:
+            return tf.constant(False)
+        # a version that is still to come is that of another service, whose center was another
+        return (part.version - version > bound) | (version > part.version)
+
+    def pass_turn(
+        self, part: Part, is_in_turn: Any, client: Any, samples: Any, sequence: Any
+    ) -> Any:
+        """Ends the turn of a worker whose push is refused, once: the others would wait for it."""
+        if not self._rule.may_wait:
+            return tf.constant(True)
+        meta = PushMeta(client, samples, tf.constant(0.0), part.version.read_value())
+
+        def take_note() -> Any:
+            latest = tf.maximum(sequence, part.sequences[client])
+            noted = part.sequences.scatter_nd_update([[client]], [latest])
+            with tf.control_dependencies([noted]):
+                return _done(self._rule.pass_turn(part.slots, meta))
+
+        def end_turn() -> Any:
+            is_new = (sequence < 1) | (sequence > part.sequences[client])
+            is_turn = self._rule.is_turn(part.slots, meta)
+            return tf.cond(is_new & is_turn, take_note, _no_turn)
+
+        return tf.cond(is_in_turn, lambda: part.lock.execute(end_turn), _no_turn)
+
+
+def nothing(status: Any) -> tuple[Any, Any, Any]:
+    """An answer without version and values."""
+    return tf.identity(status), tf.constant(-1, tf.int64), tf.zeros([0])
+
+
+def _no_turn() -> Any:
+    return tf.constant(True)
+
+
+def _done(result: Any) -> Any:
+    with tf.control_dependencies([result]):
+        return tf.constant(True)

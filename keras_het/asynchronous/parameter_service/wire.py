@@ -1,0 +1,216 @@
+"""How the values of a partition travel: in full, at half precision, or the largest ones only."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES, Partitions
+
+
+class Wire(Protocol):
+    """A format of messages; client and service use the same.
+
+    A push loses what the format cannot carry; `encode` returns that as the residual, which the
+    client adds to its next push (error feedback), so that nothing is lost for good.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the format, part of what client and service must agree on."""
+
+    def signature(self, size: int) -> list[tf.TensorSpec]:
+        """Types of a push of `size` elements."""
+
+    def encode(self, values: Any) -> tuple[list[Any], Any]:
+        """Tensors to send for float32 values of shape [size].
+
+        Returns:
+            The tensors; and the residual, float32 of shape [size] or a scalar for all elements.
+        """
+
+    def decode(self, tensors: list[Any], size: int) -> Any:
+        """The float32 values of shape [size] that were sent; the rest is zero."""
+
+    def encode_answer(self, values: Any) -> Any:
+        """The float32 vector to send for an answer of the service, which is always dense."""
+
+    def decode_answer(self, sent: Any, size: int) -> Any:
+        """The float32 values of shape [size] of an answer."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is left of a message that was sent."""
+
+    @property
+    def largest_partition(self) -> int:
+        """Elements of a partition at most, so that each message of it fits."""
+
+
+class FloatWire:
+    """Float values, all of them.
+
+    TensorFlow's messages carry 16-bit floats as integers of variable length, which takes longer
+    than float32 and saves little: two of them travel in the bits of one float32.
+
+    Args:
+        dtype: "float32", "float16" or "bfloat16". float16 holds values up to 65,504.
+
+    Raises:
+        ValueError: for another type.
+    """
+
+    def __init__(self, dtype: str = "float32") -> None:
+        if dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(
+                f"dtype must be 'float32', 'float16' or 'bfloat16'. Received: {dtype!r}."
+            )
+        self._dtype = tf.as_dtype(dtype)
+
+    @property
+    def name(self) -> str:
+        """Name of the format."""
+        return str(self._dtype.name)
+
+    def signature(self, size: int) -> list[tf.TensorSpec]:
+        """One vector."""
+        return [tf.TensorSpec([size if self.is_exact else (size + 1) // 2], tf.float32)]
+
+    def encode(self, values: Any) -> tuple[list[Any], Any]:
+        """Rounds the values."""
+        if self.is_exact:
+            return [values], tf.constant(0.0)  # of any shape: a vector would take memory
+        rounded = tf.cast(values, self._dtype)
+        return [_in_pairs(rounded)], values - tf.cast(rounded, tf.float32)
+
+    def decode(self, tensors: list[Any], size: int) -> Any:
+        """Widens the values."""
+        return self.decode_answer(tensors[0], size)
+
+    def encode_answer(self, values: Any) -> Any:
+        """Rounds the values."""
+        return values if self.is_exact else _in_pairs(tf.cast(values, self._dtype))
+
+    def decode_answer(self, sent: Any, size: int) -> Any:
+        """Widens the values."""
+        if self.is_exact:
+            return sent
+        return tf.cast(tf.reshape(tf.bitcast(sent, self._dtype), [-1])[:size], tf.float32)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is float32."""
+        return bool(self._dtype == tf.float32)
+
+    @property
+    def largest_partition(self) -> int:
+        """As many float32 values as fit into a message."""
+        return LARGEST_MESSAGE_BYTES // 4
+
+
+class TopKWire:
+    """The values of largest magnitude, with their places.
+
+    Args:
+        ratio: part of the values that are sent, above 0 and at most 1; at least one is.
+
+    Raises:
+        ValueError: if the ratio is out of range.
+
+    Reference:
+        Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio must be above 0 and at most 1. Received: {ratio}.")
+        self._ratio = ratio
+
+    @property
+    def name(self) -> str:
+        """Name of the format."""
+        return f"top-{self._ratio!r}"
+
+    def count(self, size: int) -> int:
+        """Values that are sent of `size`."""
+        return max(1, min(size, round(self._ratio * size)))
+
+    def signature(self, size: int) -> list[tf.TensorSpec]:
+        """Values and their places; clients may send different numbers of them."""
+        del size
+        return [tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int32)]
+
+    def encode(self, values: Any) -> tuple[list[Any], Any]:
+        """Selects the largest values."""
+        _, places = tf.math.top_k(tf.abs(values), self.count(int(values.shape[0])), sorted=False)
+        sent = tf.gather(values, places)
+        left = tf.tensor_scatter_nd_update(values, places[:, None], tf.zeros_like(sent))
+        return [sent, places], left
+
+    def decode(self, tensors: list[Any], size: int) -> Any:
+        """Puts the values in their places; places that do not exist make the values not finite."""
+        sent, places = tensors
+        valid = tf.reduce_all((places >= 0) & (places < size))
+        sent = tf.where(valid, sent, tf.fill(tf.shape(sent), float("nan")))
+        places = tf.clip_by_value(places, 0, size - 1)
+        return tf.scatter_nd(places[:, None], sent, [size])
+
+    def encode_answer(self, values: Any) -> Any:
+        """The answer comes in full."""
+        return values
+
+    def decode_answer(self, sent: Any, size: int) -> Any:
+        """The answer comes in full."""
+        del size
+        return sent
+
+    @property
+    def is_exact(self) -> bool:
+        """A part of the values travels."""
+        return False
+
+    @property
+    def largest_partition(self) -> int:
+        """Elements whose part, 8 bytes each with its place, fits, and the answer of 4 bytes."""
+        return min(LARGEST_MESSAGE_BYTES // 4, int(LARGEST_MESSAGE_BYTES // 8 / self._ratio))
+
+
+def _in_pairs(values: Any) -> Any:
+    """A float32 vector with the bits of two 16-bit values each, and one of zero at an odd end."""
+    padded = tf.concat([values, tf.zeros([tf.size(values) % 2], values.dtype)], axis=0)
+    return tf.bitcast(tf.reshape(padded, [-1, 2]), tf.float32)
+
+
+def wire_named(name: str) -> Wire:
+    """The format with a name, as `Wire.name` has it.
+
+    Args:
+        name: such as "float32" or "top-0.01".
+
+    Raises:
+        ValueError: if there is none.
+    """
+    kind, _, ratio = name.partition("-")
+    if kind == "top" and ratio:
+        return TopKWire(float(ratio))
+    return FloatWire(name)
+
+
+def check_fits(wire: Wire, partitions: Partitions) -> None:
+    """Refuses partitions whose messages TensorFlow's RPC would not take.
+
+    Args:
+        wire: how values travel.
+        partitions: how the weights are cut.
+
+    Raises:
+        ValueError: if one is too large.
+    """
+    largest = max(partitions.sizes)
+    if largest > wire.largest_partition:
+        raise ValueError(
+            f"A push of a partition does not fit into a message in the format {wire.name!r}. "
+            f"Received: a partition of {largest} elements. Cut smaller ones: "
+            f"Partitions(shapes, partition_size={wire.largest_partition})."
+        )

@@ -1,0 +1,1 @@
+"""Which workers train asynchronously, chosen from what was measured."""

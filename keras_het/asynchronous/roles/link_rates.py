@@ -1,0 +1,77 @@
+"""Measures each worker's link to the leader, by the messages that a parameter service gets."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.asynchronous.parameter_service import Status, credential
+from keras_het.rpc.admission import read_secret
+from keras_het.rpc.function_client import FunctionClient
+from keras_het.rpc.function_server import FunctionServer
+from keras_het.rpc.gate import Gate
+
+_ABOUT = "keras_het link rates 1"
+_MESSAGE_BYTES = 1 << 20
+_MESSAGES = 3
+_TIMEOUT_SECONDS = 60.0
+
+
+def measure_link_rates(strategy: Any) -> tuple[float, ...]:
+    """Measures one worker after the other; all workers of the sync group must call it.
+
+    The leader's own link is taken to be as fast as the fastest of the others.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`, of several workers.
+
+    Returns:
+        Bytes per second of every worker.
+    """
+    proof = credential(read_secret(), _ABOUT)
+    address = strategy.cluster_config.service_address()
+    server = _start_server(address, proof) if strategy.is_chief else None
+    seconds = 0.0
+    for worker in range(strategy.num_workers):
+        strategy.extended.gather_over_workers(np.zeros([1]))  # one at a time, after the server
+        if worker == strategy.worker_index and not strategy.is_chief:
+            seconds = _measure(address, proof)
+    everyone = strategy.extended.gather_over_workers(np.array([seconds]))
+    if server is not None:
+        server.close()
+    fastest = min(s for s in everyone if s > 0)
+    return tuple(_MESSAGE_BYTES / (s if s > 0 else fastest) for s in map(float, everyone))
+
+
+def _start_server(address: str, proof: bytes) -> FunctionServer:
+    gate, server = Gate(proof), FunctionServer(address)
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False)
+    def absorb(values: Any) -> Any:
+        return tf.constant(int(Status.OK)), values[:1]
+
+    server.register("absorb", absorb, gate)
+    server.start()
+    return server
+
+
+def _measure(address: str, proof: bytes) -> float:
+    """Median time of a message, seconds; the first one, which connects, does not count."""
+    client = FunctionClient(address, proof, _TIMEOUT_SECONDS)
+    values = tf.zeros([_MESSAGE_BYTES // 4])
+    specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None], tf.float32))
+    times = []
+    for _ in range(1 + _MESSAGES):
+        began = time.perf_counter()
+        status, _ = client.ask("absorb", [values], specs)
+        if int(status) != Status.OK:
+            raise PermissionError(
+                f"The leader at {address} refused this worker: its shared secret differs. Use the "
+                "same secret on every task."
+            )
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])

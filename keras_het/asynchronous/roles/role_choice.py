@@ -1,0 +1,212 @@
+"""Chooses the workers' roles from what the first steps and messages measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_het.asynchronous.exchange.participant import HybridOptions, check_can_be_shared
+from keras_het.asynchronous.roles.exchange_times import measure_exchange
+from keras_het.asynchronous.roles.link_rates import measure_link_rates
+from keras_het.planning import ClusterSpeeds, ExchangeSettings, RolePlan, advise_roles
+from keras_het.planning.noise_scale import (
+    EXPECTED_GROWTH,
+    SmoothedNoiseScale,
+    noise_scale_estimate,
+)
+from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, TF_CONFIG, ClusterConfig
+from keras_het.strategy.cluster.departure import leave_together
+from keras_het.strategy.measure.compute_times import StepTimes
+
+_logger = logging.getLogger("keras_het")
+_ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
+WARM_UP_STEPS = 4
+"""Steps that are not measured."""
+MEASURED_STEPS = 16
+"""Steps that are, after them, where the user does not say it."""
+LARGEST_NOISE_SCALE = 1e9
+"""Stands for a gradient that was not seen above its noise: staleness costs nothing."""
+
+
+class RoleChoice:
+    """Measures while the whole cluster trains synchronously, then decides for all.
+
+    The leader's plan is everybody's: machines could round differently.
+
+    Args:
+        model: the model that is trained.
+        strategy: its `HeterogeneousStrategy`.
+        options: of the training with async workers that would follow.
+        measured_steps: steps to measure.
+        noise_scale: gradient noise scale in samples; None to measure it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        strategy: Any,
+        options: HybridOptions,
+        measured_steps: int,
+        noise_scale: float | None = None,
+    ) -> None:
+        self._model, self._strategy, self._options = model, strategy, options
+        data = strategy.data_to_be_trained
+        self._num_batches = None
+        # of arrays that is known where there are async workers
+        if data is not None and not data.takes_keras_arrays:
+            check_can_be_shared(data)  # now, not where the script begins again
+            self._num_batches = int(data.cardinality)
+        self._measured_steps = measured_steps
+        self._noise_scale = noise_scale
+        self._steps = 0
+        self._rates = measure_link_rates(strategy)
+        strategy.measure_compute_times(model, gradients=noise_scale is None, stops=True)
+
+    def steps_done(self, steps: int) -> RolePlan | None:
+        """Counts steps; the plan, once it is made.
+
+        Args:
+            steps: since the last call.
+        """
+        self._steps += steps
+        if self._steps < self._measured_steps + WARM_UP_STEPS:
+            return None
+        speeds = self._speeds()
+        _logger.info("Gradient noise scale of the roles: %s samples.", speeds.noise_scale)
+        plan = advise_roles(speeds)
+        own = np.array([_ROLE_NUMBERS[role] for role in plan.roles], np.int64)
+        agreed = self._strategy.extended.gather_over_workers(own[None])[0]
+        names = {number: role for role, number in _ROLE_NUMBERS.items()}
+        roles = tuple(names[int(number)] for number in agreed)
+        chosen = dataclasses.replace(plan.chosen, roles=roles)  # type: ignore[arg-type]
+        return dataclasses.replace(plan, chosen=chosen)
+
+    def end(self) -> None:
+        """Measures no more; says so if there was no plan."""
+        wanted = self._measured_steps + WARM_UP_STEPS
+        if self._steps < wanted and self._strategy.is_chief:
+            _logger.warning(
+                'roles="auto" needs %d steps, %d to warm up and measured_steps=%d. Received: a fit '
+                "of %d, after which everybody is still in the sync group. Give a fit more epochs "
+                "or batches, or measured_steps a lower number: %d more fits measure.",
+                wanted,
+                WARM_UP_STEPS,
+                self._measured_steps,
+                self._steps,
+                self._strategy.training_state.role_trials_left,
+            )
+        self._strategy.stop_measuring(self._model)
+
+    def _speeds(self) -> ClusterSpeeds:
+        steps = self._strategy.compute_times.latest(self._measured_steps)
+        seconds = np.median([step.seconds for step in steps], axis=0)
+        shares = np.median([step.shares for step in steps], axis=0)
+        rates = np.maximum(shares, 1) / np.maximum(seconds, 1e-9)
+        counts = self._strategy.layout.replicas_per_worker
+        workers = np.split(rates, np.cumsum(counts)[:-1])
+        weights = self._model.trainable_variables
+        size = self._options.partition_size
+        times = measure_exchange(self._model, self._strategy, size, steps)
+        cluster = ClusterSpeeds(
+            samples_per_second=tuple(float(own.sum()) for own in workers),
+            link_bytes_per_second=self._rates,
+            model_bytes=4 * sum(int(np.prod(variable.shape)) for variable in weights),
+            global_batch=int(shares.sum()),
+            noise_scale=self._expected_noise_scale(steps),
+            exchange=self._exchange(times.busy_seconds),
+        )
+        return cluster.with_all_reduce_of(times.all_reduce_seconds)
+
+    def _expected_noise_scale(self, steps: Sequence[StepTimes]) -> float | None:
+        """What the user knows, or what these first steps of a training let expect."""
+        if self._noise_scale is not None:
+            return self._noise_scale
+        measured = noise_scale_of(steps)
+        return None if measured is None else EXPECTED_GROWTH * measured
+
+    def _exchange(self, busy_seconds: float) -> ExchangeSettings:
+        """How the training that is started exchanges."""
+        options = self._options
+        return ExchangeSettings(
+            period=None if options.adapts_period else options.period,
+            async_period=None if options.adapts_period else options.period_of(0, 0),
+            async_batch_size=options.async_batch_size,
+            busy_seconds=busy_seconds,
+            sends_gradients=options.rule.uses_gradients,
+            num_batches=self._num_batches,
+        )
+
+
+def noise_scale_of(steps: Sequence[StepTimes]) -> float | None:
+    """Gradient noise scale that some steps show.
+
+    Args:
+        steps: with squared norms of gradients.
+
+    Returns:
+        Samples, at most `LARGEST_NOISE_SCALE`; None if no step had two replicas with samples.
+    """
+    average = SmoothedNoiseScale()
+    for step in steps:
+        if (step.shares > 0).sum() > 1:
+            squares = step.gradient_squares, step.global_gradient_square
+            average.add(noise_scale_estimate(step.shares, *squares))
+    return None if average.value is None else min(average.value.noise_scale, LARGEST_NOISE_SCALE)
+
+
+def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str] | None:
+    """TF_CONFIG of this process in the cluster with these roles.
+
+    Who does not train keeps its place: evaluator and summation machines.
+
+    Args:
+        config: the cluster in which all workers are in the sync group.
+        roles: role of every worker, the chief first.
+
+    Returns:
+        The variable; None if this process is left out.
+    """
+    addresses = config.sync_group_addresses
+    jobs: dict[str, list[str]] = {"worker": [], "async": []}
+    task: dict[str, Any] | None = None
+    for index, (address, role) in enumerate(zip(addresses, roles, strict=True)):
+        job = {"sync": "worker", "async": "async"}.get(role)
+        if job is None:
+            continue
+        if index == config.worker_index:
+            task = {"type": job, "index": len(jobs[job])}
+        jobs[job].append(address)
+    if task is None:
+        return None
+    before = config.as_cluster_dict()
+    jobs |= {job: before.get(job, []) for job in ("evaluator", "summation")}
+    cluster = {job: listed for job, listed in jobs.items() if listed}
+    return {TF_CONFIG: json.dumps({"cluster": cluster, "task": task})}
+
+
+def start_again(strategy: Any, plan: RolePlan) -> None:
+    """Starts this process's script again in its new role, or ends it if it is left out.
+
+    What the measured steps trained is forgotten.
+
+    Args:
+        strategy: the strategy of the present cluster.
+        plan: which roles all workers have.
+    """
+    environment = environment_of(strategy.cluster_config, plan.roles)
+    leave_together(lambda: strategy)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if environment is None:
+        _logger.warning("This worker is left out: the others are faster without it. %s", plan)
+        os._exit(0)
+    os.environ.update(environment)
+    os.environ[CHOSEN_ROLES] = str(plan)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,0 +1,83 @@
+"""The worker's own optimizer works; its weight change is added to the center."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+from keras_het.asynchronous.rules.update_rule import PushMeta
+from keras_het.asynchronous.rules.worker_sides import SendsChange
+
+
+class Delta(SendsChange):
+    r"""Adds what workers have moved: :math:`c \leftarrow c + s\,\Delta_i`, and answers :math:`c`.
+
+    A worker runs any optimizer on its weights and sends the difference to those that it last got;
+    it goes on from the answer. With s = 1 every worker's progress counts in full, as in BytePS's
+    asynchronous mode, which equals an asynchronous parameter server because the center is the sum
+    of all changes.
+
+    A worker whose steps have only a part f of the global batch takes 1 / f steps for the samples of
+    one. It sends :math:`f \Delta_i`, so that a sample moves the center as much whoever uses it, and
+    the learning rate for the global batch fits all.
+
+    Workers that train on alone while the service is away all start from the same weights. Their
+    changes would add up to n times one of them, and each may be long; so a worker keeps 1 / n of
+    what it learnt alone (`after_absence`).
+
+    Args:
+        scale: factor s; 1 / number of workers averages.
+
+    Attributes:
+        step_fraction: f.
+
+    Raises:
+        ValueError: if `scale` is not positive.
+
+    Reference:
+        Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
+        Heterogeneous GPU/CPU Clusters", OSDI 2020; asynchronous mode of its implementation.
+    """
+
+    name: ClassVar[str] = "delta"
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if not scale > 0:
+            raise ValueError(f"scale must be positive. Received: {scale}. 1 adds changes in full.")
+        self.scale = scale
+        self.step_fraction = 1.0
+
+    def for_steps_of(self, fraction: float) -> Delta:
+        """This rule for a worker whose steps have a part of the global batch.
+
+        Args:
+            fraction: the part.
+        """
+        own = copy.copy(self)
+        own.step_fraction = fraction
+        return own
+
+    def message(self, weights: Any, seen: Any) -> Any:
+        """The change, as steps of the global batch would have made it."""
+        change = super().message(weights, seen)
+        return change if self.step_fraction == 1 else self.step_fraction * change
+
+    def after_absence(self, weights: Any, start: Any, num_workers: int) -> Any:
+        """The average of n such changes is what the center then moves by."""
+        return start + min(1.0, 1.0 / (num_workers * self.scale)) * (weights - start)
+
+    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+        """Adds the change."""
+        del slots, meta
+        center.assign_add(change if self.scale == 1 else self.scale * change)
+        return center.read_value()
+
+    def norm_after(self, center_norm: Any, change_norm: Any) -> Any:
+        """By the triangle inequality; None if a subclass updates in another way."""
+        if type(self).update is not Delta.update:
+            return None
+        return center_norm + self.scale * change_norm
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings."""
+        return {"scale": self.scale}

@@ -1,0 +1,81 @@
+"""Few exchanges: an outer optimizer steps on what the workers moved in many local steps."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from keras_het.asynchronous.rules.synchronous_rule import AllReduceSum, State, SynchronousRule
+
+
+class DiLoCo(SynchronousRule):
+    r"""An outer step of gradient descent with Nesterov momentum every `period` local steps.
+
+    With :math:`n_i` samples that worker i used since the last exchange,
+
+    .. math::
+        D = \frac{\sum_i n_i (c - x_i)}{\sum_i n_i}, \qquad u \leftarrow \mu u + D, \qquad
+        c \leftarrow c - \eta (D + \mu u), \qquad x_i \leftarrow c.
+
+    Workers that take unequal numbers of steps in the same time count by their samples. The workers'
+    own optimizers (AdamW of the authors) keep their states. With :math:`\eta = 1, \mu = 0` this is
+    plain averaging.
+
+    Args:
+        period: local steps H from one exchange to the next; the authors have 500.
+        learning_rate: outer :math:`\eta`.
+        momentum: outer :math:`\mu`, from 0 to below 1.
+        overlap: steps taken while an exchange is on its way; what they changed is added.
+
+    Raises:
+        ValueError: if a number is out of its range.
+
+    Reference:
+        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023;
+        Jaghouar et al., "OpenDiLoCo", 2024. The weights :math:`n_i` are ours.
+    """
+
+    name: ClassVar[str] = "diloco"
+    center_is_weights: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        period: int = 500,
+        learning_rate: float = 0.7,
+        momentum: float = 0.9,
+        overlap: int = 0,
+    ) -> None:
+        super().__init__(period, overlap)
+        if not learning_rate > 0 or not 0 <= momentum < 1:
+            raise ValueError(
+                "The outer learning_rate must be positive and momentum from 0 to below 1. "
+                f"Received: learning_rate={learning_rate}, momentum={momentum}."
+            )
+        self.learning_rate = learning_rate
+        self.momentum = momentum
+
+    def initial_state(self, weights: Any) -> State:
+        """The center and the outer momentum."""
+        return {"center": weights, "velocity": tf.zeros_like(weights)}
+
+    def combine(
+        self, weights: Any, state: State, samples: Any, all_reduce_sum: AllReduceSum
+    ) -> tuple[Any, State]:
+        """Takes an outer step; the weights become the center."""
+        center, count = state["center"], tf.cast(samples, weights.dtype)
+        # The number of samples travels in the same buffer: one message, not two.
+        total = all_reduce_sum(tf.concat([count * (center - weights), count[None]], 0))
+        gradient = tf.math.divide_no_nan(total[:-1], total[-1])
+        velocity = self.momentum * state["velocity"] + gradient
+        center = center - self.learning_rate * (gradient + self.momentum * velocity)
+        return center, {"center": center, "velocity": velocity}
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings."""
+        return {
+            "period": self.period,
+            "learning_rate": self.learning_rate,
+            "momentum": self.momentum,
+            "overlap": self.overlap,
+        }

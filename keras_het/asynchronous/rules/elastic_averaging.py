@@ -1,0 +1,236 @@
+"""Elastic averaging: workers and center pull each other like springs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import keras
+
+from keras_het.asynchronous.rules.update_rule import PushMeta, UpdateRule
+
+BETA = 0.9
+"""Sum of the moving rates of all workers that the authors of EASGD use."""
+LARGEST_DEFAULT = 0.5
+"""Moving rate of one worker alone, within the bound of 2 / 3 however many steps an answer takes."""
+
+
+class ElasticAveraging(UpdateRule):
+    r"""What asynchronous EASGD and its kin have in common.
+
+    A worker sends its weights :math:`x_i`; with the center c before the push, both move by the same
+    elastic difference:
+
+    .. math:: c \leftarrow c + \alpha (x_i - c), \qquad x_i \leftarrow x_i - \alpha (x_i - c).
+
+    The answer is the center before the push, so that the worker moves by the same difference, also
+    where it took steps in the meantime. Between exchanges it takes steps of its own optimizer.
+
+    Args:
+        alpha: moving rate :math:`\alpha = \eta\rho`; None for 0.9 / `num_workers`, as the authors,
+            and 0.5 for one worker.
+        learning_rate: :math:`\eta` of the workers, times the largest curvature if that is known, to
+            check the bound; None for the bound of an infinitely small rate.
+        num_workers: number of workers; needed for the default of alpha.
+
+    Raises:
+        ValueError: if alpha is outside the stability bound of round-robin EASGD on a quadratic,
+            0 < alpha <= (4 - 2 eta) / (4 - eta), or there is neither alpha nor `num_workers`.
+
+    Reference:
+        Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015; You,
+        Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017.
+    """
+
+    name: ClassVar[str] = "elastic_averaging"
+    uses_gradients: ClassVar[bool] = False
+    center_is_weights: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        alpha: float | None = None,
+        learning_rate: float | None = None,
+        num_workers: int | None = None,
+    ) -> None:
+        self.alpha = default_moving_rate(alpha, num_workers, LARGEST_DEFAULT)
+        self.learning_rate = learning_rate
+        self.num_workers = num_workers
+        check_moving_rate(self.alpha, learning_rate, 1)
+
+    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+        """Moves the center towards the worker's weights `change`."""
+        del slots, meta
+        before = center.read_value()
+        center.assign_add(self.alpha * (change - before))
+        return before
+
+    def message(self, weights: Any, seen: Any) -> Any:
+        """The weights."""
+        del seen
+        return weights
+
+    def after_sending(self, weights: Any, seen: Any) -> Any:
+        """The weights."""
+        del seen
+        return weights
+
+    def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
+        """The weights, pulled towards the center by the difference at the time of sending."""
+        return weights - self.alpha * (sent_weights - answer)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Checks the bound for the rate of plain gradient descent."""
+        rate = plain_learning_rate(optimizer)
+        if rate is not None and 0 <= rate <= 2:
+            check_moving_rate(self.alpha, rate, 1)
+
+    def check_overlap(self, optimizer: Any, steps: float) -> None:
+        """Checks the bound for answers that come back after steps of plain gradient descent.
+
+        Args:
+            optimizer: the Keras optimizer that the model was compiled with.
+            steps: while an answer travels; infinite where the number is not known.
+
+        Raises:
+            ValueError: if alpha is outside of it; the message has the bound.
+        """
+        rate = plain_learning_rate(optimizer)
+        if rate is not None and 0 <= rate <= 2:
+            check_moving_rate(self.alpha, rate, 1, steps)
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings."""
+        return {
+            "alpha": self.alpha,
+            "learning_rate": self.learning_rate,
+            "num_workers": self.num_workers,
+        }
+
+
+def default_moving_rate(
+    alpha: float | None, num_workers: int | None, largest: float = BETA
+) -> float:
+    """The moving rate given, or 0.9 / number of workers.
+
+    Args:
+        alpha: the rate, None for the default.
+        num_workers: number of workers.
+        largest: default of few workers.
+
+    Raises:
+        ValueError: if neither is given, or the number is not positive.
+    """
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1. Received: {num_workers}.")
+    if alpha is not None:
+        return alpha
+    if num_workers is None:
+        raise ValueError(
+            "Elastic averaging needs a moving rate. Received: neither alpha nor num_workers. Give "
+            "alpha, or num_workers for the authors' 0.9 / num_workers."
+        )
+    return min(BETA / num_workers, largest)
+
+
+def own_optimizer(optimizer: Any) -> Any:
+    """The optimizer that the user gave: Keras wraps it to scale the loss under mixed_float16."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def plain_learning_rate(optimizer: Any) -> float | None:
+    """Rate of plain gradient descent without a schedule; None for any other optimizer."""
+    optimizer = own_optimizer(optimizer)
+    config = optimizer.get_config() if isinstance(optimizer, keras.optimizers.SGD) else {}
+    rate = config.get("learning_rate")
+    return rate if isinstance(rate, float) and not config.get("momentum") else None
+
+
+def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
+    r"""Stability bound of EASGD on a quadratic of curvature 1, for 0 <= learning_rate <= 2.
+
+    With n workers that exchange at once (n = 1: in turns), x their mean and d a worker's distance
+    to it, a step of gradient and exchange, both from the same old values, is
+
+    .. math::
+        \begin{pmatrix} x \\ c \end{pmatrix} \leftarrow
+        \begin{pmatrix} 1 - \eta - \alpha & \alpha \\ n \alpha & 1 - n \alpha \end{pmatrix}
+        \begin{pmatrix} x \\ c \end{pmatrix}, \qquad d \leftarrow (1 - \eta - \alpha)\, d.
+
+    No eigenvalue is larger than 1 in magnitude (Jury's test: 1 - trace + determinant = n alpha eta,
+    so what decides is 1 + trace + determinant >= 0) exactly if
+
+    .. math:: 0 \le \alpha \le \frac{4 - 2 \eta}{2 + n (2 - \eta)},
+
+    which for n = 1 is (4 - 2 eta) / (4 - eta), the bound that the authors give for round robin. It
+    falls with eta: the largest curvature decides. A worker that exchanges after its step, instead
+    of at once with it, has a bound that is not lower.
+
+    Args:
+        learning_rate: :math:`\eta`.
+        at_once: n.
+
+    Raises:
+        ValueError: if the learning rate is outside of that range.
+
+    Reference:
+        Zhang, Choromanska and LeCun, 2015 (n = 1); the other n are derived here.
+    """
+    if not 0 <= learning_rate <= 2:
+        raise ValueError(
+            f"The bound is known for learning rates from 0 to 2. Received: {learning_rate}."
+        )
+    return (4 - 2 * learning_rate) / (2 + at_once * (2 - learning_rate))
+
+
+def overlapped_rate(learning_rate: float | None, overlap: float) -> float | None:
+    r"""Rate of one step that is as far as all steps that are taken while an exchange travels.
+
+    The pull of an exchange that comes back o steps after it was sent is added to all of them: for
+    the bound they are one step of the rate
+
+    .. math:: 1 - (1 - \eta)^o
+
+    at :math:`\eta \le 1`. Above, some smaller curvature has the rate 1, with which all steps go the
+    whole way.
+
+    Args:
+        learning_rate: :math:`\eta`, times the largest curvature; None where it is not known.
+        overlap: o; 0 and 1 change nothing.
+
+    Returns:
+        The rate whose bound holds, not below :math:`\eta`.
+    """
+    if learning_rate is None or overlap < 2:
+        return learning_rate
+    return max(learning_rate, 1 - (1 - min(learning_rate, 1.0)) ** overlap)
+
+
+def check_moving_rate(
+    alpha: float, learning_rate: float | None, at_once: int, overlap: float = 0
+) -> None:
+    """Refuses a moving rate outside of the bound.
+
+    Args:
+        alpha: the moving rate.
+        learning_rate: of the workers; None for the bound of an infinitely small one.
+        at_once: workers that exchange at once.
+        overlap: steps while an exchange travels, see `overlapped_rate`.
+
+    Raises:
+        ValueError: if it is; the message has the bound.
+    """
+    rate = overlapped_rate(learning_rate, overlap)
+    bound = largest_moving_rate(rate or 0.0, at_once)
+    if 0 < alpha <= bound:
+        return
+    eta = f"{learning_rate}"
+    if rate is not None and rate != learning_rate:
+        steps = "any number of" if math.isinf(overlap) else f"{overlap}"
+        eta = f"{rate:.4g} ({steps} steps of {learning_rate:.6g} while an exchange travels)"
+    formula = "(4 - 2 eta) / (4 - eta)" if at_once == 1 else "(4 - 2 eta) / (2 + n (2 - eta))"
+    workers = "" if at_once == 1 else f" and n = {at_once}"
+    raise ValueError(
+        f"alpha must be above 0 and at most {formula} = {bound:.4g} for eta = {eta}"
+        f"{workers}, else workers and center swing apart. Received: alpha={alpha}. The authors use "
+        "0.9 / number of workers."
+    )

@@ -1,0 +1,114 @@
+"""Rules by name, as Keras has its layers and optimizers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from keras_het.asynchronous.rules.ashl import ASHL
+from keras_het.asynchronous.rules.async_easgd import AsyncEASGD
+from keras_het.asynchronous.rules.async_measgd import AsyncMEASGD
+from keras_het.asynchronous.rules.async_sgd import AsyncSGD
+from keras_het.asynchronous.rules.delay_compensated import DelayCompensated
+from keras_het.asynchronous.rules.delta import Delta
+from keras_het.asynchronous.rules.diloco import DiLoCo
+from keras_het.asynchronous.rules.elastic_averaging import ElasticAveraging
+from keras_het.asynchronous.rules.hogwild_easgd import HogwildEASGD
+from keras_het.asynchronous.rules.round_robin_easgd import RoundRobinEASGD
+from keras_het.asynchronous.rules.streaming_diloco import StreamingDiLoCo
+from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
+from keras_het.asynchronous.rules.synchronous_rule import SynchronousRule
+from keras_het.asynchronous.rules.update_rule import UpdateRule
+
+Rule = UpdateRule | SynchronousRule
+
+RULES: dict[str, Any] = {
+    rule.name: rule
+    for rule in (
+        ASHL,
+        AsyncEASGD,
+        AsyncMEASGD,
+        AsyncSGD,
+        DelayCompensated,
+        Delta,
+        DiLoCo,
+        ElasticAveraging,
+        HogwildEASGD,
+        RoundRobinEASGD,
+        StreamingDiLoCo,
+        SyncEASGD,
+    )
+}
+"""Name to class of all published rules here."""
+
+
+def get(identifier: Any, num_workers: int | None = None) -> Rule:
+    """A rule from its name, its config or itself.
+
+    Args:
+        identifier: a name ("delta") or class name ("Delta") for a rule with its defaults; a dict
+            {"class_name": name, "config": {...}}; a class; or a rule, which is returned.
+        num_workers: number of workers, for rules whose settings need it and do not have it.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ValueError: if there is no such rule, or its settings do not fit.
+        TypeError: if the identifier is something else.
+    """
+    if isinstance(identifier, UpdateRule | SynchronousRule):
+        return identifier
+    if isinstance(identifier, dict):
+        kind, config = _find(identifier.get("class_name")), dict(identifier.get("config") or {})
+    elif isinstance(identifier, str):
+        kind, config = _find(identifier), {}
+    elif isinstance(identifier, type) and issubclass(identifier, UpdateRule | SynchronousRule):
+        kind, config = identifier, {}
+    else:
+        raise TypeError(
+            "An update rule is given as a name, a dict with class_name and config, a class or an "
+            f"instance. Received: {identifier!r} of type {type(identifier).__name__}."
+        )
+    return _create(kind, config, num_workers)
+
+
+def serialize(rule: Rule) -> dict[str, Any]:
+    """What `get` makes an equal rule of, in plain values.
+
+    Args:
+        rule: the rule.
+    """
+    return {"class_name": rule.name, "config": rule.get_config()}
+
+
+def _find(name: Any) -> Any:
+    by_class_name = {rule.__name__: rule for rule in RULES.values()}
+    found = RULES.get(name) or by_class_name.get(name)
+    if found is None:
+        raise ValueError(
+            f"There is no update rule {name!r}. Known rules: {', '.join(sorted(RULES))}."
+        )
+    return found
+
+
+def _create(kind: Any, config: dict[str, Any], num_workers: int | None) -> Rule:
+    parameters = inspect.signature(kind).parameters
+    # what is given for each worker says their number
+    needs_number = "num_workers" in parameters and config.get("data_shares") is None
+    if num_workers is not None and needs_number and config.get("num_workers") is None:
+        config["num_workers"] = num_workers
+    unknown = sorted(set(config) - set(parameters))
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty and name not in config
+    ]
+    if unknown or missing:
+        raise ValueError(
+            f"The settings do not fit the update rule {kind.name}. Received: unknown "
+            f"{unknown}, missing {missing}. It takes {list(parameters)}; give the rule itself or "
+            "a dict with class_name and config."
+        )
+    rule: Rule = kind.from_config(config)
+    return rule

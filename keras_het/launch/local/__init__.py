@@ -1,0 +1,1 @@
+"""Worker processes on this machine: their environment, output and end."""

@@ -1,0 +1,146 @@
+"""What the user sees of the workers: each line behind `[worker N]`."""
+
+import os
+import threading
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from keras_het.launch.local.line_splitter import OutputLine, strip_ansi
+from keras_het.launch.local.tracebacks import TracebackFolder
+from keras_het.launch.local.worker_process import Stream
+
+_STYLES = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
+_ERASE_LINE = "\r\x1b[2K"
+
+
+class Display:
+    """Prints the workers' lines, in colour on a terminal and plain otherwise.
+
+    Standard output and standard error stay apart. A state of a progress bar is redrawn in place on
+    a terminal and left out otherwise. An error that several workers have, or that only says that
+    another worker has gone, is shown without its traceback. When a stream is closed (`| head`), its
+    lines are dropped and the workers go on.
+
+    Args:
+        stdout: Where the workers' standard output goes.
+        stderr: Where their standard error and the launcher's own messages go.
+        only_chief: Whether to show worker 0 only. Defaults to `False`.
+        tf_logs: Whether to show also what TensorFlow logs of its start and its connections.
+            Defaults to `False`.
+    """
+
+    def __init__(
+        self, stdout: TextIO, stderr: TextIO, only_chief: bool = False, tf_logs: bool = False
+    ) -> None:
+        self._consoles: dict[Stream, Console] = {
+            "stdout": Console(file=stdout, highlight=False, soft_wrap=True),
+            "stderr": Console(file=stderr, highlight=False, soft_wrap=True),
+        }
+        self._only_chief = only_chief
+        self._lock = threading.Lock()
+        self._folder = TracebackFolder(keep_logs=tf_logs)
+        # The progress-bar state on the screen: its worker, its stream and the text.
+        self._redrawn: tuple[int, Stream, Text] | None = None
+
+    def show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
+        """Shows one line of a worker.
+
+        Args:
+            worker_index: The worker.
+            stream: Which of its streams.
+            line: The line.
+        """
+        if self._only_chief and worker_index != 0:
+            return
+        if stream == "stderr" and line.is_final:
+            with self._lock:
+                shown = self._folder.feed(worker_index, strip_ansi(line.text))
+            is_same = shown == [strip_ansi(line.text)]
+            lines = [line] if is_same else [OutputLine(text, True) for text in shown]
+        else:
+            lines = [line]
+        for each in lines:
+            self._show(worker_index, stream, each)
+
+    def finish(self) -> None:
+        """Shows what was held back of tracebacks that were cut off; call it at the end."""
+        with self._lock:
+            rest = self._folder.finish()
+        for worker_index, text in rest:
+            self._show(worker_index, "stderr", OutputLine(text, True))
+
+    def say(self, message: str, stream: Stream = "stderr") -> None:
+        """Shows the launcher's own message, each line behind `[keras-het]`.
+
+        Args:
+            message: One or more lines.
+            stream: Where to. Defaults to standard error.
+        """
+        with self._lock:
+            for line in message.splitlines():
+                prefix = Text("[keras-het] ", style="bold")
+                self._print(stream, Text.assemble(prefix, line), None)
+
+    def _show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
+        is_terminal = self._consoles[stream].is_terminal
+        if not line.is_final and not is_terminal:
+            return
+        prefix = f"[worker {worker_index}] "
+        if not is_terminal:
+            with self._lock:
+                # not a Text, whose tabs become spaces
+                self._print(stream, prefix + strip_ansi(line.text), worker_index)
+            return
+        style = _STYLES[worker_index % len(_STYLES)]
+        text = Text.assemble((prefix, style), Text.from_ansi(line.text))
+        with self._lock:
+            if line.is_final:
+                self._print(stream, text, worker_index)
+            else:
+                self._redraw(worker_index, stream, text)
+
+    def _print(self, stream: Stream, text: Text | str, worker_index: int | None) -> None:
+        redrawn = self._redrawn
+        if redrawn:
+            self._write(redrawn[1], Text(""), before=_ERASE_LINE)
+        self._write(stream, text, after="\n")
+        # The last state of a worker's own progress bar has just become this line.
+        self._redrawn = None
+        if redrawn and redrawn[0] != worker_index:
+            self._redraw(*redrawn)
+
+    def _redraw(self, worker_index: int, stream: Stream, text: Text) -> None:
+        shown = text.copy()
+        shown.truncate(self._consoles[stream].width - 1, overflow="ellipsis")
+        other = self._redrawn[1] if self._redrawn else stream
+        self._write(other, Text(""), before=_ERASE_LINE)
+        self._write(stream, shown)
+        self._redrawn = (worker_index, stream, text)
+
+    def _write(self, stream: Stream, text: Text | str, before: str = "", after: str = "") -> None:
+        console = self._consoles[stream]
+        if isinstance(text, Text):
+            # Rendered apart because rich's own print exits the program when a pipe is closed.
+            with console.capture() as rendered:
+                console.print(text, end="")
+            text = rendered.get()
+        # what the terminal cannot show must not end the thread that reads the worker's output
+        encoding = getattr(console.file, "encoding", None) or "utf-8"
+        output = (before + text + after).encode(encoding, "replace").decode(encoding)
+        try:
+            console.file.write(output)
+            console.file.flush()
+        except OSError:
+            _discard(console.file)
+
+
+def _discard(stream: object) -> None:
+    """Sends what is still written to a closed pipe nowhere, as Python's documentation advises."""
+    fileno = getattr(stream, "fileno", None)
+    if fileno is None:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fileno())
+    os.close(nowhere)

@@ -1,0 +1,71 @@
+"""Devices of different speed on one machine: what the workers are told, and the label."""
+
+import json
+from dataclasses import dataclass
+
+from keras_het.planning.times.time_model import LinearTimeModel
+
+KERAS_HET_EMULATED_DEVICES = "KERAS_HET_EMULATED_DEVICES"
+
+_DEFAULT_SECONDS_PER_SAMPLE = 0.004
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """One emulated device a worker.
+
+    A device of speed `s` takes at least `fixed_seconds + seconds_per_sample / s` for a step of one
+    sample. It waits for that time and burns no CPU, so that several fit on one machine.
+
+    Args:
+        speeds: Relative speed of each worker's device, in samples per second; greater than 0.
+        seconds_per_sample: Time of one sample on a device of speed 1. Defaults to 0.004.
+        fixed_seconds: Time of a step without samples, the same for all. Defaults to 0.
+
+    Raises:
+        ValueError: If there is no speed, a speed is not positive and finite, or a time is negative
+            or not finite.
+    """
+
+    speeds: tuple[float, ...]
+    seconds_per_sample: float = _DEFAULT_SECONDS_PER_SAMPLE
+    fixed_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.speeds or not all(0 < speed < float("inf") for speed in self.speeds):
+            raise ValueError(
+                "Emulated devices need positive finite speeds, one for each worker. Received: "
+                f"speeds={self.speeds}. Give relative speeds such as 4,2,1."
+            )
+        self.time_models()
+
+    def time_models(self) -> tuple[LinearTimeModel, ...]:
+        """Returns the time model of each worker's device."""
+        return tuple(
+            LinearTimeModel(self.fixed_seconds, self.seconds_per_sample / speed)
+            for speed in self.speeds
+        )
+
+    def environment_of(self, worker_index: int) -> dict[str, str]:
+        """Returns the variable that makes a worker emulate its device.
+
+        Args:
+            worker_index: The worker.
+        """
+        model = self.time_models()[worker_index]
+        device = {
+            "speed": self.speeds[worker_index],
+            "fixed_seconds": model.fixed_seconds,
+            "seconds_per_sample": model.seconds_per_sample,
+        }
+        return {KERAS_HET_EMULATED_DEVICES: json.dumps([device])}
+
+    def describe(self) -> str:
+        """Returns the line that labels every output of an emulated run."""
+        speeds = ":".join(f"{speed:g}" for speed in self.speeds)
+        times = ", ".join(f"{1000 * model.seconds_per_sample:g}" for model in self.time_models())
+        fixed = f" plus {1000 * self.fixed_seconds:g} ms a step" if self.fixed_seconds else ""
+        return (
+            f"EMULATION: device speeds {speeds} are emulated by waiting ({times} ms per sample"
+            f"{fixed}). Times of this run are not those of real devices."
+        )

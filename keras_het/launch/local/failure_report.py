@@ -1,0 +1,103 @@
+"""Says which worker failed first and why."""
+
+import signal
+from collections.abc import Sequence
+
+from keras_het.launch.local.tracebacks import UncaughtError, uncaught_error
+from keras_het.launch.local.worker_process import WorkerResult
+
+_LINES = 15
+
+
+def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = True) -> str:
+    """Returns the message about failed workers, whose last line is the cause.
+
+    The first to exit need not be the first to fail: a worker that lost another may exit before that
+    one has. So the time at which each showed its error decides, and an error that only says that
+    another worker has gone is no cause.
+
+    Args:
+        results: How all workers ended, of which at least one failed by itself.
+        show_last_lines: Whether the last lines of the first one to fail were not on the screen yet.
+    """
+    first = first_to_fail(results)
+    lines = [
+        f"worker {result.index} {_effect(result, _error(first))}"
+        for result in results
+        if result is not first and (result.has_failed or result.was_ended)
+    ]
+    if show_last_lines:
+        lines += last_words(first)
+    return "\n".join([*lines, _cause(first, results)])
+
+
+def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
+    """Returns the worker whose failure, or early end, made the others fail.
+
+    Args:
+        results: How all workers ended, of which at least one failed by itself.
+    """
+    failed = [result for result in results if result.has_failed]
+    with_error = [result for result in failed if _error(result) or result.exit_code < 0]
+    # A traceback that a worker only logged looks the same, so errors that ended one go first.
+    ended_with_error = [result for result in results if result.was_ended and _error(result)]
+    for some in (with_error, ended_with_error, failed):
+        causes = [result for result in some if not _is_effect(result)]
+        if causes:
+            return min(causes, key=_failed_at)
+    left = [result for result in results if result.exit_code == 0 and not result.was_ended]
+    return min([*left, *failed], key=lambda result: result.exited_at)
+
+
+def last_words(result: WorkerResult) -> list[str]:
+    """Returns the last lines of a worker's standard error, or else of its standard output.
+
+    Args:
+        result: How the worker ended.
+    """
+    for name, text in (("standard error", result.stderr), ("standard output", result.stdout)):
+        lines = text.splitlines()[-_LINES:]
+        if lines:
+            heading = f"last lines of worker {result.index}'s {name}:"
+            return [heading, *(f"  {line}" for line in lines)]
+    return [f"worker {result.index} printed nothing."]
+
+
+def _cause(first: WorkerResult, results: Sequence[WorkerResult]) -> str:
+    name = f"worker {first.index}"
+    if first.exit_code == 0 and not first.was_ended:
+        return (
+            f"{name} ended its script first, without an error, and the others still needed it: all "
+            "workers must call fit, evaluate, predict and save alike"
+        )
+    verb = "failed first" if len(results) > 1 else "failed"
+    reason = str(_error(first) or first.describe_exit())
+    if first.exit_code == -signal.SIGKILL and not first.was_ended:
+        reason += ", which is often the system's answer to memory that has run out"
+    return f"{name} {verb}: {reason}"
+
+
+def _effect(result: WorkerResult, cause: UncaughtError | None) -> str:
+    error = _error(result)
+    if error is None:
+        return "was ended." if result.was_ended else f"failed after it: {result.describe_exit()}."
+    if error.is_effect:
+        return "lost it, and ended."
+    if cause is not None and error.text == cause.text:
+        return "failed with the same error."
+    return f"failed after it: {error}"
+
+
+def _is_effect(result: WorkerResult) -> bool:
+    error = _error(result)
+    return error is not None and error.is_effect
+
+
+def _failed_at(result: WorkerResult) -> float:
+    return result.exited_at if result.error_at is None else result.error_at
+
+
+def _error(result: WorkerResult) -> UncaughtError | None:
+    """Returns the error that ended it; a traceback before a kill or a crash is another matter."""
+    was_killed = result.exit_code < 0 and not result.was_ended
+    return None if was_killed else uncaught_error(result.stderr.splitlines())

@@ -1,0 +1,380 @@
+"""A cluster of worker processes on this machine: started, watched and ended together."""
+
+import os
+import queue
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from keras_het.launch.local import watchdog
+from keras_het.launch.local.cpu_assignment import assign_cpus, available_cpus
+from keras_het.launch.local.emulation import Emulation
+from keras_het.launch.local.escalation import Escalation
+from keras_het.launch.local.free_ports import ReservedPorts
+from keras_het.launch.local.line_splitter import OutputLine
+from keras_het.launch.local.worker_environment import (
+    ADDRESS,
+    service_environment,
+    worker_environment,
+)
+from keras_het.launch.local.worker_process import OnLine, Stream, WorkerProcess, WorkerResult
+from keras_het.usable_cpus import usable_cpus
+
+_TIMEOUT_LINES = 15
+_OTHER_FILES = 64
+
+
+class LocalCluster:
+    """Starts the same command as several workers, with TF_CONFIG on 127.0.0.1 and free ports.
+
+    Every worker leads a process group. All groups are killed when the cluster closes, and by a
+    small watchdog program if this process is killed before it can.
+
+    Example:
+    ```python
+    with LocalCluster([sys.executable, "script.py"], num_workers=3) as cluster:
+        results = cluster.wait(timeout=600)
+    ```
+
+    Args:
+        command: Program and arguments of each worker.
+        num_workers: Number of workers. Defaults to the number of emulated devices.
+        num_async_workers: How many of them, the last ones, train outside of the sync group (job
+            `async`). They get a secret; one that fails ends nobody else. Defaults to 0.
+        env: Variables for all workers, besides those of this process.
+        worker_env: Further variables, one mapping a worker. Defaults to none.
+        cwd: Working directory of the workers. Defaults to this process's.
+        emulation: Emulated devices, one a worker. Defaults to none.
+        cpus_per_worker: CPUs of each worker. Defaults to an even division.
+        pin: Whether to bind workers to their CPUs. Defaults to yes if no CPU has to be shared.
+        on_line: Called in reader threads for each line of output; must not raise.
+        on_stop: Called in `wait` with the signal when a stop was requested. Defaults to nothing.
+        keep_lines: Number of last lines of each stream to keep. Defaults to `None`, all.
+        end_on_failure: Whether to end all workers when one fails. Defaults to `True`.
+        grace_seconds: Time to obey a signal before the next, stronger one. Defaults to 10.
+
+    Raises:
+        ValueError: If the numbers of workers contradict each other.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_workers: int | None = None,
+        *,
+        num_async_workers: int = 0,
+        env: Mapping[str, str] | None = None,
+        worker_env: Sequence[Mapping[str, str]] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        emulation: Emulation | None = None,
+        cpus_per_worker: int | None = None,
+        pin: bool | None = None,
+        on_line: OnLine | None = None,
+        on_stop: Callable[[int], None] | None = None,
+        keep_lines: int | None = None,
+        end_on_failure: bool = True,
+        grace_seconds: float = 10.0,
+    ) -> None:
+        self.num_workers = _number_of_workers(num_workers, emulation, worker_env)
+        self.num_async_workers = _number_of_async_workers(num_async_workers, self.num_workers)
+        self.stopped_by: int | None = None
+        self._command = list(command)
+        self._env = dict(env or {})
+        self._worker_env = worker_env or [{}] * self.num_workers
+        self._cwd = None if cwd is None else str(cwd)
+        self._emulation = emulation
+        self._cpus = assign_cpus(
+            self.num_workers, available_cpus(), cpus_per_worker, pin, usable_cpus()
+        )
+        self._on_line = on_line or _ignore
+        self._on_stop = on_stop or (lambda signal_number: None)
+        self._keep_lines = keep_lines
+        self._end_on_failure = end_on_failure
+        self._escalation = Escalation(self._end_running, grace_seconds)
+        # SimpleQueue because a signal handler may put while the main thread gets.
+        self._events: queue.SimpleQueue[tuple[Literal["exit", "stop"], int]] = queue.SimpleQueue()
+        self._workers: list[WorkerProcess] = []
+        self._results: dict[int, WorkerResult] = {}
+        self._ports: ReservedPorts | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._secret = secrets.token_hex(32)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """`127.0.0.1:port` of each worker; empty before `start`."""
+        return self._addresses if self._ports else ()
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Process id of each worker."""
+        return tuple(worker.process_id for worker in self._workers)
+
+    @property
+    def failures(self) -> tuple[WorkerResult, ...]:
+        """Workers that failed by themselves, the first one first; empty after a stop request."""
+        if self.stopped_by is not None:
+            return ()
+        own = [result for result in self._results.values() if result.has_failed]
+        return tuple(sorted(own, key=lambda result: result.exited_at))
+
+    def start(self) -> None:
+        """Starts all workers.
+
+        Raises:
+            ValueError: If the command cannot be started, or the cluster was started before.
+            OSError: If there are not enough free ports.
+        """
+        if self._ports is not None:
+            raise ValueError("A LocalCluster starts once. Make a new one to run the command again.")
+        # one more for the parameter service
+        self._ports = ReservedPorts(self.num_workers + bool(self.num_async_workers))
+        self._addresses = self._ports.addresses[: self.num_workers]
+        try:
+            self._watchdog = _start_watchdog()
+            self._ports.release()
+            for index in range(self.num_workers):
+                self._start_worker(index)
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self, timeout: float | None = None) -> tuple[WorkerResult, ...]:
+        """Waits until all workers have ended, and ends them all when one fails.
+
+        Args:
+            timeout: Longest wait in seconds. Defaults to `None`, for ever.
+
+        Returns:
+            How each worker ended, in their order.
+
+        Raises:
+            TimeoutError: If workers still run after `timeout`, with their last lines; they go on
+                until the cluster closes.
+        """
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while len(self._results) < len(self._workers):
+            event = self._next_event(min(end, self._escalation.due))
+            if event is not None:
+                self._handle(*event)
+            elif time.monotonic() >= end:
+                raise TimeoutError(self._timeout_message(timeout))
+            else:
+                self._escalation.advance()
+        return tuple(self._results[index] for index in range(len(self._workers)))
+
+    def request_stop(self, signal_number: int = signal.SIGINT) -> None:
+        """Asks `wait` to forward a signal to all workers and then to end them.
+
+        A second request skips the grace period. Safe in signal handlers and other threads.
+
+        Args:
+            signal_number: The signal to forward first.
+        """
+        self._events.put(("stop", signal_number))
+
+    def kill(self, worker_index: int, signal_number: int = signal.SIGKILL) -> None:
+        """Sends a signal to one worker and everything it started, as a failure would.
+
+        Args:
+            worker_index: The worker.
+            signal_number: The signal. Defaults to SIGKILL.
+        """
+        self._workers[worker_index].send_signal(signal_number)
+
+    def wait_for_output(self, worker_index: int, text: str, timeout: float) -> None:
+        """Waits until a line of one worker's output contains a text.
+
+        Args:
+            worker_index: The worker.
+            text: Plain text to look for; progress-bar states that were overwritten do not count.
+            timeout: Longest wait in seconds.
+
+        Raises:
+            TimeoutError: If it did not come in time, or the worker ended without it.
+        """
+        worker = self._workers[worker_index]
+        if not worker.wait_for_output(text, timeout):
+            state = "ended" if worker.has_exited else f"ran for {timeout:g} s"
+            raise TimeoutError(
+                f"Worker {worker_index} {state} without printing {text!r}. Its last lines:\n"
+                f"{self._last_lines(worker)}"
+            )
+
+    def close(self) -> None:
+        """Kills what still runs, waits for it and gives the ports back."""
+        self._end_running(signal.SIGKILL)
+        for worker in self._workers:
+            worker.join()
+        if self._watchdog is not None:
+            self._watchdog.communicate()
+        if self._ports is not None:
+            self._ports.close()
+
+    def __enter__(self) -> "LocalCluster":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start_worker(self, index: int) -> None:
+        inherited = self._inherited_environment(index)
+        threads = self._cpus.threads_per_worker[index]
+        environment = worker_environment(
+            index,
+            self._addresses,
+            threads,
+            inherited,
+            self._emulation,
+            self.num_async_workers,
+        )
+        worker = WorkerProcess(
+            index,
+            self._command,
+            environment,
+            on_line=self._on_line,
+            on_exit=self._on_exit,
+            cpus=self._cpus.cpu_sets[index] if self._cpus.cpu_sets else None,
+            cwd=self._cwd,
+            keep_lines=self._keep_lines,
+        )
+        self._workers.append(worker)
+        self._tell_watchdog("+", worker)
+
+    def _inherited_environment(self, index: int) -> dict[str, str]:
+        own = {**self._env, **self._worker_env[index]}
+        inherited = {**os.environ, **own}
+        if self._ports is None or not self.num_async_workers:
+            return inherited
+        address = own.get(ADDRESS, self._ports.addresses[-1])
+        return {**inherited, **service_environment(address, inherited, self._secret)}
+
+    def _on_exit(self, index: int) -> None:
+        self._events.put(("exit", index))
+
+    def _next_event(self, due: float) -> tuple[Literal["exit", "stop"], int] | None:
+        try:
+            if due == float("inf"):
+                return self._events.get()
+            return self._events.get(timeout=max(0.0, due - time.monotonic()))
+        except queue.Empty:
+            return None
+
+    def _handle(self, kind: Literal["exit", "stop"], value: int) -> None:
+        if kind == "exit":
+            self._tell_watchdog("-", self._workers[value])
+            self._results[value] = self._workers[value].result()
+            if self._end_on_failure and any(map(self._is_needed, self.failures)):
+                self._escalation.begin([signal.SIGTERM, signal.SIGKILL])
+        elif self._escalation.has_begun:
+            self._escalation.advance()
+        else:
+            self.stopped_by = value
+            self._on_stop(value)
+            gentler = [] if value == signal.SIGTERM else [value]
+            self._escalation.begin([*gentler, signal.SIGTERM, signal.SIGKILL])
+
+    def _is_needed(self, result: WorkerResult) -> bool:
+        """Whether the others cannot go on without this worker."""
+        return result.index < self.num_workers - self.num_async_workers
+
+    def _end_running(self, signal_number: int) -> None:
+        for worker in self._workers:
+            if not worker.has_exited:
+                worker.was_ended = True
+                worker.send_signal(signal_number)
+
+    def _tell_watchdog(self, change: Literal["+", "-"], worker: WorkerProcess) -> None:
+        if self._watchdog is None or self._watchdog.stdin is None:
+            return
+        try:
+            self._watchdog.stdin.write(f"{change}{worker.process_id}\n".encode())
+            self._watchdog.stdin.flush()
+        except OSError:
+            # Somebody killed the watchdog; the workers are still ended with the cluster.
+            self._watchdog = None
+
+    def _timeout_message(self, timeout: float | None) -> str:
+        running = [worker for worker in self._workers if worker.index not in self._results]
+        details = "\n".join(
+            f"worker {worker.index}, last lines:\n{self._last_lines(worker)}" for worker in running
+        )
+        indices = [worker.index for worker in running]
+        return f"Workers {indices} still run after {timeout:g} s.\n{details}"
+
+    def _last_lines(self, worker: WorkerProcess) -> str:
+        streams: tuple[Stream, ...] = ("stdout", "stderr")
+        return "\n".join(
+            f"  {stream}: {line}"
+            for stream in streams
+            for line in worker.text(stream).splitlines()[-_TIMEOUT_LINES:]
+        )
+
+
+def _number_of_workers(
+    num_workers: int | None,
+    emulation: Emulation | None,
+    worker_env: Sequence[Mapping[str, str]] | None,
+) -> int:
+    if num_workers is None:
+        num_workers = len(emulation.speeds) if emulation else 1
+    if num_workers < 1:
+        raise ValueError(f"A cluster needs at least 1 worker. Received: num_workers={num_workers}.")
+    # Each worker takes three: its two streams and its port.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = (files - _OTHER_FILES) // 3
+    if files != resource.RLIM_INFINITY and num_workers > most:
+        raise ValueError(
+            f"This process may open {files} files, which is enough for at most {most} workers. "
+            f"Received: {num_workers} workers. Give fewer, or raise the limit with `ulimit -n`."
+        )
+    if emulation and len(emulation.speeds) != num_workers:
+        raise ValueError(
+            "Emulation needs one speed for each worker. Received: "
+            f"{len(emulation.speeds)} speeds {emulation.speeds} and {num_workers} workers. Give as "
+            "many speeds as workers, or leave out the number of workers."
+        )
+    if worker_env is not None and len(worker_env) != num_workers:
+        raise ValueError(
+            f"`worker_env` needs one mapping for each worker. Received: {len(worker_env)} mappings "
+            f"and {num_workers} workers."
+        )
+    return num_workers
+
+
+def _number_of_async_workers(num_async_workers: int, num_workers: int) -> int:
+    if not 0 <= num_async_workers < num_workers:
+        raise ValueError(
+            "Some of the workers, but not all, may be async. Received: num_async_workers="
+            f"{num_async_workers} of {num_workers} workers. Leave one for the sync group at least."
+        )
+    return num_async_workers
+
+
+def _start_watchdog() -> subprocess.Popen[bytes]:
+    # -I -S: nothing but the standard library, so that it starts at once and cannot be led astray.
+    command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__))]
+    # Its own session: a Ctrl-C in the terminal must not end it before the workers.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _ignore(index: int, stream: Stream, line: OutputLine) -> None:
+    pass

@@ -1,0 +1,82 @@
+"""One log file a worker."""
+
+import contextlib
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from keras_het.launch.local.line_splitter import OutputLine, strip_ansi
+from keras_het.launch.local.worker_process import Stream
+
+
+class WorkerLogs:
+    """Writes `worker-N.log` for each worker: both streams, in the order in which lines arrive.
+
+    Args:
+        directory: Where to; created if need be. Older logs of the same name are overwritten.
+        num_workers: Number of files.
+        label: First line of each file, such as the label of an emulation. Defaults to none.
+
+    Raises:
+        ValueError: If the directory or a file in it cannot be made.
+    """
+
+    def __init__(self, directory: Path, num_workers: int, label: str | None = None) -> None:
+        self._lock = threading.Lock()
+        self._failed: set[int] = set()
+        self._files: list[TextIO] = []
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for index in range(num_workers):
+                path = directory / f"worker-{index}.log"
+                self._files.append(path.open("w", encoding="utf-8", buffering=1))
+        except OSError as error:
+            raise ValueError(
+                f"The workers' logs cannot be written to {str(directory)!r}: {error}. Give a "
+                "--log-dir where you may create files."
+            ) from error
+        for file in self._files:
+            file.write(f"{label}\n" if label else "")
+
+    def write(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
+        """Writes one line, without colours; overwritten states of progress bars are left out.
+
+        After an error, of a full disk for instance, nothing more is written to that file. What
+        reads the worker's output goes on: a worker whose pipe is full would stand still.
+
+        Args:
+            worker_index: The worker.
+            stream: Which of its streams; both go to the same file.
+            line: The line.
+        """
+        del stream
+        if not line.is_final:
+            return
+        with self._lock:
+            file = self._files[worker_index]
+            if file.closed or worker_index in self._failed:
+                return
+            try:
+                file.write(strip_ansi(line.text) + "\n")
+            except OSError as error:
+                self._failed.add(worker_index)
+                sys.stderr.write(
+                    f"[keras-het] {file.name} is not written any more: {error}. Training goes on; "
+                    "make room, or give another --log-dir the next time.\n"
+                )
+
+    def __enter__(self) -> "WorkerLogs":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            for file in self._files:
+                with contextlib.suppress(OSError):
+                    file.close()

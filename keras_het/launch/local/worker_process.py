@@ -1,0 +1,252 @@
+"""One local worker: its process group, its captured output and how it ended."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Literal
+
+from keras_het.launch.local.line_splitter import LineSplitter, OutputLine, strip_ansi
+from keras_het.launch.local.tracebacks import TRACEBACK
+
+Stream = Literal["stdout", "stderr"]
+OnLine = Callable[[int, Stream, OutputLine], None]
+
+_READ_SIZE = 65536
+# A process that left the worker's group could keep the pipes open for ever.
+_DRAIN_SECONDS = 5.0
+# What ends a worker when another has failed.
+_ENDING = (signal.SIGTERM, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """How one worker ended.
+
+    Args:
+        index: The worker.
+        exit_code: Exit code, or minus the number of the signal that killed it.
+        was_ended: Whether the cluster had sent it a signal to end it before it exited.
+        exited_at: Time of the exit, in seconds of `time.monotonic`.
+        stdout: Captured lines of standard output, colours removed.
+        stderr: Captured lines of standard error, colours removed.
+        error_at: Time at which its last traceback began, as `exited_at`; `None` without one.
+    """
+
+    index: int
+    exit_code: int
+    was_ended: bool
+    exited_at: float
+    stdout: str
+    stderr: str
+    error_at: float | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it failed by itself, also if that was while it was being ended."""
+        if not self.was_ended:
+            return self.exit_code != 0
+        # such an exit code is that of a handler of the signal
+        obeyed = {0, *(-number for number in _ENDING), *(128 + number for number in _ENDING)}
+        return self.exit_code not in obeyed
+
+    @property
+    def shell_exit_code(self) -> int:
+        """The exit code as a shell gives it: 128 + the signal for a killed worker."""
+        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+
+    def describe_exit(self) -> str:
+        """Returns `exit code 3` or `killed by SIGKILL`."""
+        if self.exit_code >= 0:
+            return f"exit code {self.exit_code}"
+        return f"killed by {signal_name(-self.exit_code)}"
+
+
+def signal_name(number: int) -> str:
+    """Returns `SIGTERM` for 15, and `signal 35` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class WorkerProcess:
+    """A worker in its own session, so that a signal reaches all that it started.
+
+    Args:
+        index: The worker.
+        command: Program and arguments.
+        environment: Its whole environment.
+        on_line: Called in a reader thread for each line of output; must not raise.
+        on_exit: Called once in another thread when it has exited and its output is complete.
+        cpus: CPUs to bind it to, or `None`.
+        cwd: Its working directory, or `None` for this one's.
+        keep_lines: Number of last lines of each stream to keep, or `None` for all.
+
+    Raises:
+        ValueError: If the command cannot be started.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        on_line: OnLine,
+        on_exit: Callable[[int], None],
+        cpus: Sequence[int] | None = None,
+        cwd: str | None = None,
+        keep_lines: int | None = None,
+    ) -> None:
+        self.index = index
+        self.was_ended = False
+        self._on_line = on_line
+        self._on_exit = on_exit
+        self._exited_at = 0.0
+        self._error_at: float | None = None
+        self._lines: dict[Stream, deque[str]] = {
+            "stdout": deque(maxlen=keep_lines),
+            "stderr": deque(maxlen=keep_lines),
+        }
+        self._changed = threading.Condition()
+        self._is_complete = False
+        with _affinity(cpus):
+            self._process = _start(command, environment, cwd)
+        self._readers = (
+            self._thread(self._read, self._process.stdout, "stdout"),
+            self._thread(self._read, self._process.stderr, "stderr"),
+        )
+        self._waiter = self._thread(self._wait)
+
+    @property
+    def process_id(self) -> int:
+        """Process id, which is also the id of the process group."""
+        return self._process.pid
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the worker itself has exited."""
+        return self._process.returncode is not None
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the worker and everything it started; does nothing after its exit."""
+        if not self.has_exited:
+            self._signal_group(number)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits until the worker has exited and its output is complete; returns whether it has."""
+        self._waiter.join(timeout)
+        return not self._waiter.is_alive()
+
+    def text(self, stream: Stream) -> str:
+        """Returns the captured lines of one stream so far."""
+        with self._changed:
+            return "\n".join(self._lines[stream])
+
+    def wait_for_output(self, text: str, timeout: float) -> bool:
+        """Waits until a captured line of either stream contains `text`.
+
+        Args:
+            text: Plain text to look for.
+            timeout: Longest wait in seconds.
+
+        Returns:
+            Whether it came; `False` as well when the worker ended without it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_complete or self._contains(text), timeout)
+            return self._contains(text)
+
+    def result(self) -> WorkerResult:
+        """Returns how the worker ended; call it after `join`."""
+        return WorkerResult(
+            index=self.index,
+            exit_code=self._process.returncode,
+            was_ended=self.was_ended,
+            exited_at=self._exited_at,
+            stdout=self.text("stdout"),
+            stderr=self.text("stderr"),
+            error_at=self._error_at,
+        )
+
+    def _contains(self, text: str) -> bool:
+        return any(text in line for lines in self._lines.values() for line in lines)
+
+    def _thread(self, target: Callable[..., None], *arguments: object) -> threading.Thread:
+        name = f"worker-{self.index}-{target.__name__}"
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _read(self, pipe: IO[bytes], stream: Stream) -> None:
+        splitter = LineSplitter()
+        while data := os.read(pipe.fileno(), _READ_SIZE):
+            for line in splitter.feed(data):
+                self._take(stream, line)
+        for line in splitter.finish():
+            self._take(stream, line)
+
+    def _take(self, stream: Stream, line: OutputLine) -> None:
+        if line.is_final:
+            text = strip_ansi(line.text)
+            if stream == "stderr" and text.startswith(TRACEBACK):
+                self._error_at = time.monotonic()
+            with self._changed:
+                self._lines[stream].append(text)
+                self._changed.notify_all()
+        self._on_line(self.index, stream, line)
+
+    def _wait(self) -> None:
+        self._process.wait()
+        self._exited_at = time.monotonic()
+        # What the worker left running in its group would outlive the cluster.
+        self._signal_group(signal.SIGKILL)
+        for reader in self._readers:
+            reader.join(_DRAIN_SECONDS)
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+        self._on_exit(self.index)
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process_id, number)
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], cwd: str | None
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ValueError(
+            f"The worker's command cannot be started: {error}. Received: {list(command)}. Check "
+            "the path and that it is executable."
+        ) from error
+
+
+@contextlib.contextmanager
+def _affinity(cpus: Sequence[int] | None) -> Iterator[None]:
+    """Binds this thread, from which a new process inherits it, and puts it back."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,150 @@
+"""Divides a host's CPUs and reading threads among the loaders of all jobs that run on it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from keras_het.loader.host.cpus import own_cpus, own_quotas, usable_cpus
+from keras_het.loader.host.files import ignore, locked, own_folder, read_json, write_json
+from keras_het.loader.host.jobs import Entry, entry_of, part_of, readers_of
+from keras_het.planning.loader import JobModel, ReadingNeed
+
+logger = logging.getLogger("keras_het")
+
+LONGEST_SILENCE_SECONDS = 600.0
+
+
+class HostBudget:
+    """This job's entry in a small file that all jobs of a user on a host share.
+
+    Each job writes its model and the CPUs that it may run on and reads those of the others, under a
+    lock. All that compete for the same CPUs compute the same division by marginal gain, and so do
+    all whose loaders wait for I/O, of the reading threads that a user gave them. The entry of a
+    process that is gone, or silent for ten minutes, counts no longer, nor one that another version
+    wrote in a way that cannot be read.
+
+    Args:
+        cpus: CPUs that this process may use, quotas included; by default what it may use now.
+        path: the file; by default one for each user in the folder for temporary files.
+        cpu_set: ids of the CPUs that this process may run on; by default those it may use now.
+        io_budget: reading threads of all jobs of the host together, None for no bound. If several
+            jobs have one, the smallest counts.
+        quotas: CPUs that the cgroups of this process may use at once, by group. By default what
+            they may use now; not known if `cpus` is given.
+
+    Attributes:
+        jobs: jobs that competed for the same CPUs at the last `update`, this one included.
+        reading_loaders: most loaders that this job may have if they wait for I/O, as of the last
+            `update`; None if there is no such bound.
+        processes: ids of the other processes that competed for the same CPUs then.
+
+    Raises:
+        PermissionError: if others may write to the default folder, or something else is there.
+    """
+
+    def __init__(
+        self,
+        cpus: float | None = None,
+        path: Path | None = None,
+        cpu_set: Collection[int] | None = None,
+        io_budget: int | None = None,
+        quotas: Mapping[str, float] | None = None,
+    ) -> None:
+        self._quotas = own_quotas() if quotas is None and cpus is None else quotas
+        self._cpus = usable_cpus() if cpus is None else cpus
+        self._cpu_set = frozenset(own_cpus() if cpu_set is None else cpu_set)
+        self._path = path or own_folder() / "loaders.json"
+        self._name = uuid.uuid4().hex
+        self._part = self._cpus
+        self._io_budget = io_budget
+        self.jobs = 1
+        self.reading_loaders: int | None = None
+        self.processes: frozenset[int] = frozenset()
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that this process may use if nobody else does."""
+        return self._cpus
+
+    def update(self, job: JobModel, reading: ReadingNeed | None = None) -> float:
+        """Writes the model of this job and returns its part of the CPUs.
+
+        Args:
+            job: the model as of now.
+            reading: its need if the loaders mostly wait for I/O, None if they do not.
+
+        Returns:
+            CPUs that the loaders of this job may use; all of its own if nobody else may run on
+            them, and as many as the last time if another process keeps the file locked.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        own = Entry(job, self._cpus, self._cpu_set, reading, self._io_budget, self._quotas)
+        try:
+            jobs, processes = self._exchange(own)
+        except BlockingIOError:
+            logger.debug("%s is locked; this job keeps %.1f CPUs.", self._path, self._part)
+            return self._part
+        self._part, competitors = part_of(self._name, jobs)
+        self.reading_loaders = readers_of(self._name, jobs, time.time())
+        self.jobs = len(competitors)
+        self.processes = frozenset(processes[name] for name in competitors) - {os.getpid()}
+        return self._part
+
+    def leave(self) -> None:
+        """Gives this job's part back to the others."""
+        with contextlib.suppress(OSError), locked(self._path.with_suffix(".lock")):
+            entries = self._read()
+            entries.pop(self._name, None)
+            write_json(self._path, entries)
+
+    def _exchange(self, own: Entry) -> tuple[dict[str, Entry], dict[str, int]]:
+        with locked(self._path.with_suffix(".lock")):
+            entries = self._read()
+            process = {**_identity(os.getpid()), "written": time.time()}
+            entries[self._name] = {**process, **own.to_dict()}
+            write_json(self._path, entries)
+            # unreadable ones stay in the file: those who wrote them can read them
+            found = {name: entry_of(values, self._path) for name, values in entries.items()}
+            jobs = {name: entry for name, entry in found.items() if entry is not None}
+        return jobs, {name: int(entries[name]["pid"]) for name in jobs}
+
+    def _read(self) -> dict[str, Any]:
+        entries = read_json(self._path) or {}
+        if not isinstance(entries, dict):
+            ignore(self._path, TypeError(f"entries were expected, received: {type(entries)}"))
+            return {}
+        return {name: own for name, own in entries.items() if _is_alive(own, self._path)}
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    try:
+        return {"pid": pid, "started": psutil.Process(pid).create_time()}
+    except (psutil.Error, RuntimeError, ValueError) as error:
+        # as in a container whose /proc lacks the time of the start
+        raise OSError(f"the system does not tell when process {pid} started ({error})") from error
+
+
+def _is_alive(entry: Any, path: Path) -> bool:
+    """Whether the process of an entry still trains, and is not another one with the same number."""
+    try:
+        if not abs(time.time() - float(entry["written"])) <= LONGEST_SILENCE_SECONDS:
+            return False  # its training ended in an error, and the process lives on
+        process = psutil.Process(int(entry["pid"]))
+        same = abs(process.create_time() - float(entry["started"])) < 1.0
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, RuntimeError):  # as in `_identity`
+        return False
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        ignore(path, error, "the process of an entry")
+        return False

@@ -1,0 +1,186 @@
+"""How the jobs of a host divide the CPUs for which they compete, and its reading threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keras_het.loader.host.bounded_division import Bound, divided
+from keras_het.loader.host.files import ignore
+from keras_het.planning.loader import JobModel, ReadingNeed, allocate_readers
+
+_UNKNOWN = "unknown"
+_LARGEST = 1e15
+"""More than any count, or time in seconds since 1970."""
+_MOST_READERS = 1024
+"""More threads than a job has; they are given one by one, while its training waits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What a job tells the others.
+
+    Args:
+        job: its model.
+        cpus: CPUs that it may use, quotas included; above 0.
+        cpu_set: ids of the CPUs that it may run on, at least one.
+        reading: its need if its loaders mostly wait for I/O, None if they do not.
+        io_budget: reading threads of all jobs of the host, None if its user gave none.
+        quotas: CPUs that its cgroups may use at once, by group; None if that is not known.
+
+    Raises:
+        ValueError: if it may use no CPU.
+    """
+
+    job: JobModel
+    cpus: float
+    cpu_set: frozenset[int]
+    reading: ReadingNeed | None = None
+    io_budget: int | None = None
+    quotas: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.cpus > 0 and self.cpu_set):
+            raise ValueError(f"A job must have CPUs. Received: {self.cpus} of {self.cpu_set}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as plain Python values, for JSON."""
+        return {
+            "job": dataclasses.asdict(self.job),
+            "cpus": self.cpus,
+            "cpu_set": sorted(self.cpu_set),
+            "reading": None if self.reading is None else dataclasses.asdict(self.reading),
+            "io_budget": self.io_budget,
+            "quotas": None if self.quotas is None else dict(self.quotas),
+        }
+
+    @property
+    def known_quotas(self) -> Mapping[str, float]:
+        """Its quotas; all jobs of which they are not known are taken to share one.
+
+        `_bounds` has them share those of each other group too.
+        """
+        if self.quotas is not None:
+            return self.quotas
+        return {_UNKNOWN: self.cpus} if self.cpus < len(self.cpu_set) else {}
+
+
+def entry_of(values: Any, path: Path) -> Entry | None:
+    """The entry that a job wrote, None if another version of this package wrote it otherwise.
+
+    Args:
+        values: what `Entry.to_dict` gave.
+        path: the file that has it.
+    """
+    try:
+        cpu_set = frozenset(int(_number(cpu)) for cpu in values["cpu_set"])
+        reading, io_budget = values["reading"], values["io_budget"]
+        return Entry(
+            JobModel(**_numbers(values["job"])),
+            _number(values["cpus"]),
+            cpu_set,
+            None if reading is None else ReadingNeed(**_numbers(reading)),
+            None if io_budget is None else int(_number(io_budget, least=1)),
+            _quotas_of(values.get("quotas")),
+        )
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        ignore(path, error, "an entry of another job")
+        return None
+
+
+def _number(value: Any, least: float = 0.0) -> float:
+    number = float(value)
+    if not least <= number <= _LARGEST:
+        raise ValueError(f"a number from {least:g} to {_LARGEST:g} was expected, received: {value}")
+    return number
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _quotas_of(values: Any) -> dict[str, float] | None:
+    """What a job wrote of its quotas; earlier versions wrote nothing of them."""
+    if values is None:
+        return None
+    quotas = {str(group): float(quota) for group, quota in values.items()}
+    if not all(0.0 < quota < math.inf for quota in quotas.values()):
+        raise ValueError(f"quotas above 0 were expected, received: {quotas}")
+    return quotas
+
+
+def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, list[str]]:
+    """A job's part of the CPUs for which it competes.
+
+    Jobs compete if their sets of CPUs overlap, or each overlaps that of a third. All of them divide
+    the CPUs of all their sets by marginal gain, those of a cgroup at most its quota; what nobody
+    gains from is divided evenly. All compute the same.
+
+    Args:
+        name: the job.
+        entries: all jobs of the host, by name.
+
+    Returns:
+        CPUs for its loaders, at most those that it may use; names of the jobs that compete, its own
+        included.
+    """
+    names = sorted(_competitors(name, entries))
+    own = entries[name]
+    if len(names) == 1:
+        return own.cpus, names
+    rivals = {each: entries[each] for each in names}
+    cpus = frozenset().union(*(entry.cpu_set for entry in rivals.values()))
+    jobs = {each: entry.job for each, entry in rivals.items()}
+    return divided(jobs, float(len(cpus)), _bounds(rivals))[name], names
+
+
+def readers_of(name: str, entries: Mapping[str, Entry], now: float) -> int | None:
+    """A job's part of the reading threads that a user gave the host; all compute the same.
+
+    Args:
+        name: the job.
+        entries: all jobs of the host, by name.
+        now: time, in seconds since 1970.
+
+    Returns:
+        Threads that it may have; None if nobody gave a number, or the job does not read.
+    """
+    given = [entry.io_budget for entry in entries.values() if entry.io_budget is not None]
+    needs = {
+        each: entry.reading.threads
+        for each, entry in sorted(entries.items())
+        if entry.reading is not None and now <= entry.reading.until
+    }
+    if not given or name not in needs:
+        return None
+    parts = allocate_readers(list(needs.values()), min(*given, _MOST_READERS * len(needs)))
+    return dict(zip(needs, parts, strict=True))[name]
+
+
+def _bounds(jobs: Mapping[str, Entry]) -> list[Bound]:
+    """What each job may use, and what those of each cgroup with a quota may use together."""
+    bounds = [Bound(frozenset({name}), entry.cpus) for name, entry in jobs.items()]
+    for group in sorted({group for entry in jobs.values() for group in entry.known_quotas}):
+        quotas = {
+            name: entry.known_quotas[group]
+            for name, entry in jobs.items()
+            if group in entry.known_quotas
+        }
+        # An earlier version tells no groups; most jobs of a user are in one.
+        unknown = {name for name, entry in jobs.items() if _UNKNOWN in entry.known_quotas}
+        # they differ where it was changed meanwhile
+        bounds.append(Bound(frozenset(unknown.union(quotas)), max(quotas.values())))
+    return bounds
+
+
+def _competitors(name: str, entries: Mapping[str, Entry]) -> set[str]:
+    found, cpus = {name}, set(entries[name].cpu_set)
+    while True:
+        more = {other for other, entry in entries.items() if entry.cpu_set & cpus} - found
+        if not more:
+            return found
+        found |= more
+        cpus.update(*(entries[other].cpu_set for other in more))

@@ -1,0 +1,72 @@
+"""To whom a loader's threads give way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from keras_het.loader.host.foreign_load import ForeignLoad
+
+_IDLE = 0.1
+"""Part of the CPUs that is idle, from which nobody is in anybody's way."""
+_MUCH, _LITTLE = 1 / 3, 1 / 6
+"""Parts of the CPUs that others use, from which and up to which they count as busy."""
+_SECONDS = 0.25
+"""Time that a reading covers at least: the system counts in hundredths of a second."""
+_BUSY_READINGS = 6
+"""Readings in a row until others count as busy: a job that shares the host tells so within 1 s."""
+_CALM_READINGS = 12
+
+
+class LoaderPriority:
+    """The nice value of a pipeline's own threads: they give way to training steps alone.
+
+    A step takes a few milliseconds and then leaves the CPU: to let it go first costs a loader
+    little. Another program that computes without end would go first for ever: while others keep the
+    host busy, and until it is known, the threads have the priority of their process.
+
+    Args:
+        nice: nice value of threads that give way; 0 leaves them alone.
+        load: what others use, measured here by default.
+    """
+
+    def __init__(self, nice: int, load: ForeignLoad | None = None) -> None:
+        self._nice = nice
+        self._load = load if load is not None or not nice else ForeignLoad()
+        self._gives_way = False
+        self._calm_readings = 1
+        self._in_a_row = 0
+
+    @property
+    def value(self) -> int:
+        """Nice value of the threads now, relative to that of this process."""
+        return self._nice if self._gives_way else 0
+
+    def observe(self, friends: Collection[int] = ()) -> bool:
+        """Looks at the host, if the last look was a while ago.
+
+        Args:
+            friends: ids of the processes that share the host with this one, to whose steps the
+                threads give way too.
+
+        Returns:
+            Whether `value` has changed.
+        """
+        load = self._load
+        if load is None or load.seconds < _SECONDS:
+            return False
+        found = load.read(friends)
+        if found is None:
+            self._in_a_row = 0
+            return False
+        foreign, idle = (number / len(load.cpus) for number in found)
+        are_busy = idle < _IDLE and foreign > (_MUCH if self._gives_way else _LITTLE)
+        self._in_a_row = self._in_a_row + 1 if are_busy == self._gives_way else 0
+        if self._in_a_row < (_BUSY_READINGS if self._gives_way else self._calm_readings):
+            return False
+        self._gives_way, self._in_a_row = not self._gives_way, 0
+        self._calm_readings = max(self._calm_readings, _CALM_READINGS)
+        return True
+
+    def cost_threads(self) -> None:
+        """Gives way again after four times as long: to take it back cost this user new threads."""
+        self._calm_readings *= 4

@@ -1,0 +1,1 @@
+"""What `fit` iterates: distributed data sets and their passes."""

@@ -1,0 +1,90 @@
+"""Global batches one by one, of which only the wanted ones are cut."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader.input.pipeline_run import Weights
+from keras_het.loader.input.run import Element
+from keras_het.loader.iterators.held_iterator import HeldIterator
+from keras_het.loader.order import rows
+from keras_het.loader.order.work_orders import WorkOrders
+from keras_het.planning.shares import apportion
+
+
+class PipelineSource:
+    """A pipeline that takes an order for each batch; unwanted ones are ordered with no rows.
+
+    Args:
+        pipeline: data set of ((batch of each local replica), sizes, fingerprint).
+        orders: the orders that `pipeline` takes, none of them given yet.
+        weights: current share weights, one for each replica of the orders.
+        batch_rows: rows of a full global batch, 0 if not known.
+        keep_alive: what holds the functions that `pipeline` calls.
+    """
+
+    def __init__(
+        self, pipeline: Any, orders: WorkOrders, weights: Weights, batch_rows: int, keep_alive: Any
+    ) -> None:
+        self._orders, self._weights, self._rows = orders, weights, batch_rows
+        self._wanted: collections.deque[bool] = collections.deque()
+        self._iterator = HeldIterator(pipeline, keep_alive)
+
+    def order(self, wanted: bool) -> None:
+        """Announces whether the next batch that was not announced yet will be wanted."""
+        weights = tuple(self._weights())
+        self._wanted.append(wanted)
+        self._orders.put(weights if wanted else (0.0,) * len(weights), self._rows, False)
+
+    def read(self) -> Element | None:
+        """The next batch, None if it was not wanted."""
+        batches, sizes, _ = self._iterator.read()
+        return (list(batches), sizes.numpy()) if self._wanted.popleft() else None
+
+    def close(self) -> None:
+        """Ends the pass, and wakes up the pipeline if it waits for an order."""
+        self._orders.close()
+        self._iterator.release(lambda: None)
+
+
+class SlicedSource:
+    """A pipeline of whole batches that are cut by their consumer.
+
+    Args:
+        pipeline: data set of global batches.
+        weights: current share weights, one for each replica.
+        local: replicas whose part is wanted.
+        keep_alive: what holds the functions that `pipeline` calls.
+    """
+
+    def __init__(self, pipeline: Any, weights: Weights, local: range, keep_alive: Any) -> None:
+        self._weights, self._local = weights, local
+        self._ordered: collections.deque[tuple[float, ...] | None] = collections.deque()
+        self._iterator = HeldIterator(pipeline, keep_alive)
+
+    def order(self, wanted: bool) -> None:
+        """Announces whether the next batch that was not announced yet will be wanted."""
+        self._ordered.append(tuple(self._weights()) if wanted else None)
+
+    def read(self) -> Element | None:
+        """The next batch, None if it was not wanted."""
+        batch, weights = self._iterator.read(), self._ordered.popleft()
+        if weights is None:
+            return None
+        sizes = np.asarray(apportion(rows.count_rows_eagerly(batch), weights), np.int64)
+        parts = rows.cut_eagerly(batch, tf.constant(sizes))
+        return parts[self._local.start : self._local.stop], sizes
+
+    def close(self) -> None:
+        """Ends the pass."""
+        self._iterator.release(lambda: None)
+
+
+def repeated(weights: Weights, times: int) -> Callable[[], tuple[float, ...]]:
+    """The weights of all replicas in each of several parts of a batch."""
+    return lambda: tuple(weights()) * times

@@ -1,0 +1,94 @@
+"""One pass of which others take some of the global batches."""
+
+from __future__ import annotations
+
+import collections
+from typing import Protocol
+
+import numpy as np
+
+from keras_het.loader.input.claims import Claims
+from keras_het.loader.input.run import Element, Run
+
+
+class BatchSource(Protocol):
+    """Gives the global batches of a pass one by one, cut if they are wanted."""
+
+    def order(self, wanted: bool) -> None:
+        """Announces whether the next batch that was not announced yet will be wanted."""
+
+    def read(self) -> Element | None:
+        """The next batch, cut for the local replicas, None if it was not wanted.
+
+        Raises:
+            StopIteration: at the end of the data.
+        """
+
+    def close(self) -> None:
+        """Ends the pass."""
+
+
+class ClaimedRun(Run):
+    """Delivers one's own batches and passes over the others.
+
+    A batch may be delivered in several parts, each a step of its own, for a worker whose memory or
+    patience is smaller than the sync group's.
+
+    Args:
+        source: the global batches in order.
+        claims: which are one's own.
+        lookahead: batches that may be announced ahead.
+        number: number of passes over the data before this one.
+    """
+
+    def __init__(self, source: BatchSource, claims: Claims, lookahead: int, number: int) -> None:
+        super().__init__(number, first_step=0, num_steps=-1)
+        self._source = source
+        self._claims = claims
+        self._lookahead = lookahead
+        self._announced: collections.deque[bool] = collections.deque()
+        self._next = 0
+        self._parts = claims.left_over
+
+    def _produce(self) -> Element:
+        while not self._parts:
+            self._announce()
+            if not self._announced:
+                raise StopIteration
+            self._announced.popleft()
+            element = self._source.read()
+            if element is not None:
+                self._parts.extend(split_element(element, self._claims.num_parts))
+        return self._parts.popleft()
+
+    def _announce(self) -> None:
+        """Announces the next batch, and those after it of which the owner is known."""
+        while len(self._announced) <= self._lookahead and not self._claims.is_over(self._next):
+            if self._announced and not self._claims.is_known(self._next):
+                return
+            wanted = self._claims.owns(self._next)
+            if not wanted and self._claims.is_over(self._next):
+                return
+            if not self._claims.is_known(self._next):  # to pass over it would lose it
+                raise RuntimeError(
+                    f"Batch {self._next} was asked for before it was known whose it is. Expected: "
+                    "at most `steps_per_execution` steps between two calls of "
+                    "`HybridAggregation.on_train_batch_end`. Iterate the data by `fit` only."
+                )
+            self._announced.append(wanted)
+            self._source.order(wanted)
+            self._next += 1
+
+    def _free(self) -> None:
+        self._source.close()
+
+
+def split_element(element: Element, num_parts: int) -> list[Element]:
+    """Cuts a batch for num_parts * n replicas into steps of n replicas; empty ones are left out."""
+    batches, sizes = element
+    each = len(sizes) // num_parts
+    parts = [
+        (batches[first : first + each], np.asarray(sizes[first : first + each]))
+        for first in range(0, len(sizes), each)
+    ]
+    return [part for part in parts if part[1].sum()] if num_parts > 1 else [element]

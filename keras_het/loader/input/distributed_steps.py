@@ -1,0 +1,280 @@
+"""What all distributed inputs share: they start epochs, resume, and pass for TF's in `fit`."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.input.in_graph import GraphDataset, InputSpec, number_of
+from keras_het.loader.input.run import Run
+from keras_het.loader.input.step_iterator import StepIterator, Wrap
+from keras_het.loader.order.pass_counter import Pass, PassCounter
+
+logger = logging.getLogger("keras_het")
+
+
+class DistributedSteps(adapter.DistributedDataset):
+    """Base of the data sets that yield one element for each training step of all workers.
+
+    Keras's `fit` takes an instance as it takes TensorFlow's own distributed data sets. Iterators
+    are light until their first step. Keras draws one element of a throw-away iterator to build a
+    model before it trains: an epoch of which only one element was drawn, and whose iterator is
+    gone, is handed to the next iterator from its start, so that the look costs neither an epoch's
+    order nor a second start of the pipeline.
+
+    Args:
+        element_spec: specs of the batch of one replica.
+        cardinality: steps in an epoch, or one of tf.data's two negative constants.
+        wrap: makes what the training step gets from the local batches and all sizes. If it has a
+            method `bound_to`, what that returns for this data set is used; `element_spec` of it
+            makes the type of that of the type of a batch.
+        may_be_looked_at: whether the first element may be drawn to build a model, before the source
+            is told that its epoch begins; after a look the epoch is handed over.
+        draws_once: whether what a pass has read cannot be had again: a new pass would go without,
+            or find its source changed.
+        passes: counts the passes over the source, which other instances may have started.
+
+    Attributes:
+        samples_delivered: samples of all of its batches so far, over all replicas.
+        replica_spec: specs of the batch of one replica.
+        may_be_looked_at: whether Keras may draw an element before the first epoch begins.
+        epoch_steps: gives the steps of an epoch that Keras was told, None if it was not.
+    """
+
+    # The parent's constructor builds TensorFlow's own input pipeline, which ours replaces.
+    def __init__(
+        self,
+        element_spec: Any,
+        cardinality: int,
+        wrap: Wrap,
+        may_be_looked_at: bool = True,
+        passes: PassCounter | None = None,
+        draws_once: bool = False,
+    ) -> None:
+        self.samples_delivered = 0
+        self._steps = np.int64(cardinality)
+        self._wrap: Wrap = wrap.bound_to(self) if hasattr(wrap, "bound_to") else wrap
+        to_element = getattr(self._wrap, "element_spec", lambda spec: spec)
+        self.replica_spec = element_spec
+        self._element_spec = to_element(element_spec)
+        self.may_be_looked_at = may_be_looked_at
+        self.epoch_steps: Callable[[], int | None] = lambda: None
+        self._draws_once = draws_once
+        self._passes = passes or PassCounter()
+        self._first_step = 0
+        self._looked_at: Run | None = None
+        self._last: Run | None = None
+        self._last_fingerprint: int | None = None
+        self._runs_started = 0
+
+    @property
+    def element_spec(self) -> Any:
+        """The type of the elements; the number of rows is None."""
+        return self._element_spec
+
+    @property
+    def _type_spec(self) -> InputSpec:
+        return InputSpec(self._element_spec, is_iterator=False)
+
+    def __tf_tracing_type__(self, context: Any) -> InputSpec:
+        del context
+        return self._type_spec
+
+    def reduce(self, initial_state: Any, reduce_fn: Callable[[Any, Any], Any]) -> Any:
+        """Folds a function over all elements; AutoGraph makes it of `for batch in data_set`.
+
+        Args:
+            initial_state: any structure of tensors.
+            reduce_fn: makes the next state of a state and an element.
+        """
+        if not tf.executing_eagerly():
+            return self._in_graph().reduce(initial_state, reduce_fn)
+        for element in self:
+            initial_state = reduce_fn(initial_state, element)
+        return initial_state
+
+    def _in_graph(self) -> GraphDataset:
+        return GraphDataset(tf.constant(number_of(self), tf.int64), self._element_spec)
+
+    @property
+    def takes_keras_arrays(self) -> bool:
+        """Whether `fit` was given arrays, of which Keras draws the order of samples."""
+        return False
+
+    @property
+    def cardinality(self) -> np.int64:
+        """Steps in an epoch, or tf.data's UNKNOWN_CARDINALITY or INFINITE_CARDINALITY."""
+        return self._steps
+
+    @property
+    def fingerprint(self) -> int | None:
+        """Hash of the first global batch's rows in the latest epoch, the same on all workers.
+
+        None before its first step, and where the pipeline draws random values that make rows
+        differ between workers. If it differs between workers their orders differ: a shuffle
+        without a seed.
+        """
+        return self._last.fingerprint if self._last else self._last_fingerprint
+
+    @property
+    def content(self) -> Mapping[str, str]:
+        """What tells this data from other data, equal on all workers; it reads none of a pass."""
+        return {}
+
+    @property
+    def was_looked_at(self) -> bool:
+        """Whether the first element of the next pass was looked at, and nothing since."""
+        return self._looked_at is not None
+
+    @property
+    def passes_started(self) -> int:
+        """Passes over the data that were started; a look at the first element starts one."""
+        return self._runs_started
+
+    def __len__(self) -> int:
+        if self._steps < 0:
+            raise TypeError("This data set has an unknown or infinite number of steps.")
+        return int(self._steps)
+
+    @property
+    def running(self) -> Run | None:
+        """The pass that was started last, None before it or once nobody iterates it any more."""
+        return self._last
+
+    @property
+    def position(self) -> tuple[tuple[Pass, ...], int]:
+        """Where the data set is: what `start_at` needs to go on from here.
+
+        Returns:
+            The passes that are behind, each with whether it was iterated (or how many steps, if it
+            was left before its end), and the steps of the present pass that are behind.
+        """
+        run = self._last
+        if run is None or run.ended or run is self._looked_at:
+            return self._passes.before(None), 0
+        return self._passes.before(run.number), run.first_step + run.delivered
+
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly():
+            return iter(self._in_graph())
+        number = self._passes.reserve()
+        return StepIterator(functools.partial(self._open, number), self._drop, self._wrap, self)
+
+    def start_at(self, passes: int | Sequence[Pass], step: int) -> None:
+        """Makes the next passes continue where an earlier process stopped.
+
+        Shuffles continue as after `passes`, and the first `step` global batches of the next one are
+        left out, before any map that only the user of a row runs.
+
+        Args:
+            passes: passes over the data that are behind: a number of whole ones, or for each
+                whether it was iterated (Keras starts one at the end of each epoch that it does not
+                use), as `position` gives them.
+            step: steps of the next pass that are behind; later passes start at 0.
+
+        Raises:
+            ValueError: if a number is negative, or the pipeline cannot go back to that order.
+        """
+        if (isinstance(passes, int) and passes < 0) or step < 0:
+            raise ValueError(
+                f"passes and step must be zero or more. Received: passes={passes}, step={step}."
+            )
+        gone_by = (True,) * passes if isinstance(passes, int) else tuple(passes)
+        if self._draws_once and self._looked_at is not None:
+            self._go_on_at(self._looked_at, gone_by, step)
+            return
+        self._seek(gone_by)
+        shuffle = self._shuffle()
+        if shuffle is not None:
+            self._passes.is_at(shuffle, len(gone_by))
+        if self._looked_at is not None:
+            self._looked_at.close()
+        self._looked_at = self._last = None
+        self._passes.set_to(gone_by)
+        self._first_step = step
+
+    def cut_again(self) -> None:
+        """Makes weights that were set since a look at the first element count from the first step.
+
+        Where the pipeline cannot go back, they count `lookahead` steps later, as in any step.
+        """
+        run = self._looked_at
+        if run is None:
+            return
+        if self._draws_once and run.cut_first_again():
+            return
+        try:
+            self.start_at(self._passes.before(run.number), run.first_step)
+        except ValueError:
+            logger.info("The pipeline cannot go back: shares change in its first steps.")
+
+    @abc.abstractmethod
+    def _seek(self, passes: tuple[Pass, ...]) -> None:
+        """Makes the next pass the one after `passes`."""
+
+    @abc.abstractmethod
+    def _shuffle(self) -> Any:
+        """The node on whose orders that of a pass depends, None if nothing reshuffles."""
+
+    @abc.abstractmethod
+    def _let_go_by(self, passes: Iterable[Pass]) -> None:
+        """Lets passes go by before the next one."""
+
+    @abc.abstractmethod
+    def _new_run(self, number: int, first_step: int) -> Run:
+        """Starts a pass."""
+
+    def _go_on_at(self, run: Run, passes: tuple[Pass, ...], step: int) -> None:
+        """Makes the pass that was looked at the one after `passes`, and goes on in it."""
+        if step < run.first_step:
+            raise ValueError(
+                "A generator that was given to `fit` can be drawn from once. Received: step="
+                f"{step}, after the input was brought to step {run.first_step}. Call fit with a "
+                "new generator."
+            )
+        run.leave_out(step - run.first_step)
+        self._passes.set_to(passes)
+        run.number = self._passes.start(len(passes))
+        self._passes.give_back(run.number)
+        run.on_end = functools.partial(self._passes.finish, run.number)
+
+    def _open(self, number: int) -> Run:
+        run, self._looked_at = self._looked_at, None
+        if run is None:
+            self._runs_started += 1
+            number = self._passes.start(self._pass_to_start(number))
+            shuffle = self._shuffle()
+            if shuffle is not None:
+                self._let_go_by(self._passes.catch_up(shuffle, number))
+            run = self._new_run(number, self._first_step)
+            run.on_end = functools.partial(self._passes.finish, number)
+            self._first_step = 0
+        self._last = run
+        return run
+
+    def _pass_to_start(self, number: int) -> int:
+        """The pass that an iterator starts, by default the one that it was numbered with."""
+        return number
+
+    def _drop(self, run: Run) -> None:
+        # With a single step a look and a whole epoch are the same; only the first is a look.
+        single = self._steps == 1 and self._runs_started > 1
+        # So may be the rest of a resumed pass; Keras executes nothing where it looks.
+        single |= run.first_step > 0 and run.ended and run.was_executed
+        if self._steps < 0 and run.ended and run.first_step == 0 and run.delivered == 1:
+            self._steps = np.int64(1)
+        if self.may_be_looked_at and run is self._last and not single and run.rewind():
+            self._looked_at = run
+            self._passes.give_back(run.number)
+            return
+        if not run.ended:
+            self._passes.leave(run.number, run.first_step + run.delivered)
+        if run is self._last:
+            self._last_fingerprint, self._last = run.fingerprint, None

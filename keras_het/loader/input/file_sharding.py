@@ -1,0 +1,191 @@
+"""Input where each worker reads only its own files."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.input.distributed_steps import DistributedSteps
+from keras_het.loader.input.file_run import FileRun
+from keras_het.loader.input.pipeline_run import Weights
+from keras_het.loader.input.step_iterator import Wrap
+from keras_het.loader.order import rows
+from keras_het.loader.order.pass_counter import Pass
+from keras_het.loader.order.replay import advance, fresh_copy
+from keras_het.planning.file_assignment import assign_files, shares_of_own_samples
+from keras_het.planning.replica_layout import ReplicaLayout
+
+logger = logging.getLogger("keras_het")
+
+
+class FileShardedDataset(DistributedSteps):
+    """Gives each worker whole files, in proportion to its weight, and reads nothing else there.
+
+    Every sample is used exactly once in an epoch and all workers have the same number of steps, but
+    a global batch is not that of one process: it joins the next samples of each worker's files.
+    Files are assigned once, by the weights at construction; a worker's samples differ from its
+    ideal by at most those of the largest file. Shares follow the weights at each step at once; when
+    a worker runs out of samples, the others take what is left of theirs in steps of the same size.
+
+    Args:
+        filenames: all files, in the same order on all workers.
+        reader: makes a `tf.data.Dataset` of samples from a filename (string scalar).
+        layout: which replicas there are, and which are local.
+        weights: gives the current share weights, one for each replica; must give all workers the
+            same at the same step.
+        wrap: makes an element from a list with the batch of each local replica, and sizes, int64 of
+            shape [num_replicas].
+        global_batch_size: samples in a step over all workers.
+        samples_per_file: samples in each file. If None, each worker reads all files once to count
+            them, which is slow.
+        map_function: for a single sample, run in parallel by the worker that uses it.
+        shuffle_buffer: samples of the buffer in which each worker shuffles its own, 0 for none.
+        seed: seed of that shuffle.
+
+    Raises:
+        ValueError: if there is no file, or the numbers do not fit the files.
+    """
+
+    def __init__(
+        self,
+        filenames: Sequence[str],
+        reader: Callable[[Any], tf.data.Dataset],
+        layout: ReplicaLayout,
+        weights: Weights,
+        wrap: Wrap,
+        *,
+        global_batch_size: int,
+        samples_per_file: Sequence[int] | None = None,
+        map_function: Callable[..., Any] | None = None,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+    ) -> None:
+        if not filenames or global_batch_size < 1:
+            raise ValueError(
+                "At least one file and a global_batch_size of 1 or more are needed. "
+                f"Received: {len(filenames)} files, global_batch_size={global_batch_size}."
+            )
+        if samples_per_file is None:
+            samples_per_file = _count_samples(filenames, reader)
+        if len(samples_per_file) != len(filenames):
+            raise ValueError(
+                f"samples_per_file needs one number for each of the {len(filenames)} files. "
+                f"Received: {len(samples_per_file)}."
+            )
+        self._layout = layout
+        self._weights = weights
+        self._global_batch_size = global_batch_size
+        by_replica = list(weights())
+        of_workers = [layout.replicas_of(worker) for worker in range(layout.num_workers)]
+        by_worker = [sum(by_replica[ids.start : ids.stop]) for ids in of_workers]
+        self.files = assign_files(samples_per_file, by_worker)
+        self._samples = [sum(samples_per_file[file] for file in files) for files in self.files]
+        own = [filenames[file] for file in self.files[layout.worker_index]]
+        self._map_function = map_function
+        self._row_functions: tuple[Callable[..., Any], ...] = ()
+        self._chunk = max(1, global_batch_size // layout.num_workers)
+        self._own = _samples_of(own, reader)
+        if shuffle_buffer:
+            self._own = self._own.shuffle(shuffle_buffer, seed=seed + layout.worker_index)
+        self._first = _samples_of(filenames, reader).take(1)
+        chunks = self._chunks(self._first)
+        self._empty = rows.slice_rows(next(iter(chunks)), 0, 0)
+        steps = -(-sum(self._samples) // global_batch_size)
+        super().__init__(rows.relax_rows(chunks.element_spec), steps, wrap)
+        logger.info("Input by files: worker %d reads %d.", layout.worker_index, len(own))
+
+    def map(self, function: Callable[..., Any], **_: Any) -> FileShardedDataset:
+        """The same input with one more row-wise function of a batch.
+
+        Keras's `fit` calls it for `class_weight`.
+
+        Args:
+            function: row i of its result must depend on row i of the batch only. Further arguments
+                of `tf.data.Dataset.map` are taken and not needed.
+        """
+        mapped = copy.copy(self)
+        mapped._row_functions = (*self._row_functions, function)
+        chunks = mapped._chunks(self._first)
+        mapped._empty = rows.slice_rows(next(iter(chunks)), 0, 0)
+        DistributedSteps.__init__(
+            mapped,
+            rows.relax_rows(chunks.element_spec),
+            int(self._steps),
+            self._wrap,
+            passes=self._passes,
+        )
+        return mapped
+
+    def prefetch(self, buffer_size: int) -> FileShardedDataset:
+        """This input, which prepares the next samples whatever `buffer_size` says."""
+        del buffer_size
+        return self
+
+    def _chunks(self, samples: tf.data.Dataset) -> tf.data.Dataset:
+        if self._map_function is not None:
+            samples = samples.map(
+                self._map_function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+            )
+        chunks = samples.batch(self._chunk)
+        for function in self._row_functions:
+            chunks = chunks.map(function)
+        return chunks.prefetch(2)
+
+    def _new_run(self, number: int, first_step: int) -> FileRun:
+        remaining, own_skipped = self._after(first_step)
+        return FileRun(
+            iter(self._chunks(self._own.skip(own_skipped))),
+            self._empty,
+            self._layout,
+            self._weights,
+            self._global_batch_size,
+            remaining,
+            number=number,
+            first_step=first_step,
+            num_steps=int(self._steps),
+        )
+
+    def _after(self, steps: int) -> tuple[list[int], int]:
+        """Samples left on each worker, and used on this one, after steps with today's weights."""
+        remaining = list(self._samples)
+        counts = self._layout.replicas_per_worker
+        for _ in range(steps):
+            shares = shares_of_own_samples(
+                self._global_batch_size, self._weights(), counts, remaining
+            )
+            for worker in range(self._layout.num_workers):
+                ids = self._layout.replicas_of(worker)
+                remaining[worker] -= sum(shares[ids.start : ids.stop])
+        mine = self._layout.worker_index
+        return remaining, self._samples[mine] - remaining[mine]
+
+    def _seek(self, passes: tuple[Pass, ...]) -> None:
+        self._own = fresh_copy(self._own)
+        advance(self._own, passes)
+
+    def _shuffle(self) -> Any:
+        return adapter.first_reshuffled(self._own)
+
+    def _let_go_by(self, passes: Iterable[Pass]) -> None:
+        advance(self._own, passes)
+
+
+def _samples_of(
+    filenames: Sequence[str], reader: Callable[[Any], tf.data.Dataset]
+) -> tf.data.Dataset:
+    names = tf.constant(list(filenames), tf.string, shape=[len(filenames)])
+    return tf.data.Dataset.from_tensor_slices(names).flat_map(reader)
+
+
+def _count_samples(filenames: Sequence[str], reader: Callable[[Any], tf.data.Dataset]) -> list[int]:
+    logger.info("Reading %d files to count their samples.", len(filenames))
+    counts = []
+    for name in filenames:
+        counted = reader(tf.constant(name)).reduce(tf.constant(0, tf.int64), lambda n, *_: n + 1)
+        counts.append(int(counted))
+    return counts

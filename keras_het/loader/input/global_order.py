@@ -1,0 +1,424 @@
+"""One global order of samples, cut into unequal shares for the replicas of all workers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.input.batch_sources import PipelineSource, SlicedSource, repeated
+from keras_het.loader.input.claimed_run import BatchSource, ClaimedRun
+from keras_het.loader.input.claims import Claims
+from keras_het.loader.input.distributed_steps import DistributedSteps
+from keras_het.loader.input.local_pipeline import (
+    build_local_pipeline,
+    global_batches,
+    whole_batches,
+)
+from keras_het.loader.input.order_tuning import OrderTuning
+from keras_het.loader.input.pipeline_run import PipelineRun, Weights
+from keras_het.loader.input.run import Run
+from keras_het.loader.input.sliced_run import SlicedRun
+from keras_het.loader.input.step_iterator import Wrap
+from keras_het.loader.iterators.source_memory import recall, remember
+from keras_het.loader.order import rows
+from keras_het.loader.order.content import describe_content
+from keras_het.loader.order.keras_arrays import seeds_of_orders
+from keras_het.loader.order.pass_counter import Pass
+from keras_het.loader.order.pipeline_form import PipelineForm, with_batch_size
+from keras_het.loader.order.replay import advance, fresh_copy, nests_shuffles, starts_once
+from keras_het.loader.order.work_orders import WorkOrders
+from keras_het.planning.replica_layout import ReplicaLayout
+
+logger = logging.getLogger("keras_het")
+
+
+class GlobalOrderDataset(DistributedSteps):
+    """Gives each local replica its rows of every global batch.
+
+    Global batch t has rows x_0 ... x_{n-1} in one order that is the same on all workers. With
+    shares s = apportion(n, weights), replica r gets rows sum(s[:r]) ... sum(s[:r+1]) - 1: every
+    sample exactly once, whatever the weights and however they change. Weights are read once a step
+    and are in effect `lookahead` steps later, without a new pipeline and without a new trace. All
+    workers have the same number of steps.
+
+    In "element" mode each worker reads every sample (of arrays only its number) but runs the maps
+    of single samples before `batch()` only on its own rows; in "slice" mode each worker runs the
+    whole pipeline and keeps its rows. `mode` and `reason` say which it is. Sharding options of the
+    data set are ignored.
+
+    A replica with no row gets a batch of 0 rows. A map that draws random numbers runs for own rows
+    only, so its draws differ from those of one process.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches, or of single samples with
+            `global_batch_size`. Shuffles need a seed, or the same global seed on all workers.
+        layout: which replicas there are, and which are local.
+        weights: gives the current share weights, one for each replica; must give all workers the
+            same at the same step.
+        wrap: makes an element from a list with the batch of each local replica, and sizes, int64 of
+            shape [num_replicas].
+        global_batch_size: samples in a global batch, if `dataset` has single samples; the last
+            batch may be smaller.
+        batch_map: row-wise function of a batch (row i of the result depends on row i only), or
+            several, first to last; run on local rows only; must accept 0 rows.
+        lookahead: steps the pipeline works ahead, and by which a change of weights is late.
+        claims: called with this data set when a pass starts; gives the `Claims` of a pass of which
+            others take some of the batches, or None.
+
+    Attributes:
+        form: what every worker runs, and what only the user of a row runs.
+        layout: which replicas there are, and which are local.
+        lookahead: steps the pipeline works ahead.
+        only_slices: whether a step only cuts whole batches, which the user's pipeline makes.
+        tuning: what can be turned in it while it runs.
+        pipelines_built: number of pipelines that were made for its passes.
+
+    Raises:
+        TypeError: if `dataset` is not a `tf.data.Dataset`.
+        ValueError: if elements are not batches, or `lookahead` or `global_batch_size` is too small.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        layout: ReplicaLayout,
+        weights: Weights,
+        wrap: Wrap,
+        *,
+        global_batch_size: int | None = None,
+        batch_map: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+        lookahead: int = 2,
+        claims: Callable[[Any], Claims | None] | None = None,
+    ) -> None:
+        _check_arguments(dataset, global_batch_size, lookahead)
+        if global_batch_size is None:
+            rows.check_batched(dataset.element_spec)
+        self.form, passes = recall(dataset, global_batch_size, self)
+        self._source = (dataset, global_batch_size)
+        self._first_batch_size: int | None = None
+        self.layout = layout
+        self._weights = weights
+        self.lookahead = lookahead
+        self._get_claims = claims
+        self._claims: Claims | None = None
+        self._row_functions = (batch_map,) if callable(batch_map) else tuple(batch_map)
+        self.only_slices = self.form.only_slices and not self._row_functions
+        self._idle: list[tuple[Any, WorkOrders]] = []
+        self.pipelines_built = 0
+        self.tuning = OrderTuning(self, dataset)
+        upstream = list(adapter.upstream_of(self.form.stream))
+        self._has_fingerprint = not any(
+            adapter.operations_in_functions(node) & adapter.RANDOM_VALUE_OPERATIONS
+            for node in upstream
+        )
+        super().__init__(
+            rows.relax_rows(self._batch_spec()),
+            int(global_batches(self.form).cardinality()),
+            wrap,
+            may_be_looked_at=not any(map(adapter.is_keras_py_dataset, upstream)),
+            passes=passes,
+            draws_once=any(map(adapter.is_keras_generator, upstream))
+            or (self.only_slices and any(map(adapter.draws_from_generator, upstream))),
+        )
+        self._warn_of_changing_order(upstream)
+        logger.info("Input in %s mode: %s.", self.mode, self.reason)
+
+    @functools.cached_property
+    def content(self) -> Mapping[str, str]:
+        """What tells this data from other data, equal on all workers; it reads none of a pass."""
+        return describe_content(self._source[0], self.form)
+
+    @property
+    def mode(self) -> str:
+        """Either "element" (maps run only for own samples) or "slice" (whole batches are made)."""
+        return self.form.mode
+
+    @property
+    def reason(self) -> str:
+        """Why the data set is in this mode."""
+        return self.form.reason
+
+    @property
+    def takes_keras_arrays(self) -> bool:
+        """Whether `fit` was given arrays, of which Keras draws the order of samples."""
+        return self.form.gathers_indices
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of a full global batch, None if not known."""
+        return self.form.batch_size
+
+    @property
+    def first_global_batch_size(self) -> int | None:
+        """Samples of a full global batch as it was given, None if not known."""
+        return self._first_batch_size or self.form.batch_size
+
+    @property
+    def seeds_of_orders(self) -> list[list[int | None]]:
+        """The seeds of all shuffles; 0 and 0 of one whose order nothing can bring back."""
+        return seeds_of_orders(self._source[0])
+
+    def set_global_batch_size(self, samples: int) -> None:
+        """Changes the size of global batches from the next pass on; orders of samples stay.
+
+        Call it on every worker between the same two passes.
+
+        Args:
+            samples: samples of a full global batch, at least 1.
+
+        Raises:
+            ValueError: if the pipeline does not end in `batch()`, so that nothing tells how to make
+                other batches, or the size is below 1.
+        """
+        if samples < 1:
+            raise ValueError(f"A global batch needs at least 1 sample. Received: {samples}.")
+        self._first_batch_size = self.first_global_batch_size
+        self.form = with_batch_size(self.form, samples)
+        self._idle.clear()
+        self._steps = np.int64(global_batches(self.form).cardinality())
+
+    @property
+    def own_weight(self) -> float:
+        """Samples of this worker in a step, relative to the mean over all workers."""
+        weights = list(getattr(self._last, "latest_weights", ()))
+        local = self.layout.local_replicas
+        own = sum(weights[local.start : local.stop])
+        return float(own / sum(weights) * self.layout.num_workers) if any(weights) else 1.0
+
+    def passes_before(self, run: Run) -> tuple[Pass, ...]:
+        """The passes before a running one, each with whether it was iterated."""
+        return self._passes.before(run.number)
+
+    def has_lost_count(self, run: Run) -> bool:
+        """Whether it is not known which orders of its shuffles a running pass takes.
+
+        That is so where a pass takes several, and one was left half-way, or another input of the
+        data set began one meanwhile. Where a shuffle reads from another, which takes its order with
+        the first element, other inputs are enough.
+
+        Args:
+            run: the running pass.
+        """
+        batches = global_batches(self.form)
+        if starts_once(batches):
+            return nests_shuffles(batches) and len(self._passes.inputs) > 1
+        others = self._passes.unfinished - {run.number}
+        return bool(others) or len(self._passes.gone_by) > run.number + 1
+
+    def adopt(self, form: PipelineForm) -> None:
+        """Makes later passes those of another form, which has come as far as the present one.
+
+        Args:
+            form: the same samples; its shuffles have started the passes up to the running one.
+        """
+        if self._last is not None:
+            # those of other inputs, such as an evaluation within the epoch
+            advance(global_batches(form), self._passes.gone_by[self._last.number + 1 :])
+            shuffle = adapter.first_reshuffled(form.stream)
+            if shuffle is not None:
+                self._passes.is_at(shuffle, len(self._passes.gone_by))
+        remember(*self._source, form)
+        self.follow(form)
+
+    def follow(self, form: PipelineForm) -> None:
+        """Makes later passes those of another form, in batches of the present size.
+
+        Args:
+            form: the same samples.
+        """
+        if form is not self.form:
+            size = self.form.batch_size
+            if size is not None and size != form.batch_size:
+                form = with_batch_size(form, size)
+            self.form = form
+            self._idle.clear()
+
+    def map(self, function: Callable[..., Any], **_: Any) -> GlobalOrderDataset:
+        """The same input with one more row-wise function of a batch, run on local rows only.
+
+        Keras's `fit` calls it for `class_weight`.
+
+        Args:
+            function: row i of its result must depend on row i of the batch only; must accept 0
+                rows. Further arguments of `tf.data.Dataset.map` are taken and not needed.
+        """
+        dataset, global_batch_size = self._source
+        return GlobalOrderDataset(
+            dataset,
+            self.layout,
+            self._weights,
+            self._wrap,
+            global_batch_size=global_batch_size,
+            batch_map=(*self._row_functions, function),
+            lookahead=self.lookahead,
+            claims=self._get_claims,
+        )
+
+    def prefetch(self, buffer_size: int) -> GlobalOrderDataset:
+        """This input, which prepares `lookahead` steps ahead whatever `buffer_size` says."""
+        del buffer_size
+        return self
+
+    def _batch_spec(self) -> Any:
+        if self.only_slices:
+            return self.form.stream.element_spec
+        self._idle.append(self.build(0))
+        return self._idle[0][0].element_spec[0][0]
+
+    def _pass_to_start(self, number: int) -> int:
+        self._claims = self._get_claims(self) if self._get_claims is not None else None
+        if self._claims is None:
+            return number
+        before = self._claims.passes_before
+        try:
+            # A copy of its own: another input of the same data set, as for validation, moves the
+            # shuffles of the original on.
+            self._seek(before)
+        except ValueError:
+            if len(before) < len(self._passes.gone_by):
+                raise
+        else:
+            self._passes.set_to(before)
+            shuffle = self._shuffle()
+            if shuffle is not None:
+                self._passes.is_at(shuffle, len(before))
+        return len(before)
+
+    def _new_run(self, number: int, first_step: int) -> Run:
+        if self._claims is not None:
+            return self._claimed_run(self._claims, number)
+        arguments: dict[str, Any] = {
+            "number": number,
+            "first_step": first_step,
+            "num_steps": int(self._steps),
+            "wants_fingerprint": self._has_fingerprint,
+            "keep_alive": self.form,
+        }
+        if self.only_slices:
+            self.pipelines_built += 1
+            pipeline = whole_batches(self.form, self.lookahead, first_step)
+            layout, lookahead = self.layout, self.lookahead
+            run = SlicedRun(pipeline, layout, self._weights, lookahead, **arguments)
+            self.tuning.start_moved(run)
+            return run
+        fits = bool(self._idle) and first_step == 0
+        pipeline, orders = self._idle.pop() if fits else self.build(first_step)
+        idle = None if first_step else weakref.ref(self)
+        return PipelineRun(
+            pipeline,
+            orders,
+            self._weights,
+            self.lookahead,
+            self.form.batch_size or 0,
+            give_back=functools.partial(_keep_idle, idle, self.form, pipeline, orders),
+            epoch_steps=_nothing if self.form.reads_ahead else self.epoch_steps,
+            **arguments,
+        )
+
+    def _claimed_run(self, claims: Claims, number: int) -> Run:
+        """A pass of which others take some of the batches."""
+        parts = claims.num_parts
+        weights = repeated(self._weights, parts)
+        self.pipelines_built += 1
+        # with several parts all replicas are local: an async worker is alone in its group
+        layout = ReplicaLayout((self.layout.num_replicas * parts,)) if parts > 1 else self.layout
+        if self.only_slices:
+            whole = whole_batches(self.form, self.lookahead)
+            source: BatchSource = SlicedSource(whole, weights, layout.local_replicas, self.form)
+        else:
+            admits = not self.form.reads_ahead
+            orders = WorkOrders(layout.num_replicas, self.lookahead, admits)
+            pipeline = build_local_pipeline(
+                self.form, layout, orders, self.lookahead, 0, self._row_functions
+            )
+            batch_rows = self.form.batch_size or 0
+            source = PipelineSource(pipeline, orders, weights, batch_rows, self.form)
+        return ClaimedRun(source, claims, self.lookahead, number)
+
+    def build(self, skip: int, form: PipelineForm | None = None) -> tuple[Any, WorkOrders]:
+        """Builds what this worker runs.
+
+        Args:
+            skip: global batches to leave out at the start.
+            form: the samples, by default those of `form`.
+
+        Returns:
+            The pipeline, and the orders that it takes.
+        """
+        self.pipelines_built += 1
+        form = form or self.form
+        orders = WorkOrders(self.layout.num_replicas, self.lookahead, not form.reads_ahead)
+        pipeline = build_local_pipeline(
+            form,
+            self.layout,
+            orders,
+            self.lookahead,
+            skip,
+            self._row_functions,
+        )
+        return pipeline, orders
+
+    def _seek(self, passes: tuple[Pass, ...]) -> None:
+        try:
+            stream = fresh_copy(self.form.stream)
+        except ValueError:
+            if self._runs_started or self._passes.gone_by:
+                raise
+            stream = self.form.stream
+        if stream is not self.form.stream:
+            form = self.form.reading_from(stream)
+            remember(*self._source, form)
+            self.follow(form)
+        advance(global_batches(self.form), passes)
+
+    def _shuffle(self) -> Any:
+        return adapter.first_reshuffled(self.form.stream)
+
+    def _let_go_by(self, passes: Iterable[Pass]) -> None:
+        advance(global_batches(self.form), passes)
+
+    def _warn_of_changing_order(self, upstream: list[Any]) -> None:
+        if self.layout.num_workers == 1:
+            return
+        if any(map(adapter.is_nondeterministic, upstream)):
+            logger.warning(
+                "A part of the data set that every worker runs has deterministic=False: workers "
+                "may see different orders, and samples may be lost or used twice. Remove it."
+            )
+        elif self.form.options.deterministic is False:
+            logger.info("The option deterministic=False is not used: workers need one order.")
+
+
+def _check_arguments(dataset: Any, global_batch_size: int | None, lookahead: int) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"dataset must be a tf.data.Dataset. Received: {dataset!r} of type {type(dataset)}. "
+            "Arrays can be given to fit directly, or made one by Dataset.from_tensor_slices."
+        )
+    if global_batch_size is not None and global_batch_size < 1:
+        raise ValueError(f"global_batch_size must be 1 or more. Received: {global_batch_size}.")
+    if lookahead < 0:
+        raise ValueError(f"lookahead must be zero or more steps. Received: {lookahead}.")
+
+
+def _nothing() -> None:
+    """No bound."""
+
+
+def _keep_idle(
+    owner: weakref.ref[GlobalOrderDataset] | None,
+    form: PipelineForm,
+    pipeline: Any,
+    orders: WorkOrders,
+) -> None:
+    """Keeps a pipeline whose iterator is gone for a later epoch."""
+    dataset = owner() if owner else None
+    if dataset is not None and dataset.form is form and len(dataset._idle) < 2:
+        dataset._idle.append((pipeline, orders))

@@ -1,0 +1,187 @@
+"""The pipeline of one worker: takes its own rows of each global batch and maps only them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import iterator_adapter
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.order import rows
+from keras_het.loader.order.pipeline_form import PipelineForm
+from keras_het.loader.order.work_orders import WorkOrders
+from keras_het.planning.replica_layout import ReplicaLayout
+
+Dataset = adapter.Dataset
+
+
+def global_batches(form: PipelineForm) -> Dataset:
+    """The global batches of a form before any work that only the user of a row does."""
+    if form.mode == "slice":
+        return form.stream
+    return form.stream.batch(form.batch_size, drop_remainder=form.drop_remainder)
+
+
+def whole_batches(form: PipelineForm, lookahead: int, skip: int = 0, prefetch: int = 1) -> Dataset:
+    """The global batches of a form in slice mode, to be cut by their consumer.
+
+    Args:
+        form: the recognised pipeline of the user.
+        lookahead: batches to prepare ahead.
+        skip: global batches to leave out at the start.
+        prefetch: batches to prepare ahead if that is more than `lookahead`; none are where the
+            form does not read ahead.
+
+    Returns:
+        A data set with the elements of the user's.
+    """
+    batches = form.stream.skip(skip) if skip else form.stream
+    ahead = max(lookahead, prefetch, 1) if form.reads_ahead else 0
+    return (batches.prefetch(ahead) if ahead else batches).with_options(_in_order(form.options))
+
+
+def build_local_pipeline(
+    form: PipelineForm,
+    layout: ReplicaLayout,
+    orders: WorkOrders,
+    lookahead: int,
+    skip: int = 0,
+    row_functions: tuple[Callable[..., Any], ...] = (),
+) -> Dataset:
+    """Builds what one worker runs.
+
+    Args:
+        form: the recognised pipeline of the user.
+        layout: which replicas are this worker's own.
+        orders: the shares of every step to come, put by the consumer.
+        lookahead: steps that the pipeline may prepare ahead.
+        skip: global batches to leave out at the start, before any order is taken.
+        row_functions: further row-wise functions of a batch, after those of the form.
+
+    Returns:
+        A data set of ((one batch for each local replica), sizes int64 of shape [num_replicas],
+        fingerprint int64 scalar).
+    """
+    batches = global_batches(form)
+    if skip:
+        batches = batches.skip(skip)
+    batches = orders.admit(batches)
+    if form.reads_ahead and form.mode == "element":
+        # read the next samples while the maps of this step run
+        batches = batches.prefetch(1)
+    cut = _cut_function(batches.element_spec, form, layout, orders)
+    finish = _finish_function(form, layout, (*form.row_functions, *row_functions))
+    works = form.element_maps or form.arrays or form.row_functions or row_functions
+    parallel = {"num_parallel_calls": 2, "deterministic": True} if works else {}
+    # what waits for orders must be a sequential map, and what reads from it must not hold a lock
+    # meanwhile: a parallel map does not, a parallel interleave would block finished steps
+    own_rows = batches.map(cut)
+    finished = own_rows.map(finish, **parallel)
+    for mapped in (own_rows, finished):
+        iterator_adapter.free_graph_with(mapped)
+    return finished.prefetch(max(lookahead, 1)).with_options(_in_order(form.options))
+
+
+def _cut_function(
+    element_spec: Any, form: PipelineForm, layout: ReplicaLayout, orders: WorkOrders
+) -> Callable[..., Any]:
+    # map() spreads a tuple over the arguments of its function, and nothing else
+    is_tuple = type(element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert
+    def cut(*arguments: Any) -> tuple[Any, Any, Any]:
+        batch = arguments if is_tuple else arguments[0]
+        return _own_rows(batch, form, layout, orders)
+
+    return cut
+
+
+def _finish_function(
+    form: PipelineForm, layout: ReplicaLayout, row_functions: tuple[Callable[..., Any], ...]
+) -> Callable[..., Any]:
+    local = layout.local_replicas
+    functions = [tf.function(function) for function in row_functions]
+
+    @tf.autograph.experimental.do_not_convert
+    def finish(batch: Any, sizes: Any, fingerprint: Any) -> tuple[Any, Any, Any]:
+        local_sizes = sizes[local.start : local.stop]
+        if form.element_maps or form.arrays:
+            batch = _mapped_rows(batch, form, tf.reduce_sum(local_sizes))
+        for function in functions:
+            batch = function(*batch) if type(batch) is tuple else function(batch)
+        return rows.split_rows(batch, local_sizes, len(local)), sizes, fingerprint
+
+    return finish
+
+
+def _own_rows(
+    batch: Any, form: PipelineForm, layout: ReplicaLayout, orders: WorkOrders
+) -> tuple[Any, Any, Any]:
+    """Own rows of a global batch before their maps, the sizes, and the batch's fingerprint."""
+    cut, rest = batch if form.gathers_indices else (batch, None)
+    total = rows.count_rows(cut)
+    sizes, wants_fingerprint = orders.sizes(orders.take(), total)
+    local = layout.local_replicas
+    start = tf.reduce_sum(sizes[: local.start])
+    count = tf.reduce_sum(sizes[local.start : local.stop])
+    if _needs_probe(form):
+        count = tf.maximum(count, 1)
+        start = tf.minimum(start, total - count)
+    own = rows.slice_rows(cut, start, count)
+    fingerprint = tf.cond(
+        wants_fingerprint, lambda: rows.hash_rows(cut), lambda: tf.constant(0, tf.int64)
+    )
+    return ((own, rest) if form.gathers_indices else own), sizes, fingerprint
+
+
+def _needs_probe(form: PipelineForm) -> bool:
+    """Whether only a mapped sample can tell the shapes of an empty batch.
+
+    A replica without a share then maps one sample and drops it.
+    """
+    if not form.element_maps:
+        return False
+    specs = [
+        spec
+        for spec in tf.nest.flatten(form.element_maps[-1].element_spec)
+        if not adapter.is_none(spec)
+    ]
+    return not all(
+        isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined() for spec in specs
+    )
+
+
+def _mapped_rows(own: Any, form: PipelineForm, count: Any) -> Any:
+    """Gathers own rows, runs the maps of single samples on them and batches the results."""
+    if form.arrays:
+        rows_of_arrays = [tf.gather(array, own) for array in form.arrays]
+        own = tf.nest.pack_sequence_as(form.sample_spec, rows_of_arrays)
+    if not form.element_maps:
+        return own
+    if _needs_probe(form):
+        return rows.slice_rows(_mapped_batch(own, form), tf.zeros([], tf.int64), count)
+    return tf.cond(count > 0, lambda: _mapped_batch(own, form), lambda: _empty_batch(form))
+
+
+def _mapped_batch(own: Any, form: PipelineForm) -> Any:
+    samples = tf.data.Dataset.from_tensor_slices(own)
+    for node in form.element_maps:
+        samples = adapter.AppliedMap(node, samples, form.autotuned_calls)
+    return samples.batch(form.batch_size).get_single_element()
+
+
+def _empty_batch(form: PipelineForm) -> Any:
+    return tf.nest.map_structure(
+        lambda spec: None if adapter.is_none(spec) else tf.zeros([0, *spec.shape], spec.dtype),
+        form.element_maps[-1].element_spec,
+    )
+
+
+def _in_order(options: tf.data.Options) -> tf.data.Options:
+    """The user's options, but in an order that is the same on every worker."""
+    merged = tf.data.Options().merge(options)
+    if merged.deterministic is False:
+        merged.deterministic = True
+    return merged

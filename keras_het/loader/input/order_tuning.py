@@ -1,0 +1,322 @@
+"""What can be turned in the data path of a strategy, and the forms it takes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.host.threads import LoaderThreads
+from keras_het.loader.input.claimed_run import ClaimedRun
+from keras_het.loader.input.local_pipeline import whole_batches
+from keras_het.loader.input.pipeline_run import PipelineRun
+from keras_het.loader.input.preparation import JoiningPreparation, Preparation, SlicedPreparation
+from keras_het.loader.input.sliced_run import SlicedRun
+from keras_het.loader.inspection.inspection import PipelineReport, read_report
+from keras_het.loader.inspection.kept_reports import with_own_rows_named
+from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, prefetch_size
+from keras_het.loader.iterators.handover import HandoverError, difference, has_memory_cache, why_not
+from keras_het.loader.iterators.knobs import Knobs
+from keras_het.loader.iterators.replayable import (
+    has_one_order_a_pass,
+    shares_a_shuffle,
+    why_not_replayed,
+)
+from keras_het.loader.order.pipeline_form import PipelineForm, recognise, with_batch_size
+from keras_het.loader.order.replay import fresh_copy
+from keras_het.planning.loader import LoaderPlan
+
+if TYPE_CHECKING:
+    from keras_het.loader.input.global_order import GlobalOrderDataset
+
+logger = logging.getLogger("keras_het")
+
+
+class OrderTuning:
+    """Other knobs for a `GlobalOrderDataset`, whose order of samples stays.
+
+    In element mode another pipeline reads the part that every worker reads once more from the start
+    of the pass, without the maps of samples, and takes over at a step of which no shares are
+    settled yet. Where whole batches are only cut, the running iterator is handed over with its
+    buffers. Neither needs the other workers.
+
+    Args:
+        data: the data set.
+        source: the user's, of which it was made.
+
+    Attributes:
+        knobs: the settings in effect.
+        is_plain: whether `source` is an ordinary data set, without a builder.
+        has_own_threads: whether the pipeline runs in a thread pool of its own.
+    """
+
+    def __init__(self, data: GlobalOrderDataset, source: Any) -> None:
+        self._data = weakref.ref(data)
+        self.is_plain = not isinstance(source, AdjustablePipeline)
+        self._build = None if self.is_plain else source.build_again
+        self._source = source if self.is_plain else source.current
+        self._batch_size = data.form.batch_size
+        self.knobs = _knobs_of(source, data.form)
+        self.has_own_threads = bool(data.form.options.threading.private_threadpool_size)
+        self._moved: PipelineForm | None = None
+
+    @property
+    def data(self) -> GlobalOrderDataset:
+        """The data set."""
+        data = self._data()
+        if data is None:
+            raise HandoverError("The data set that was tuned no longer exists.")
+        return data
+
+    def refusal(self) -> str | None:
+        """Why nothing can be changed, None if something can."""
+        data, form = self.data, self.data.form
+        if isinstance(data.running, ClaimedRun):
+            return "async workers take a part of its batches"
+        if data.only_slices:
+            return _why_slices_stay(form, self.is_plain)
+        if form.gathers_indices:
+            return "rows of arrays in memory are gathered: there is nothing to tune"
+        if form.mode == "slice":
+            return "a function of rows follows batches that every worker makes as a whole"
+        return why_not_replayed(form.stream, can_be_built=self._build is not None)
+
+    @property
+    def largest_prefetch(self) -> int | None:
+        """The `prefetch` that there is if it cannot grow, None if it can."""
+        return None if self.data.only_slices else self.knobs.prefetch
+
+    @property
+    def weight(self) -> float:
+        """How much the steps of this worker count among the jobs of a host.
+
+        A worker with a larger share prepares more samples for the same step. Where batches are cut
+        each worker prepares all of them.
+        """
+        return 1.0 if self.data.only_slices else self.data.own_weight
+
+    @property
+    def batch_bytes(self) -> int:
+        """Size of a batch that waits, 0 if buffers are as large as they are."""
+        run = self.data.running
+        return run.batch_bytes if isinstance(run, SlicedRun) else 0
+
+    @property
+    def threads(self) -> LoaderThreads | None:
+        """Threads of the running pipeline's own pool, None if it has none."""
+        data = self._data()
+        return getattr(data.running, "threads", None) if data is not None else None
+
+    def report(self) -> PipelineReport | None:
+        """What the running pipeline does, None if there is none that can be shown."""
+        data = self._data()
+        run = data.running if data is not None else None
+        if not isinstance(run, (PipelineRun, SlicedRun)) or run.is_over:
+            return None
+        report = read_report(run.iterator)
+        return with_own_rows_named(report) if isinstance(run, PipelineRun) else report
+
+    def give_way(self, nice: int) -> bool:
+        """Sets the priority of the pipeline's own threads.
+
+        Args:
+            nice: their nice value.
+
+        Returns:
+            Whether it was permitted.
+        """
+        threads = self.threads
+        return threads is None or threads.give_way(nice)
+
+    def prepare(self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor) -> Preparation:
+        """Begins to put other knobs into effect.
+
+        Args:
+            knobs: the settings.
+            executor: one thread that works in the background.
+        """
+        kind = SlicedPreparation if self.data.only_slices else JoiningPreparation
+        return kind(self, knobs, executor)
+
+    # --- forms
+
+    def moved_form(self, knobs: Knobs) -> PipelineForm:
+        """The data set's form with other knobs.
+
+        In element mode its shuffles are at their first pass, or are those of the present form if
+        that has none that reshuffles.
+
+        Args:
+            knobs: the settings.
+
+        Raises:
+            HandoverError: if it would be another order, or other samples.
+        """
+        built = self._built_form(knobs)
+        form = self.data.form
+        if self.data.only_slices:
+            if built is not None and self.shares_orders(built.stream):
+                raise HandoverError(
+                    "The builder reads from a shuffle that was made outside of it, of which each "
+                    "pipeline would take an order. Call shuffle() within the builder."
+                )
+            return built or self._with_pool(form, knobs)
+        if built is not None and not form.arrays and self._starts_alike(form, built):
+            return built
+        copied = fresh_copy(form.stream)
+        if built is None:
+            calls = knobs.num_parallel_calls
+            pooled = self._with_pool(form, knobs)
+            return dataclasses.replace(pooled, stream=copied, autotuned_calls=calls)
+        return dataclasses.replace(built, stream=copied, arrays=form.arrays)
+
+    def _starts_alike(self, form: PipelineForm, built: PipelineForm) -> bool:
+        """Whether what was built has the same order, from its first pass on."""
+        same = _has_same_order(form.stream, built.stream)
+        return same and not self.shares_orders(built.stream)
+
+    def shares_orders(self, stream: Any) -> bool:
+        """Whether an iterator of this stream would take an order from the data set's shuffles.
+
+        So it is if the builder reads from a shuffle that was made outside of it.
+
+        Args:
+            stream: of a form with other knobs.
+        """
+        return self.is_plain or shares_a_shuffle(self._source, stream)
+
+    def _with_pool(self, form: PipelineForm, knobs: Knobs) -> PipelineForm:
+        # not by merge(), which writes a warning to the log for each value that it changes
+        threading = tf.data.ThreadingOptions()
+        if form.options.threading.max_intra_op_parallelism is not None:
+            most = form.options.threading.max_intra_op_parallelism
+            threading.max_intra_op_parallelism = most
+        threading.private_threadpool_size = knobs.threads
+        options = tf.data.Options().merge(form.options)
+        options.threading = threading
+        return dataclasses.replace(form, options=options)
+
+    def _built_form(self, knobs: Knobs) -> PipelineForm | None:
+        if self._build is None:
+            return None
+        form, built = self.data.form, recognise(self._build(knobs))
+        if built.batch_size != self._batch_size:
+            raise HandoverError(
+                f"The builder changes the batch size: it was {self._batch_size} and would be "
+                f"{built.batch_size}."
+            )
+        same = ("mode", "drop_remainder", "gathers_indices")
+        if any(getattr(built, name) != getattr(form, name) for name in same) or (
+            built.only_slices != form.only_slices
+        ):
+            raise HandoverError(
+                f"The builder gives another kind of pipeline: {form.reason}; {built.reason}."
+            )
+        if not _maps_alike(form, built):
+            raise HandoverError("The builder gives samples or maps of another kind.")
+        if form.batch_size is not None and form.batch_size != built.batch_size:
+            built = with_batch_size(built, form.batch_size)
+        return built
+
+    # --- whole batches
+
+    def moved_batches(self, form: PipelineForm, knobs: Knobs, skip: int) -> Any:
+        """The global batches of a form, as a running pipeline of them can be handed over to.
+
+        Args:
+            form: what `moved_form` gave.
+            knobs: its settings.
+            skip: global batches that the running pipeline left out at the start.
+        """
+        return whole_batches(form, self.data.lookahead, skip, knobs.prefetch)
+
+    def start_moved(self, run: SlicedRun) -> None:
+        """Hands a new pass over to the knobs in effect, before its first element.
+
+        Its shuffle takes the order from the sequence of the user's data set, as on every worker.
+
+        Args:
+            run: the pass.
+        """
+        if self._moved is None:
+            return
+        try:
+            form = self._with_pool(self.data.form, self.knobs) if self.is_plain else self._moved
+            size = self.data.form.batch_size
+            if size is not None and size != form.batch_size:
+                form = with_batch_size(form, size)
+            batches = self.moved_batches(form, self.knobs, run.first_step)
+            run.move_to(batches, form)
+        except (HandoverError, ValueError) as error:
+            logger.warning("This pass runs with the first settings of its loader: %s", error)
+
+    def adopt(self, form: PipelineForm, knobs: Knobs) -> None:
+        """Makes the next passes those of other knobs.
+
+        Args:
+            form: what `moved_form` gave for them.
+            knobs: the settings.
+        """
+        self.knobs, self.has_own_threads = knobs, True
+        if self.data.only_slices:
+            self._moved = form
+        else:
+            self.data.adopt(form)
+
+
+def _knobs_of(source: Any, form: PipelineForm) -> Knobs:
+    # an earlier training may have left other settings in the form
+    threads = form.options.threading.private_threadpool_size
+    if isinstance(source, AdjustablePipeline):
+        same = not threads or threads == source.knobs.threads
+        return source.knobs if same else Knobs.of_plan(LoaderPlan(threads, source.knobs.prefetch))
+    first = Knobs.for_host()
+    threads = threads or first.threads
+    calls = form.autotuned_calls or 2 * threads
+    return Knobs(calls, prefetch_size(source) or first.prefetch, threads)
+
+
+def _why_slices_stay(form: PipelineForm, is_plain: bool) -> str | None:
+    reason = why_not(form.stream)
+    if reason:
+        return reason
+    if has_memory_cache(form.stream):
+        return "every worker makes whole batches, and their cache in memory would start over"
+    nodes = adapter.upstream_of(form.stream)
+    if is_plain and any(map(adapter.is_reshuffled, nodes)):
+        return (
+            "every worker makes whole batches of an ordinary data set with a shuffle, whose later "
+            "orders a change would disturb; make it with keras_het.loader.pipeline"
+        )
+    if not has_one_order_a_pass(form.stream):
+        return (
+            "every worker makes whole batches, of which a pass takes several orders (a repeat "
+            "after a shuffle, or several shuffles): workers would differ in later epochs"
+        )
+    return None
+
+
+def _maps_alike(form: PipelineForm, built: PipelineForm) -> bool:
+    specs = [[node.element_spec for node in each.element_maps] for each in (form, built)]
+    return (
+        specs[0] == specs[1]
+        and form.stream.element_spec == built.stream.element_spec
+        and form.sample_spec == built.sample_spec
+    )
+
+
+def _has_same_order(old: Any, new: Any) -> bool:
+    """Whether another build of a stream gives the same order of samples, and can replace it."""
+    if has_memory_cache(old) or difference(old, new) is not None:
+        return False
+    return why_not_replayed(new, can_be_built=True) is None and _seeds(old) == _seeds(new)
+
+
+def _seeds(stream: Any) -> list[Any]:
+    nodes = adapter.upstream_of(stream)
+    return [adapter.shuffle_seeds(node) for node in nodes if adapter.is_shuffle(node)]

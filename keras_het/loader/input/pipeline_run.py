@@ -1,0 +1,182 @@
+"""One pass over the data: a running pipeline and the orders it works by."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_het.loader.host.threads import LoaderThreads
+from keras_het.loader.input.run import Element, Run
+from keras_het.loader.input.successor import Successor
+from keras_het.loader.iterators.held_iterator import HeldIterator
+from keras_het.loader.order.work_orders import WorkOrders
+
+Weights = Callable[[], Sequence[float]]
+
+
+class PipelineRun(Run):
+    """A running pipeline that cuts each batch by the weights of its step.
+
+    Args:
+        pipeline: data set of ((batch of each local replica), sizes, fingerprint).
+        orders: the orders that `pipeline` takes, none of them given yet.
+        weights: current share weights, one for each replica; read once a step.
+        lookahead: steps the pipeline may work ahead, and by which a new weight is late.
+        batch_rows: rows of a full global batch, 0 if not known.
+        number: number of passes over the data before this one.
+        first_step: steps of this pass that are left out.
+        num_steps: steps of a whole pass, negative if not known.
+        wants_fingerprint: whether to hash the first batch.
+        keep_alive: what holds the functions that `pipeline` calls.
+        give_back: called when the iterator is gone and the pipeline can run again.
+        epoch_steps: gives the steps of an epoch, beyond which nothing is ordered before the next
+            one begins; None for no such bound.
+
+    Attributes:
+        latest_weights: share weights of the step that was ordered last.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        orders: WorkOrders,
+        weights: Weights,
+        lookahead: int,
+        batch_rows: int,
+        *,
+        number: int,
+        first_step: int,
+        num_steps: int,
+        wants_fingerprint: bool,
+        give_back: Callable[[], None],
+        keep_alive: Any,
+        epoch_steps: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        super().__init__(number, first_step, num_steps)
+        self._lookahead = lookahead
+        self._epoch_steps = epoch_steps
+        self._orders = orders
+        self._weights = weights
+        self._rows = batch_rows
+        self._give_back = give_back
+        self._wants_fingerprint = wants_fingerprint
+        self._ordered = 0
+        self._successor: Successor | None = None
+        self.latest_weights: Sequence[float] = ()
+        self._order_until(lookahead)
+        self._iterator = HeldIterator(pipeline, keep_alive)
+        _alive.add(self)
+
+    @property
+    def ordered(self) -> int:
+        """Steps of the pass of which the shares are settled, those left out included."""
+        return self.first_step + self._ordered
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a full global batch, 0 if not known yet."""
+        return self._rows
+
+    @property
+    def iterator(self) -> Any:
+        """The `tf.data.Iterator` that gives its steps."""
+        return self._iterator.iterator
+
+    @property
+    def threads(self) -> LoaderThreads | None:
+        """Threads of the pipeline's own pool, None if it has none."""
+        return self._iterator.threads
+
+    def join(self, successor: Successor) -> None:
+        """Lets another pipeline go on from its position.
+
+        The steps before, which are ordered already, come from the running pipeline while the other
+        one begins to work: no step is made twice and each has the shares that it has without.
+
+        Args:
+            successor: the same global batches from a step on of which no order was given yet.
+
+        Raises:
+            ValueError: if the order of its first step was given already, or another one waits.
+        """
+        if successor.position < self.ordered or self._successor is not None or self.is_over:
+            raise ValueError(
+                "A pipeline can take over from the next step to be ordered on, one at a time. "
+                f"Received: one at step {successor.position}; {self.ordered} steps are ordered."
+            )
+        self._successor = successor
+
+    def _produce(self) -> Element:
+        self._order_until(self.delivered + 1 + self._lookahead)
+        successor = self._successor
+        if successor is not None and self.first_step + self.delivered == successor.position:
+            self._continue_in(successor)
+        batches, sizes, fingerprint = self._iterator.read()
+        sizes = sizes.numpy()
+        self._rows = self._rows or int(sizes.sum())
+        if self.delivered == 0 and self._wants_fingerprint:
+            self.fingerprint = int(fingerprint)
+        return list(batches), sizes
+
+    def _continue_in(self, successor: Successor) -> None:
+        successor.come_into_effect()  # first: what is released now must not be kept for later
+        self._release()
+        self._iterator, self._orders = successor.iterator, successor.orders
+        self._give_back = _nothing  # a pipeline that begins within a pass is of no further use
+        self._successor = None
+
+    def _free(self) -> None:
+        _alive.discard(self)
+        if self._successor is not None:
+            self._successor.drop()
+            self._successor = None
+        self._release()
+
+    def _release(self) -> None:
+        orders, give_back = self._orders, self._give_back
+
+        def reuse() -> None:
+            orders.clear()
+            give_back()
+
+        try:
+            self._iterator.release(reuse)
+        except RuntimeError:  # no new thread while the interpreter ends
+            orders.close()
+
+    def abandon(self) -> None:
+        """Wakes up a waiting pipeline for good, at the end of the process."""
+        self._orders.close()
+
+    def _order_until(self, steps: int) -> None:
+        """Orders the steps of this run up to a number of them, but not those of a later epoch."""
+        length = self._epoch_steps()
+        if length:
+            at = self.first_step + self.delivered
+            steps = min(steps, at - at % length + length - self.first_step)
+        while self._ordered < steps:
+            self._order_step()
+
+    def _order_step(self) -> None:
+        first = self._wants_fingerprint and self._ordered == 0
+        successor = self._successor
+        is_of_next = successor is not None and self.ordered >= successor.position
+        orders = successor.orders if successor is not None and is_of_next else self._orders
+        self._ordered += 1
+        self.latest_weights = self._weights()
+        orders.put(self.latest_weights, self._rows, first)
+
+
+def _nothing() -> None:
+    pass
+
+
+_alive: weakref.WeakSet[PipelineRun] = weakref.WeakSet()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    for run in list(_alive):
+        run.abandon()

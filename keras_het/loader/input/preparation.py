@@ -1,0 +1,188 @@
+"""Other knobs on their way into the running data path of a strategy."""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+from keras_het.loader.input.local_pipeline import global_batches
+from keras_het.loader.input.pipeline_run import PipelineRun
+from keras_het.loader.input.run import Run
+from keras_het.loader.input.sliced_run import SlicedRun
+from keras_het.loader.input.successor import Successor
+from keras_het.loader.iterators.handover import HandoverError
+from keras_het.loader.iterators.knobs import Knobs
+from keras_het.loader.order.pipeline_form import PipelineForm
+from keras_het.loader.order.replay import advance
+
+if TYPE_CHECKING:
+    from keras_het.loader.input.order_tuning import OrderTuning
+
+
+class Preparation(abc.ABC):
+    """Works in the background, and switches between two steps of the training thread.
+
+    A pass that ends before is followed by another attempt in the next one.
+
+    Args:
+        tuning: of the data set.
+        knobs: the settings.
+        executor: one thread that works in the background.
+    """
+
+    def __init__(
+        self, tuning: OrderTuning, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor
+    ) -> None:
+        self._tuning = tuning
+        self.knobs = knobs
+        self._executor = executor
+        self._run: Run | None = None
+        self._future: concurrent.futures.Future[Any] | None = None
+        self._cancelled = threading.Event()
+        self._in_effect = False
+
+    def poll(self) -> bool:
+        """Called by the training thread between two steps, until the knobs are in effect.
+
+        Returns:
+            Whether they are.
+
+        Raises:
+            HandoverError: if it cannot be done exactly. An error of the user's functions is raised
+                as it is. The running pipeline goes on.
+        """
+        if self._in_effect:
+            return True
+        run = self._tuning.data.running
+        if run is None or run.is_over:
+            return False
+        if run is not self._run:
+            self._begin(run)
+        if self._future is not None and self._future.done():
+            future, self._future = self._future, None
+            self._switch(future.result())
+        return self._in_effect
+
+    def wait(self, seconds: float) -> None:
+        """Waits for what is done in the background, at most this long."""
+        if self._future is not None:
+            concurrent.futures.wait([self._future], seconds)
+
+    def cancel(self) -> None:
+        """Gives up; what was prepared goes."""
+        self._cancelled.set()
+        if self._future is not None and not self._future.cancel():
+            self._future.add_done_callback(_drop_result)
+        self._future = None
+
+    def _begin(self, run: Run) -> None:
+        self.cancel()
+        self._cancelled = threading.Event()
+        self._run = run
+        reason = self._tuning.refusal()
+        if reason is not None:
+            raise HandoverError(reason)
+        self._submit(self._prepare, run, self._cancelled)
+
+    def _submit(self, function: Any, *arguments: Any) -> None:
+        self._future = self._executor.submit(function, *arguments)
+
+    @abc.abstractmethod
+    def _prepare(self, run: Run, cancelled: threading.Event) -> Any:
+        """In the background: all that can be done before the switch."""
+
+    @abc.abstractmethod
+    def _switch(self, prepared: Any) -> None:
+        """On the training thread, between two steps: the rest."""
+
+
+class SlicedPreparation(Preparation):
+    """Hands the running iterator of whole batches over."""
+
+    def _prepare(self, run: Run, cancelled: threading.Event) -> Any:
+        form = self._tuning.moved_form(self.knobs)
+        batches = self._tuning.moved_batches(form, self.knobs, run.first_step)
+        # the parts of an ordinary data set are those that run: an iterator would disturb shuffles
+        return form, batches, None if self._tuning.is_plain else iter(batches)
+
+    def _switch(self, prepared: Any) -> None:
+        form, batches, iterator = prepared
+        if isinstance(self._run, SlicedRun):
+            self._run.move_to(batches, form, iterator)
+            self._tuning.adopt(form, self.knobs)
+            self._in_effect = True
+
+
+class JoiningPreparation(Preparation):
+    """Lets another pipeline catch up with the running one, and then go on in its place."""
+
+    # steps by which the other pipeline gets ahead, more if the running one was quicker
+    _margin = 0
+
+    def _prepare(self, run: Run, cancelled: threading.Event) -> Any:
+        if not isinstance(run, PipelineRun):
+            raise HandoverError("This pass cannot be joined.")
+        data = self._tuning.data
+        self._check_count(run)
+        form = self._tuning.moved_form(self.knobs)
+        advance(global_batches(form), data.passes_before(run))
+        start = run.ordered
+        pipeline, orders = data.build(start, form)
+        adopt = functools.partial(self._adopt, form)
+        replicas = data.layout.num_replicas
+        successor = Successor(pipeline, orders, replicas, start, form, adopt)
+        return self._catch_up(successor, run, cancelled)
+
+    def _catch_up(
+        self, successor: Successor, run: PipelineRun, cancelled: threading.Event
+    ) -> Successor | None:
+        try:
+            while not cancelled.is_set():
+                if successor.position >= run.ordered + self._margin:
+                    return successor
+                successor.pass_over(run.batch_rows)
+        except StopIteration:
+            pass  # the pass ends before: the next one begins with these knobs
+        except BaseException:
+            successor.drop()
+            raise
+        successor.drop()
+        return None
+
+    def _switch(self, prepared: Any) -> None:
+        run = self._run
+        if prepared is None or not isinstance(run, PipelineRun):
+            return
+        try:
+            self._check_count(run)
+        except HandoverError:
+            prepared.drop()
+            raise
+        if prepared.position < run.ordered:
+            self._margin = max(1, 2 * self._margin)
+            self._submit(self._catch_up, prepared, run, self._cancelled)
+            return
+        run.join(prepared)
+
+    def _check_count(self, run: PipelineRun) -> None:
+        if self._tuning.data.has_lost_count(run):
+            raise HandoverError(
+                "a pass takes several orders of a shuffle, or of several shuffles, and the data "
+                "were read half-way or by another input (an evaluation): which orders come next is "
+                "not known"
+            )
+
+    def _adopt(self, form: PipelineForm) -> None:
+        self._tuning.adopt(form, self.knobs)
+        self._in_effect = True
+
+
+def _drop_result(future: concurrent.futures.Future[Any]) -> None:
+    if future.cancelled() or future.exception() is not None:
+        return
+    result = future.result()
+    if isinstance(result, Successor):
+        result.drop()

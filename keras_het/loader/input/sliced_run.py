@@ -1,0 +1,134 @@
+"""One pass over global batches that only need to be cut."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader.host.threads import LoaderThreads
+from keras_het.loader.input.pipeline_run import Weights
+from keras_het.loader.input.run import Element, Run
+from keras_het.loader.iterators.handover import hand_over
+from keras_het.loader.iterators.held_iterator import HeldIterator
+from keras_het.loader.iterators.iterator_release import release
+from keras_het.loader.order import rows
+from keras_het.loader.order.batch_bytes import count_bytes
+from keras_het.planning.replica_layout import ReplicaLayout
+from keras_het.planning.shares import apportion
+
+Sizes = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class SlicedRun(Run):
+    """Runs the user's pipeline as it is and cuts each batch when it is asked for.
+
+    A cut shares the batch's memory, so that it costs the same whatever the size of the rows.
+
+    Args:
+        pipeline: data set of global batches.
+        layout: which replicas there are, and which are local.
+        weights: current share weights, one for each replica; read once a step.
+        lookahead: steps by which a new weight is late, as in a pipeline that works ahead.
+        number: number of passes over the data before this one.
+        first_step: steps of this pass that are left out.
+        num_steps: steps of a whole pass, negative if not known.
+        wants_fingerprint: whether to hash the first batch.
+        keep_alive: what holds the functions that `pipeline` calls.
+
+    Attributes:
+        batch_bytes: size of the first global batch, 0 before it.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        layout: ReplicaLayout,
+        weights: Weights,
+        lookahead: int,
+        *,
+        number: int,
+        first_step: int,
+        num_steps: int,
+        wants_fingerprint: bool,
+        keep_alive: Any,
+    ) -> None:
+        super().__init__(number, first_step, num_steps)
+        self._layout = layout
+        self._weights = weights
+        self._wants_fingerprint = wants_fingerprint
+        self._read = collections.deque(tuple(weights()) for _ in range(lookahead))
+        self.batch_bytes = 0
+        self._latest: tuple[Any, Sizes, Any] | None = None
+        self._first_batch: Any = None
+        self._iterator = HeldIterator(pipeline, keep_alive)
+
+    @property
+    def iterator(self) -> Any:
+        """The `tf.data.Iterator` that gives its steps."""
+        return self._iterator.iterator
+
+    @property
+    def threads(self) -> LoaderThreads | None:
+        """Threads of the pipeline's own pool, None if it has none."""
+        return self._iterator.threads
+
+    def move_to(self, pipeline: Any, keep_alive: Any, prepared: Any = None) -> None:
+        """Continues in another pipeline, with what is buffered.
+
+        Args:
+            pipeline: the same data set of global batches with other knobs.
+            keep_alive: what else holds functions that `pipeline` calls.
+            prepared: an unused iterator of it, if there is one.
+
+        Raises:
+            HandoverError: if it cannot be done exactly; nothing has changed then.
+        """
+        old = self._iterator.iterator
+        new = hand_over(old, pipeline, prepared)
+        self._iterator = HeldIterator(pipeline, keep_alive, new)
+        release(old)
+
+    def _produce(self) -> Element:
+        self._read.append(tuple(self._weights()))
+        weights = self._read.popleft()
+        batch = self._iterator.read()
+        if not self.batch_bytes:
+            self.batch_bytes = count_bytes(batch)
+        if self.delivered == 0 and self._wants_fingerprint:
+            self.fingerprint = int(rows.hash_rows(batch))
+        self._first_batch = batch if self.delivered == 0 else None
+        return self._cut(batch, weights)
+
+    def cut_first_again(self) -> bool:
+        """Cuts the first batch by the present weights, which count from there on."""
+        weights = tuple(self._weights())
+        self._read = collections.deque(weights for _ in self._read)
+        if self._first is not None:
+            self._first = self._cut(self._first_batch, weights)
+        return True
+
+    def _cut(self, batch: Any, weights: tuple[float, ...]) -> Element:
+        total = rows.count_rows_eagerly(batch)
+        if self._latest is None or self._latest[0] != (weights, total):
+            # most steps have the shares of the step before
+            sizes = self._sizes(total, weights)
+            self._latest = ((weights, total), sizes, tf.constant(sizes))
+        _, sizes, cuts = self._latest
+        if self._layout.num_replicas == 1:
+            return [batch], sizes
+        local = self._layout.local_replicas
+        return rows.cut_eagerly(batch, cuts)[local.start : local.stop], sizes
+
+    def _sizes(self, total: int, weights: tuple[float, ...]) -> Sizes:
+        if len(weights) != self._layout.num_replicas:
+            raise ValueError(
+                f"Expected one weight for each of the {self._layout.num_replicas} replicas. "
+                f"Received: {list(weights)}."
+            )
+        return np.asarray(apportion(total, weights), np.int64)
+
+    def _free(self) -> None:
+        self._iterator.release(lambda: None)

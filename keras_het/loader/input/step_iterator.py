@@ -1,0 +1,158 @@
+"""The iterator Keras steps through: counts, times, and ends the way Keras needs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.loader.input.in_graph import GraphIterator, InputSpec, number_of
+from keras_het.loader.input.run import Run
+
+Wrap = Callable[[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"], Any]
+"""Makes what the training step gets from the local batches and all sizes."""
+
+
+class StepIterator(private_api.IteratorInterface):
+    """Iterates over one epoch in Python, one element for each step; in a graph too.
+
+    Keras runs `for step, data in zip(range(steps_per_execution), iterator)` for an iterator that is
+    not one of TensorFlow's: it calls `iter()` on it at the start of each execution. An execution
+    that got nothing must end with `OutOfRangeError` (after StopIteration Keras would go on to use a
+    result it does not have), one that got something must end with StopIteration so that Keras
+    reports what it has. A loop over a whole pass ends as with any iterator. One that calls `iter()`
+    again on an iterator at its end looks like an execution, and gets `OutOfRangeError`.
+
+    Args:
+        open_run: starts the pass, called at the first step.
+        drop_run: takes back a pass that nobody iterates any more.
+        wrap: makes an element from the local batches and the sizes of all replicas.
+        source: the data set of which this is a pass.
+
+    Attributes:
+        step: steps of this epoch that are behind, those skipped by a resume included.
+        samples: rows of global batches that this iterator delivered, over all replicas.
+        input_wait_seconds: time that the last step waited for its element.
+    """
+
+    def __init__(
+        self,
+        open_run: Callable[[], Run],
+        drop_run: Callable[[Run], None],
+        wrap: Wrap,
+        source: Any = None,
+    ) -> None:
+        self.source = source
+        self._open_run = open_run
+        self._drop_run = drop_run
+        self._wrap = wrap
+        self._run: Run | None = None
+        self._first_of_execution = False
+        self._delivered = 0
+        self._has_ended = False
+        self.samples = 0
+        self.input_wait_seconds = 0.0
+
+    @property
+    def step(self) -> int:
+        """Steps of this epoch that are behind."""
+        return self._delivered + (self._run.first_step if self._run else 0)
+
+    @property
+    def pass_number(self) -> int | None:
+        """Iterators that were made of the data before this one, None before the first step."""
+        return self._run.number if self._run else None
+
+    @property
+    def fingerprint(self) -> int | None:
+        """Hash of the rows of the first global batch in order, the same on all workers.
+
+        None before the first step, and where rows cannot be compared because the common part of the
+        pipeline draws random values.
+        """
+        return self._run.fingerprint if self._run else None
+
+    @property
+    def element_spec(self) -> Any:
+        """The type of the elements, such as the `input_signature` of a `tf.function` needs."""
+        return self.source.element_spec
+
+    @property
+    def _type_spec(self) -> InputSpec:
+        return InputSpec(self.element_spec, is_iterator=True)
+
+    def __tf_tracing_type__(self, context: Any) -> InputSpec:
+        del context
+        return self._type_spec
+
+    def get_next(self) -> Any:
+        """The next element, as `next` gives it.
+
+        Raises:
+            tf.errors.OutOfRangeError: at the end; in a graph, when that runs.
+        """
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next()
+        try:
+            return next(self)
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
+
+    def get_next_as_optional(self) -> Any:
+        """The next element as a `tf.experimental.Optional`, empty at the end."""
+        if not tf.executing_eagerly():
+            return self._in_graph().get_next_as_optional()
+        try:
+            return tf.experimental.Optional.from_value(self.get_next())
+        except tf.errors.OutOfRangeError:
+            return tf.experimental.Optional.empty(self.element_spec)
+
+    def _in_graph(self) -> GraphIterator:
+        return GraphIterator(tf.constant(number_of(self), tf.int64), self.element_spec)
+
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly():
+            return self._in_graph()
+        self._first_of_execution = True
+        return self
+
+    def __next__(self) -> Any:
+        if not tf.executing_eagerly():
+            return self.get_next()
+        start = time.perf_counter()
+        if self._run is None:
+            self._run = self._open_run()
+        self._run.was_executed |= self._first_of_execution
+        try:
+            batches, sizes = self._run.next_element()
+        except StopIteration:
+            self._tell_end()
+            if self._first_of_execution:
+                raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
+            raise
+        self.input_wait_seconds = time.perf_counter() - start
+        self._first_of_execution = False
+        self._delivered += 1
+        self.samples += int(sizes.sum())
+        return self._wrap(batches, sizes)
+
+    def _tell_end(self) -> None:
+        """Lets the workers compare where the data ended, once, if they could not know before."""
+        steps, self._has_ended = (-1 if self._has_ended else self.step), True
+        if steps >= 0 and hasattr(self._wrap, "at_end"):
+            self._wrap.at_end(steps)
+
+    def close(self) -> None:
+        """Ends this epoch early and frees its pipeline."""
+        if self._run is not None:
+            self._run.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._run is not None:
+                self._drop_run(self._run)

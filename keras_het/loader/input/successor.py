@@ -1,0 +1,80 @@
+"""A pipeline that is to go on where a running one of the same pass stops."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from keras_het.loader.iterators.held_iterator import HeldIterator
+from keras_het.loader.order.work_orders import WorkOrders
+
+
+class Successor:
+    """Catches up with a running pass, without the work that only the user of a row does.
+
+    Args:
+        pipeline: data set of ((batch of each local replica), sizes, fingerprint), which leaves out
+            the first global batches of the pass.
+        orders: the orders that `pipeline` takes, none of them given yet.
+        num_replicas: replicas over all workers.
+        position: global batches that `pipeline` leaves out.
+        keep_alive: what holds the functions that `pipeline` calls.
+        adopt: called by the run when this pipeline begins to give its steps.
+
+    Attributes:
+        position: step of the pass that comes next.
+        in_effect: whether it gives the steps of the pass.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        orders: WorkOrders,
+        num_replicas: int,
+        position: int,
+        keep_alive: Any,
+        adopt: Callable[[], None],
+    ) -> None:
+        self.orders = orders
+        self.position = position
+        self.in_effect = False
+        self._nobody = (0.0,) * num_replicas
+        self._adopt = adopt
+        self.iterator = HeldIterator(pipeline, keep_alive)
+        _alive.add(self)
+
+    def pass_over(self, expected_rows: int) -> None:
+        """Lets one global batch go by, of which no row is used.
+
+        Args:
+            expected_rows: rows the batch probably has.
+
+        Raises:
+            StopIteration: at the end of the data.
+        """
+        self.orders.put(self._nobody, expected_rows, False)
+        self.iterator.read()
+        self.position += 1
+
+    def come_into_effect(self) -> None:
+        """Called by the run that goes on in this pipeline."""
+        _alive.discard(self)
+        self.in_effect = True
+        self._adopt()
+
+    def drop(self) -> None:
+        """Ends a pipeline that is not needed any more."""
+        _alive.discard(self)
+        self.orders.close()
+        self.iterator.release(lambda: None)
+
+
+_alive: weakref.WeakSet[Successor] = weakref.WeakSet()
+
+
+@atexit.register
+def _wake_up_all() -> None:
+    for successor in list(_alive):
+        successor.orders.close()

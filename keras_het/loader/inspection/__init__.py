@@ -1,0 +1,1 @@
+"""What runs in a pipeline, and where its time goes."""

@@ -1,0 +1,305 @@
+"""Shows what AUTOTUNE chose in a running pipeline, and where its time goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from keras_het.loader import iterator_adapter
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.host.cpus import own_cpus
+from keras_het.loader.inspection.limits import Limit, awaited_of, limits_of, slowest_of
+from keras_het.loader.inspection.stages import Stage, read_stages
+from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
+from keras_het.loader.iterators.handover import was_handed_over
+from keras_het.loader.iterators.iterator_functions import hold_functions_of
+from keras_het.loader.iterators.iterator_release import release
+
+_WRITES_FILES = (
+    "The pipeline writes files when it runs, so that it was not read. Call LoaderTuner.inspect "
+    "within fit."
+)
+_SECONDS_BETWEEN_LOOKS = 0.02  # at a data set that is read; a look takes about 0.1 ms
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineReport:
+    """What a running pipeline does.
+
+    Args:
+        stages: its operations, the consumer's end first.
+        batches: batches that it gave.
+        consumer_seconds: median time from one batch to the question for the next; None if too few
+            were taken.
+        algorithm: what AUTOTUNE uses; None if the pipeline is not tuned.
+        reason: why nothing is known, None if it is.
+        seen: when this was so, if it is not the present.
+    """
+
+    stages: tuple[Stage, ...]
+    batches: int = 0
+    consumer_seconds: float | None = None
+    algorithm: str | None = None
+    reason: str | None = None
+    seen: str | None = None
+
+    @property
+    def awaited(self) -> Limit | None:
+        """For what the consumer waits; None if it does not, or nothing is known."""
+        if self.consumer_seconds is None or not self.batches:
+            return None
+        return awaited_of(limits_of(self.stages), self.consumer_seconds)
+
+    @property
+    def limit(self) -> Limit | None:
+        """For what the consumer waits, else what bounds the pipeline; None if nothing is known."""
+        if not self.batches:
+            return None
+        return self.awaited or slowest_of(limits_of(self.stages))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the time of all its stages is known."""
+        return bool(self.stages) and all(stage.is_recorded for stage in self.stages)
+
+    @property
+    def bottleneck(self) -> Stage | None:
+        """The operation that takes the most of it; None if nothing is known."""
+        return self.limit.largest if self.limit is not None else None
+
+    @property
+    def occupancy(self) -> float | None:
+        """How full the last buffer is, from 0 to 1; None if there is none."""
+        sizes = [stage for stage in self.stages if stage.buffer_size and stage.name == "Prefetch"]
+        return min(sizes[0].buffered / sizes[0].buffer_size, 1.0) if sizes else None  # type: ignore[operator]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.reason is not None:
+            return self.reason
+        if not self.batches:
+            return "No batch was taken yet."
+        limit = self.limit
+        if limit is None:
+            return "No time is known." + self._gaps
+        title = "Bottleneck" if self.is_complete else "Slowest as far as is known"
+        text = f"{title}: {limit.description}"
+        if self.consumer_seconds is not None:
+            text += f"; the consumer takes {self.consumer_seconds * 1e3:.2f} ms"
+            text += self._judgement(self.awaited)
+        return text + "." + self._gaps
+
+    def _judgement(self, awaited: Limit | None) -> str:
+        if awaited is None:
+            if self.is_complete:
+                return ": the pipeline keeps up"
+            return ": the pipeline keeps up for the rest of the pass" if self._has_the_rest else ""
+        if awaited.is_of_consumer:
+            return ": it waits, as it does this itself; a prefetch behind it is missing"
+        return ": it waits for data"
+
+    @property
+    def _gaps(self) -> str:
+        names = " and ".join(stage.name for stage in self.stages if not stage.is_recorded)
+        if not names:
+            return ""
+        if self._has_the_rest:
+            return f" What {names} read has ended: the rest of the pass is in its buffer."
+        return (
+            f" Of what {names} read nothing is recorded at the moment: the iterators have ended or "
+            "only just begun. Look again."
+        )
+
+    @property
+    def _has_the_rest(self) -> bool:
+        """Whether nothing is unknown but what filled the buffers of shuffles, which are full."""
+        unknown = [stage for stage in self.stages if not stage.is_recorded]
+        return bool(unknown) and all(
+            stage.name.startswith("Shuffle") and stage.buffered for stage in unknown
+        )
+
+
+def read_report(iterator: Any) -> PipelineReport:
+    """What a running iterator does, from the model by which AUTOTUNE tunes it.
+
+    Args:
+        iterator: a `tf.data.Iterator`. One question takes about 0.1 ms.
+
+    Returns:
+        A report; without stages, and with a reason, where TensorFlow exposes nothing: before
+        version 2.17, for pipelines with `options.autotune.enabled = False`, and for those that were
+        handed over.
+    """
+    # TensorFlow would write a warning to the log each time that it is asked for what it has not
+    model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
+    if model is None:
+        return PipelineReport((), reason=_why_nothing_is_known(iterator))
+    batches = int(model.nodes[model.output].num_elements)
+    gaps = sorted(model.gap_times)
+    algorithm = type(model.optimization_params).DESCRIPTOR.fields_by_name["algorithm"]
+    name = algorithm.enum_type.values_by_number[model.optimization_params.algorithm].name
+    return PipelineReport(
+        read_stages(model, _pool_threads(iterator)),
+        batches,
+        gaps[len(gaps) // 2] / 1e6 if len(gaps) >= 3 else None,
+        name,
+    )
+
+
+def _pool_threads(iterator: Any) -> int:
+    dataset = iterator_adapter.iterated_data_set(iterator)
+    own = dataset.options().threading.private_threadpool_size if dataset is not None else None
+    return own or tf.config.threading.get_inter_op_parallelism_threads() or len(own_cpus())
+
+
+def is_unread(iterator: Any) -> bool:
+    """Whether it is known that an iterator has given no element.
+
+    Args:
+        iterator: a `tf.data.Iterator`.
+    """
+    model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
+    return model is not None and not model.nodes[model.output].num_elements
+
+
+def _is_without_model(iterator: Any) -> bool:
+    return was_handed_over(iterator) or _is_not_tuned(iterator)
+
+
+def _is_not_tuned(iterator: Any) -> bool:
+    dataset = iterator_adapter.iterated_data_set(iterator)
+    return dataset is not None and dataset.options().autotune.enabled is False
+
+
+def _why_nothing_is_known(iterator: Any) -> str:
+    if not hasattr(tf.raw_ops, "IteratorGetModelProto"):
+        return "This TensorFlow does not show the model of a pipeline: 2.17 or newer is needed."
+    if _is_not_tuned(iterator):
+        return "The pipeline has options.autotune.enabled = False: nothing is recorded."
+    return (
+        "The pipeline goes on where another one was, as after a move of LoaderTuner: TensorFlow "
+        "records nothing of it. Give keras_het.loader.inspect a keras_het.loader.pipeline itself. "
+        "An ordinary data set with a seeded shuffle or a cache in memory is moved before its first "
+        "batch: give it to keras_het.loader.inspect outside of fit, or give fit a "
+        "keras_het.loader.pipeline."
+    )
+
+
+def inspect(dataset_or_iterator: Any, seconds: float = 1.0, file: Any = None) -> PipelineReport:
+    """Prints what AUTOTUNE chose in a pipeline, live, and names its bottleneck.
+
+    Args:
+        dataset_or_iterator: a running `tf.data.Iterator`, which is only looked at; or a
+            `tf.data.Dataset`, of which a new iterator is read as fast as it goes. A seeded shuffle
+            of an ordinary data set has then used up one of its orders; a `pipeline` with one is
+            built once more, with the knobs that it has now. One that writes files, as
+            `cache(filename)` and `snapshot` do, is not read.
+        seconds: how long to read a data set.
+        file: where to print, the terminal by default.
+
+    Returns:
+        The same as an object.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if isinstance(dataset_or_iterator, tf.data.Iterator):
+        report = read_report(dataset_or_iterator)
+    elif isinstance(dataset_or_iterator, tf.data.Dataset):
+        report = _report_of_data_set(dataset_or_iterator, seconds)
+    else:
+        raise TypeError(
+            "inspect needs a tf.data.Dataset or a tf.data.Iterator. Received: "
+            f"{dataset_or_iterator!r} of type {type(dataset_or_iterator)}. Within fit, call "
+            "LoaderTuner.inspect; instead of what strategy.distribute gives, inspect the data set "
+            "that it was given."
+        )
+    show(report, file)
+    return report
+
+
+def show(report: PipelineReport, file: Any = None) -> None:
+    """Prints a report.
+
+    Args:
+        report: the report.
+        file: where to print, the terminal by default.
+    """
+    console = Console(file=file)
+    if report.stages:
+        console.print(_table(report))
+    console.print(report.verdict)
+    if report.seen is not None:
+        console.print(report.seen)
+
+
+def _report_of_data_set(dataset: Any, seconds: float) -> PipelineReport:
+    if any(map(adapter.writes_files, adapter.upstream_of(dataset))):
+        # of which a part would be left, and meet the iterator of training that writes the same
+        return PipelineReport((), reason=_WRITES_FILES)
+    if isinstance(dataset, AdjustablePipeline):
+        dataset = dataset.to_look_at()
+    iterator = iter(dataset)
+    hold_functions_of(iterator, dataset)
+    report = None
+    now = time.monotonic()
+    end, next_look = now + seconds, now
+    for count, _ in enumerate(iterator, 1):
+        now = time.monotonic()
+        is_power_of_two = not count & (count - 1)  # short data sets may end before the next look
+        if now >= next_look or now > end or is_power_of_two:
+            report = better(report, read_report(iterator))
+            next_look = now + _SECONDS_BETWEEN_LOOKS
+        if now > end:
+            break
+    report = report or read_report(iterator)
+    release(iterator)
+    # nobody consumed: the time between two questions says nothing
+    return dataclasses.replace(report, consumer_seconds=None)
+
+
+def better(before: PipelineReport | None, now: PipelineReport) -> PipelineReport:
+    """The later one, unless it lacks iterators that have just ended, as all do at the end.
+
+    Args:
+        before: the one before, None if there is none.
+        now: the later one.
+    """
+    if before is None or now.is_complete or not before.is_complete:
+        return now
+    return before
+
+
+def _table(report: PipelineReport) -> Table:
+    slowest = report.limit.stages if report.limit is not None else ()
+    table = Table(title=f"{report.batches} batches, AUTOTUNE {report.algorithm}")
+    names = ["  " * (stage.depth - 1) + stage.name for stage in report.stages]
+    table.add_column("stage", min_width=max(map(len, names)))
+    for name in ("parallelism", "buffer", "elements", "ms a batch", "ms in parallel"):
+        table.add_column(name, justify="right")
+    for name, stage in zip(names, report.stages, strict=True):
+        table.add_row(
+            name,
+            _calls(stage),
+            "" if stage.buffer_size is None else f"{stage.buffered} of {stage.buffer_size}",
+            str(stage.elements),
+            f"{stage.seconds_per_batch * 1e3:.3f}" if stage.is_recorded else "?",
+            f"{stage.seconds_per_batch_in_parallel * 1e3:.3f}",
+            style="bold" if stage in slowest else None,
+        )
+    return table
+
+
+def _calls(stage: Stage) -> str:
+    if max(stage.parallelism, stage.most_parallelism) == 1:
+        return ""
+    text = str(stage.parallelism)
+    if stage.parallelism > stage.at_once:
+        text += f", {stage.at_once} at once"
+    return f"{text} (tuned, at most {stage.most_parallelism})" if stage.is_tuned else text

@@ -1,0 +1,213 @@
+"""A data set that can be built again with other knobs, while it runs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import iterator_adapter
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.host.threads import start
+from keras_het.loader.iterators.handover import hand_over, has_memory_cache
+from keras_het.loader.iterators.iterator_functions import hold_functions_of
+from keras_het.loader.iterators.knobs import Build, Knobs
+from keras_het.loader.iterators.replayable import draws_an_order
+from keras_het.loader.iterators.spare_iterators import SpareIterators
+
+
+def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
+    """Makes a data set whose parallelism can change while it is iterated.
+
+        def build(knobs):
+            files = tf.data.Dataset.list_files("images/*.jpg", seed=1)
+            images = files.map(decode, num_parallel_calls=knobs.num_parallel_calls)
+            return images.batch(64).prefetch(knobs.prefetch)
+
+        model.fit(keras_het.loader.pipeline(build), callbacks=[keras_het.callbacks.LoaderTuner()])
+
+    Args:
+        build: builds a `tf.data.Dataset`. It must consist of the same operations with the same
+            arguments whatever the knobs are; only numbers of parallel calls and the size of
+            `prefetch` may follow them. Give shuffles a seed, or set a global one, if the order is
+            to be reproducible.
+        knobs: settings to start from; one thread for each CPU by default. Without a `LoaderTuner`
+            they stay.
+
+    Returns:
+        A `tf.data.Dataset` with the elements of `build(knobs)`.
+
+    Raises:
+        TypeError: if `build` does not return a `tf.data.Dataset`.
+    """
+    knobs = knobs or Knobs.for_host()
+    seeds = iterator_adapter.operation_seed_state()
+    return AdjustablePipeline(build, knobs, build_tuned(build, knobs), seeds)
+
+
+def build_tuned(build: Build, knobs: Knobs) -> Any:
+    """The data set of `build` with the options of the knobs."""
+    dataset = build(knobs)
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            "build must return a tf.data.Dataset. Received: "
+            f"{dataset!r} of type {type(dataset)} from {build}."
+        )
+    return dataset.with_options(knobs.options())
+
+
+class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
+    """A data set made by `pipeline`.
+
+    Args:
+        build: builds the data set.
+        knobs: settings of `dataset`.
+        dataset: what `build` gave for them.
+        seeds: state of the sequence of operation seeds before `build` made it.
+
+    Attributes:
+        build: builds the data set.
+        knobs: settings of the iterators that are made from now on.
+    """
+
+    def __init__(self, build: Build, knobs: Knobs, dataset: Any, seeds: Any = None) -> None:
+        self.build = build
+        self._seeds = seeds
+        self.knobs = self._first_knobs = knobs
+        self._original = self._current = dataset
+        has_cache, draws = has_memory_cache(dataset), draws_an_order(dataset)
+        repeats = any(adapter.is_repeat(node) for node in adapter.upstream_of(dataset))
+        self._is_direct = has_cache or repeats or not draws
+        # an iterator that is made while a cache fills would fill it again, and one that is made
+        # before the later rounds of a `repeat` would take the order of one of them
+        self._can_have_spares = not has_cache and not (repeats and draws)
+        self._spares = SpareIterators()
+        super().__init__(dataset, iterator_adapter.data_set_variant(dataset))
+
+    @property
+    def current(self) -> Any:
+        """The data set that is iterated with the present knobs."""
+        return self._current
+
+    def build_again(self, knobs: Knobs) -> Any:
+        """The data set with other knobs, in any thread.
+
+        Shuffles without a seed get those of the first build under the same global seed. The
+        sequence of seeds that the program draws from stays where it is: workers that move at
+        different times would draw different numbers later on.
+
+        Args:
+            knobs: its settings.
+        """
+        with iterator_adapter.separate_operation_seeds(self._seeds):
+            return build_tuned(self.build, knobs)
+
+    def to_look_at(self) -> Any:
+        """The pipeline with the present knobs, for an iterator that is none of training.
+
+        Another build, so that it takes no order from the sequence of a shuffle, and need not be
+        handed over. With a cache in memory or a `repeat` it is the one that is trained.
+        """
+        return self._current if self._is_direct else self.build_again(self.knobs)
+
+    def adopt(self, knobs: Knobs, dataset: Any) -> None:
+        """Makes iterators from now on those of another build.
+
+        The sequence of orders of a shuffle is that of the original data set: every iterator begins
+        there and is handed over before its first element. Pipelines without one, those with a cache
+        in memory, which belongs to one build, and those with a `repeat`, which takes several orders
+        from the sequence in one epoch, are iterated directly instead. Later epochs, and later
+        rounds of a `repeat`, have each element once, in an order that may be another one than
+        without a handover if a pipeline has such a part or several shuffles.
+
+        Args:
+            knobs: its settings.
+            dataset: what `build` gave for them, to which a running iterator was handed over.
+        """
+        is_first = knobs == self._first_knobs and not self._is_direct
+        self.knobs, self._current = knobs, self._original if is_first else dataset
+        if self._is_direct:
+            self._spares.clear()
+
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly():
+            return super().__iter__()
+        dataset, iterator = self._spares.take() or (None, None)
+        if iterator is None or (dataset is not self._current and self._is_direct):
+            iterator = self._make()[1]
+        elif dataset is not self._current:
+            iterator = hand_over(iterator, self._current)
+        hold_functions_of(iterator, self._current)
+        iterator.keras_het_pipeline = self
+        return iterator
+
+    def make_spares(self, count: int, executor: concurrent.futures.Executor) -> None:
+        """Begins to make the next iterators, which the next calls of `iter` then give.
+
+        Orders are those without: a shuffle gives them to its iterators as these are made. Pipelines
+        where they would not be have no spares.
+
+        Args:
+            count: how many may wait.
+            executor: one thread that works in the background.
+        """
+        if self._can_have_spares:
+            self._spares.begin(self._make, count, executor)
+
+    def _make(self) -> tuple[Any, Any]:
+        """A new iterator, after the data set that it iterates."""
+        dataset = self._current
+        if dataset is self._original or self._is_direct:
+            return dataset, start(dataset)
+        return dataset, hand_over(iter(self._original), dataset)
+
+
+def pipeline_of(iterator: Any) -> AdjustablePipeline | None:
+    """The adjustable pipeline that an iterator was made of, None for any other."""
+    return getattr(iterator, "keras_het_pipeline", None)
+
+
+def plain_pipeline(dataset: Any) -> AdjustablePipeline:
+    """An ordinary data set as an adjustable one, of which only some knobs can be turned.
+
+    These are its own thread pool, in which calls with AUTOTUNE may outnumber the cores, and the
+    size of a `prefetch` at its end, if the user gave a number.
+
+    Args:
+        dataset: any `tf.data.Dataset`.
+    """
+    options = dataset.options()
+    node = dataset
+    while adapter.is_options(node):
+        (node,) = adapter.inputs_of(node)
+    size = prefetch_size(dataset)
+
+    def build(knobs: Knobs) -> Any:
+        if size is None:
+            return dataset
+        (source,) = adapter.inputs_of(node)
+        return source.prefetch(knobs.prefetch).with_options(options)
+
+    first = Knobs.for_host()
+    threads = options.threading.private_threadpool_size or first.threads
+    knobs = Knobs(2 * threads, size or first.prefetch, threads)
+    return AdjustablePipeline(build, knobs, build_tuned(build, knobs))
+
+
+def prefetch_size(dataset: Any) -> int | None:
+    """Number of batches in the `prefetch` at the end of a data set.
+
+    Args:
+        dataset: any `tf.data.Dataset`.
+
+    Returns:
+        None if there is none, or it is left to AUTOTUNE.
+    """
+    node = dataset
+    while adapter.is_options(node):
+        (node,) = adapter.inputs_of(node)
+    if not adapter.is_prefetch_or_options(node):
+        return None
+    size = adapter.constant(node._buffer_size)
+    return int(size) if size is not None and size > 0 else None

@@ -1,0 +1,159 @@
+"""Lets a differently tuned copy of a pipeline go on exactly where the running one is.
+
+The state of the running iterator, buffers included, is restored into an iterator of the other
+pipeline: no element is lost, repeated or reordered. Both must consist of the same operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import iterator_adapter
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.host.threads import LoaderThreads, with_threads
+
+_WITHOUT_STATE = {
+    "DirectedInterleave": (
+        "sample_from_datasets and choose_from_datasets may hang once one of their sources has ended"
+    ),
+    "DataService": "the tf.data service cannot save its iterators",
+    "PrefetchToDevice": "prefetch_to_device cannot save its iterators",
+    "CopyToDevice": "copy_to_device cannot save its iterators",
+    "Snapshot": "its snapshot in files can be written by one iterator only",
+}
+
+
+class HandoverError(RuntimeError):
+    """A pipeline cannot be handed over; the running one goes on unharmed."""
+
+
+def why_not(dataset: Any) -> str | None:
+    """Why a data set can never be handed over, None if nothing is known against it.
+
+    Args:
+        dataset: a `tf.data.Dataset`.
+    """
+    for node in adapter.upstream_of(dataset):
+        if adapter.draws_from_generator(node):
+            return "Dataset.from_generator cannot save where its generator is"
+        if adapter.is_file_cache(node):
+            # saved, the old iterator has moved to the next shard of the files: that of the new one
+            return "its cache in files can be written by one iterator only"
+        kind = type(node).__name__
+        for name, reason in _WITHOUT_STATE.items():
+            if name in kind:
+                return reason
+    if dataset.options().experimental_symbolic_checkpoint:
+        return (
+            "experimental_symbolic_checkpoint drops buffers, and hangs with a parallel interleave"
+        )
+    return None
+
+
+def has_memory_cache(dataset: Any) -> bool:
+    """Whether elements of a data set are cached in memory.
+
+    A handover stays exact then, but the cache starts over.
+    """
+    return any("Cache" in type(node).__name__ for node in adapter.upstream_of(dataset))
+
+
+def difference(running: Any, other: Any) -> str | None:
+    """Why one data set cannot go on where another is, None if nothing is known against it.
+
+    Args:
+        running: data set of the running iterator.
+        other: data set that is to go on.
+    """
+    reason = why_not(running) or why_not(other)
+    if reason:
+        return reason
+    if running.element_spec != other.element_spec:
+        return f"elements differ: {running.element_spec} became {other.element_spec}"
+    before, after = _operations(running), _operations(other)
+    kinds = [[_kind(node) for node in nodes] for nodes in (before, after)]
+    if kinds[0] != kinds[1]:
+        return f"operations differ: {' '.join(kinds[0])} became {' '.join(kinds[1])}"
+    for old, new in zip(before, after, strict=True):
+        reason = _node_difference(old, new)
+        if reason:
+            return reason
+    return None
+
+
+def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
+    """Moves a running iterator to another pipeline.
+
+    Waits for calls that are under way. The caller lets the old iterator go.
+
+    Args:
+        iterator: the running `tf.data.Iterator`; nobody may read from it meanwhile or afterwards.
+        dataset: the pipeline that goes on; the same operations, other knobs.
+        prepared: an unused iterator of `dataset`, if there is one.
+
+    Returns:
+        An iterator of `dataset` whose next element is the one that `iterator` would have given.
+
+    Raises:
+        HandoverError: if it cannot be done exactly; `iterator` goes on then.
+    """
+    running = iterator_adapter.iterated_data_set(iterator)
+    if running is None:
+        raise HandoverError("It is not known which data set the iterator belongs to.")
+    reason = difference(running, dataset)
+    if reason:
+        raise HandoverError(f"The pipeline cannot be handed over: {reason}.")
+    threads = LoaderThreads()
+    try:
+        # First of all: a new iterator of the same shuffle takes an order from its sequence.
+        state = iterator_adapter.save_iterator(iterator)
+        new = iter(dataset) if prepared is None else prepared
+        with threads.started_here():
+            iterator_adapter.restore_iterator(new, state)
+    except tf.errors.OpError as error:
+        text = str(error.message).splitlines()[0][:300]
+        raise HandoverError(f"TensorFlow refused to hand the pipeline over: {text}") from error
+    new.keras_het_was_handed_over = True
+    return with_threads(new, threads)
+
+
+def was_handed_over(iterator: Any) -> bool:
+    """Whether an iterator goes on where another one was: TensorFlow then shows no model of it."""
+    return getattr(iterator, "keras_het_was_handed_over", False)
+
+
+def _operations(dataset: Any) -> list[Any]:
+    # options are no operation of an iterator
+    return [node for node in adapter.upstream_of(dataset) if not _is_transparent(node)]
+
+
+def _is_transparent(node: Any) -> bool:
+    return adapter.is_options(node) or (
+        isinstance(node, iterator_adapter.UnchangedElementsDataset)
+        and (type(node).__module__.startswith("keras_het."))
+    )
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__.removeprefix("_").removesuffix("Dataset")
+
+
+def _node_difference(old: Any, new: Any) -> str | None:
+    if adapter.is_batch(old):
+        return _batch_difference(old, new)
+    before, after = adapter.constants_of(old), adapter.constants_of(new)
+    for name in sorted(before.keys() | after.keys()):
+        values = before.get(name), after.get(name)
+        if repr(values[0]) != repr(values[1]):  # NaN is what NaN was
+            return f"{name} of {_kind(old)} was {values[0]} and would be {values[1]}"
+    return None
+
+
+def _batch_difference(old: Any, new: Any) -> str | None:
+    sizes = [adapter.batch_arguments(node) for node in (old, new)]
+    if sizes[0] == sizes[1]:
+        return None
+    # TensorFlow loses data or crashes here if `map` and `batch` are fused, which is its default.
+    return f"batch size and drop_remainder were {sizes[0]} and would be {sizes[1]}"

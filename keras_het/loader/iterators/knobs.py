@@ -1,0 +1,66 @@
+"""What can be turned in an input pipeline without changing what it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader.host.cpus import usable_cpus
+from keras_het.planning.loader import LoaderPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs:
+    """Settings of a pipeline that `build(knobs)` reads; elements and their order are the same.
+
+    Args:
+        num_parallel_calls: for every `map`, `interleave` and `batch` that runs in parallel.
+        prefetch: batches of the last `prefetch`.
+        threads: size of the pipeline's own thread pool; `num_parallel_calls` beyond it lets
+            finished samples wait for their turn without a thread.
+
+    Raises:
+        ValueError: if a number is less than 1.
+    """
+
+    num_parallel_calls: int
+    prefetch: int
+    threads: int
+
+    def __post_init__(self) -> None:
+        if min(self.num_parallel_calls, self.prefetch, self.threads) < 1:
+            raise ValueError(f"Knobs must be 1 or more. Received: {self}.")
+
+    @classmethod
+    def for_host(cls) -> Knobs:
+        """Settings to start from: as many threads as this process may use CPUs."""
+        return cls.of_plan(LoaderPlan(max(math.ceil(usable_cpus()), 1), 2))
+
+    @classmethod
+    def of_plan(cls, plan: LoaderPlan) -> Knobs:
+        """Settings that put a plan into effect.
+
+        Args:
+            plan: loaders become threads; a thread has two calls, so that it need not wait until
+                its finished sample is taken in order.
+        """
+        return cls(2 * plan.loaders, plan.prefetch, plan.loaders)
+
+    @property
+    def plan(self) -> LoaderPlan:
+        """The plan of which these are the settings."""
+        return LoaderPlan(self.threads, self.prefetch)
+
+    def options(self) -> tf.data.Options:
+        """The part of the settings that is an option of a data set."""
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = self.threads
+        return options
+
+
+Build = Callable[[Knobs], Any]
+"""Builds a `tf.data.Dataset`; the same elements and operations whatever the knobs are."""

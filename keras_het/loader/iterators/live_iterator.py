@@ -1,0 +1,123 @@
+"""What a training loop really reads from: the iterator it was given, or that one's successor."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.host.threads import start, threads_of
+from keras_het.loader.iterators.adjustable_pipeline import pipeline_of
+from keras_het.loader.iterators.handover import hand_over
+from keras_het.loader.iterators.iterator_functions import hold_functions_of
+from keras_het.loader.iterators.iterator_release import release
+
+
+class LiveIterator:
+    """Reads batches and times the wait for them; its pipeline may change between two batches.
+
+    Args:
+        given: the iterator that the loop holds.
+        nice: nice value of the pipeline's own threads.
+
+    Attributes:
+        given: the iterator that the loop holds.
+        iterator: the one that is read.
+        input_wait_seconds: time that the last `take` waited.
+        end: last error or StopIteration that `take` met.
+    """
+
+    def __init__(self, given: Any, nice: int = 0) -> None:
+        self.given = self.iterator = given
+        self.input_wait_seconds = 0.0
+        self._nice = nice
+        self._use(given)
+
+    @property
+    def is_tf_data(self) -> bool:
+        """Whether this is an iterator of tf.data, which can be handed over."""
+        return isinstance(self.given, tf.data.Iterator)
+
+    @property
+    def pipeline(self) -> Any:
+        """The adjustable pipeline that the given iterator was made of, or None."""
+        return pipeline_of(self.given)
+
+    def take(self, count: int) -> list[Any]:
+        """The next batches, fewer at the end.
+
+        Args:
+            count: how many.
+
+        Raises:
+            StopIteration: if there is none.
+        """
+        batches: list[Any] = []
+        start = time.perf_counter()
+        try:
+            for _ in range(count):
+                batches.append(self._read())
+        except (StopIteration, tf.errors.OutOfRangeError):
+            if not batches:
+                raise StopIteration from None
+        finally:
+            self.input_wait_seconds = time.perf_counter() - start
+        return batches
+
+    def move_to(self, dataset: Any, prepared: Any = None) -> None:
+        """Continues in another pipeline.
+
+        Args:
+            dataset: the same pipeline with other knobs.
+            prepared: an unused iterator of it, if there is one.
+
+        Raises:
+            HandoverError: if it cannot be done exactly; nothing has changed then.
+        """
+        self._go_on_in(hand_over(self.iterator, dataset, prepared), dataset)
+
+    def begin_in(self, dataset: Any) -> None:
+        """Begins another pipeline instead, of which TensorFlow then shows the model.
+
+        Args:
+            dataset: the same pipeline with other knobs; nothing was read yet, and an iterator more
+                takes no order from a sequence.
+        """
+        self._go_on_in(start(dataset), dataset)
+
+    def _go_on_in(self, new: Any, dataset: Any) -> None:
+        old = self.iterator
+        hold_functions_of(new, dataset)
+        self.iterator = new
+        self._use(new)
+        release(old)
+
+    def let_go(self) -> None:
+        """Ends the pipeline in the background; the loop may still hold its iterator, unused."""
+        if self.is_tf_data and self.iterator is not None:
+            iterator, self.iterator, self.given = self.iterator, None, None
+            self._read = _ended
+            release(iterator)
+
+    def give_way(self, nice: int) -> bool:
+        """Sets the priority of the pipeline's own threads, and of those of its successors.
+
+        Args:
+            nice: their nice value.
+
+        Returns:
+            Whether it was permitted.
+        """
+        self._nice = nice
+        threads = threads_of(self.iterator)
+        return threads is None or threads.give_way(nice)
+
+    def _use(self, iterator: Any) -> None:
+        self._read = adapter.element_reader(iterator) if self.is_tf_data else iterator.__next__
+        self.give_way(self._nice)
+
+
+def _ended() -> Any:
+    raise StopIteration

@@ -1,0 +1,85 @@
+"""What is remembered of a user's data set between two inputs that are made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any, Protocol
+
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
+from keras_het.loader.order.pass_counter import PassCounter
+from keras_het.loader.order.pipeline_form import PipelineForm, recognise, with_batch_size
+
+
+class Follower(Protocol):
+    """An input that is made of a data set."""
+
+    def follow(self, form: PipelineForm) -> None:
+        """Reads from another form from the next pass on: all inputs share one order of passes."""
+
+
+@dataclasses.dataclass
+class Known:
+    """The form that a data set had, and its passes; no form if that would keep the data set."""
+
+    form: PipelineForm | None
+    passes: PassCounter
+    inputs: weakref.WeakSet[Follower] = dataclasses.field(default_factory=weakref.WeakSet)
+
+
+# A second `fit` on the same data set object goes on with its shuffle orders, as stock Keras does.
+_known: weakref.WeakKeyDictionary[Any, dict[int | None, Known]] = weakref.WeakKeyDictionary()
+# Data sets that read from one shuffle share its orders: `take` and `skip` of it, and those that
+# Keras makes in each `fit` with class weights.
+_passes: weakref.WeakKeyDictionary[Any, PassCounter] = weakref.WeakKeyDictionary()
+
+
+def recall(
+    dataset: Any, global_batch_size: int | None, reader: Follower
+) -> tuple[PipelineForm, PassCounter]:
+    """The form and the passes of a data set, remembered from earlier inputs.
+
+    Args:
+        dataset: pipeline of global batches, or of samples with `global_batch_size`.
+        global_batch_size: samples in a global batch, None if elements are global batches.
+        reader: the input that is made of it.
+
+    Returns:
+        The form, and what counts its passes.
+    """
+    known = _known.setdefault(dataset, {}).get(global_batch_size)
+    form = known.form if known else None
+    if form is None:
+        parts = dataset.current if isinstance(dataset, AdjustablePipeline) else dataset
+        form = recognise(parts.batch(global_batch_size) if global_batch_size else parts)
+    if known is None:
+        known = Known(None, _passes_of(dataset))
+        _known[dataset][global_batch_size] = known
+    if form.mode == "element":  # the stream of a slice form may be the data set itself
+        known.form = form
+    known.inputs.add(reader)
+    known.passes.inputs.add(reader)
+    return form, known.passes
+
+
+def _passes_of(dataset: Any) -> PassCounter:
+    shuffle = adapter.first_reshuffled(dataset)
+    return PassCounter() if shuffle is None else _passes.setdefault(shuffle, PassCounter())
+
+
+def remember(dataset: Any, global_batch_size: int | None, form: PipelineForm) -> None:
+    """Makes all inputs of the same data set read from `form`, whose stream is a copy.
+
+    They count their passes together, so that each order must be taken from the same shuffles.
+    """
+    known = _known.get(dataset, {}).get(global_batch_size)
+    if known is not None:
+        # the size that the user gave, also where that of this training has grown
+        size = known.form.batch_size if known.form is not None else None
+        if size is not None and size != form.batch_size:
+            known.form = with_batch_size(form, size)
+        else:
+            known.form = form
+        for each in list(known.inputs):
+            each.follow(form)

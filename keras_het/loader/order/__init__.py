@@ -1,0 +1,1 @@
+"""One order of samples: recognised, repeated, counted, hashed and cut."""

@@ -1,0 +1,243 @@
+"""Recognises what a user's pipeline does, so that costly work is done where it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.loader import iterator_adapter
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.order.replay import starts_once
+
+Dataset = adapter.Dataset
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineForm:
+    """A pipeline split into what every worker runs and what only the user of a row runs.
+
+    Args:
+        mode: "element" if `stream` yields single samples before their maps, else "slice" and
+            `stream` yields global batches.
+        reason: why this mode, in words for the log.
+        stream: what every worker runs.
+        element_maps: `map` nodes for single samples, first to last; for own rows only.
+        batch_size: samples of a full global batch, or None if not known.
+        drop_remainder: whether a last partial batch is left out (element mode).
+        row_functions: row-wise functions of a batch, first to last; for own rows only.
+        arrays: flattened arrays whose rows a sample of `stream` numbers, if the samples are rows of
+            arrays; own rows are gathered from them before their maps.
+        sample_spec: element structure of those rows.
+        gathers_indices: whether an element of `stream` is a pair (indices, arrays) of which only
+            the indices are cut, as in Keras's input from arrays.
+        options: the user's options.
+        autotuned_calls: parallel calls of `element_maps` that are left to AUTOTUNE, the number of
+            cores if it is None.
+        reads_ahead: whether batches may be made before they are asked for. Not where that shows: a
+            generator may share what it draws from with other readers, and is told that its epoch
+            ends; a `repeat` takes the next order of a shuffle, which a later pass then has not. In
+            slice mode a `prefetch` of the user's allows it.
+    """
+
+    mode: str
+    reason: str
+    stream: Dataset
+    element_maps: tuple[Dataset, ...]
+    batch_size: int | None
+    drop_remainder: bool
+    row_functions: tuple[Callable[..., Any], ...]
+    gathers_indices: bool
+    options: tf.data.Options
+    arrays: tuple[tf.Tensor, ...] = ()
+    sample_spec: Any = None
+    autotuned_calls: int | None = None
+    reads_ahead: bool = True
+
+    @property
+    def only_slices(self) -> bool:
+        """Whether nothing is left to do but to cut the global batches of `stream`."""
+        return self.mode == "slice" and not self.row_functions and not self.gathers_indices
+
+    def reading_from(self, stream: Dataset) -> PipelineForm:
+        """The same form of another stream with equal elements."""
+        return dataclasses.replace(self, stream=stream)
+
+
+def recognise(dataset: Dataset) -> PipelineForm:
+    """Splits a pipeline of global batches into common and own work.
+
+    Walks from the end of the pipeline: past prefetches, options and maps that are known to be
+    row-wise, to `batch`; from there through operations that commute with a one-to-one map
+    (shuffle, repeat, take, skip, shard, prefetch, options) down to the first one that does not.
+    All maps on that way whose input elements have fixed dense shapes are left out of the stream; if
+    it ends at `from_tensor_slices`, the stream has row numbers in the place of rows.
+
+    Args:
+        dataset: pipeline whose elements are global batches.
+
+    Returns:
+        The form; "slice" mode, which is always right, where the pipeline is not recognised.
+    """
+    options = tf.data.Options().merge(dataset.options())
+    node, row_functions = _before_row_functions(dataset)
+    if adapter.keras_array_indices(node):
+        row_functions = (adapter.map_function(node), *row_functions)
+        reason = "Keras arrays: each worker gathers only its own rows by their indices"
+        return _slices(adapter.inputs_of(node)[0], reason, row_functions, options, True)
+    shows = any(map(adapter.draws_from_generator, adapter.upstream_of(dataset)))
+    shows |= not starts_once(dataset)
+    if not adapter.is_batch(node):
+        reason = f"the global batch comes from {type(node).__name__}, not from a plain batch()"
+        return _slices(dataset, reason, (), options, reads_ahead=not shows)
+    size, drop_remainder = adapter.batch_arguments(node)
+    own = _own_work(adapter.inputs_of(node)[0])
+    threads = options.threading.private_threadpool_size
+    if size is None or not own.reasons:
+        reason = "no map of single samples with fixed dense input shapes right before batch()"
+        reads_ahead = not shows or any(map(adapter.is_prefetch, _nodes_until(dataset, node)))
+        return _slices(node, reason, row_functions, options, reads_ahead=reads_ahead)
+    return PipelineForm(
+        mode="element",
+        reason=f"{' and '.join(own.reasons)} only where the sample is used",
+        stream=own.stream,
+        element_maps=own.maps,
+        batch_size=size,
+        drop_remainder=drop_remainder,
+        row_functions=row_functions,
+        gathers_indices=False,
+        options=options,
+        arrays=own.arrays,
+        sample_spec=own.sample_spec,
+        # as many as the tuner that found them had; else as many as CPUs, on however many threads
+        autotuned_calls=2 * threads if threads else None,
+        reads_ahead=starts_once(own.stream),
+    )
+
+
+def with_batch_size(form: PipelineForm, samples: int) -> PipelineForm:
+    """The same pipeline with other global batches.
+
+    Args:
+        form: form of a pipeline that ends in `batch()`.
+        samples: samples of a full global batch.
+
+    Raises:
+        ValueError: if it does not end in `batch()`.
+    """
+    if form.mode == "element":
+        return dataclasses.replace(form, batch_size=samples)
+    if not adapter.is_batch(form.stream) or form.gathers_indices:
+        raise ValueError(
+            "The size of global batches can be changed only where the pipeline ends in batch(), "
+            f"prefetch() and row-wise maps. Received: a pipeline in {form.mode} mode ({form.reason}"
+            "). Give fit a tf.data.Dataset, such as "
+            "tf.data.Dataset.from_tensor_slices((x, y)).shuffle(n, seed=1).batch(64)."
+        )
+    drop_remainder = adapter.batch_arguments(form.stream)[1]
+    stream = adapter.inputs_of(form.stream)[0].batch(samples, drop_remainder=drop_remainder)
+    return dataclasses.replace(form, stream=stream, batch_size=samples)
+
+
+def _slices(
+    stream: Dataset,
+    reason: str,
+    row_functions: tuple[Callable[..., Any], ...],
+    options: tf.data.Options,
+    gathers_indices: bool = False,
+    reads_ahead: bool = True,
+) -> PipelineForm:
+    size = adapter.batch_arguments(stream)[0] if adapter.is_batch(stream) else None
+    form = PipelineForm(
+        "slice", reason, stream, (), size, False, row_functions, gathers_indices, options
+    )
+    return dataclasses.replace(form, reads_ahead=reads_ahead)
+
+
+def _nodes_until(node: Dataset, last: Dataset) -> Iterator[Dataset]:
+    """The nodes from the end of a pipeline to one that it reads from, which is not among them."""
+    while node is not last:
+        yield node
+        node = adapter.inputs_of(node)[0]
+
+
+def _before_row_functions(
+    dataset: Dataset,
+) -> tuple[Dataset, tuple[Callable[..., Any], ...]]:
+    node, functions = dataset, []
+    while (
+        adapter.is_prefetch_or_options(node)
+        or adapter.keras_class_weight(node)
+        or _is_adjustable(node)
+    ):
+        if adapter.is_map(node):
+            functions.append(adapter.map_function(node))
+        node = adapter.inputs_of(node)[0]
+    return node, tuple(reversed(functions))
+
+
+def _is_adjustable(node: Dataset) -> bool:
+    """Whether this is a `keras_het.loader.pipeline`, below what Keras has put behind it."""
+    is_ours = type(node).__module__.startswith("keras_het.")
+    return is_ours and isinstance(node, iterator_adapter.UnchangedElementsDataset)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnWork:
+    """What is done for own samples only, and the stream of samples it is done to."""
+
+    stream: Dataset
+    maps: tuple[Dataset, ...]
+    arrays: tuple[tf.Tensor, ...] = ()
+    sample_spec: Any = None
+
+    @property
+    def reasons(self) -> list[str]:
+        gather = ["rows of arrays are gathered"] if self.arrays else []
+        return gather + ([f"{len(self.maps)} map(s) of single samples run"] if self.maps else [])
+
+
+def _own_work(top: Dataset) -> _OwnWork:
+    walked: list[Dataset] = []
+    node = top
+    lowest = 0
+    while adapter.is_map(node) or adapter.commutes_with_map(node):
+        walked.append(node)
+        node = adapter.inputs_of(node)[0]
+        if adapter.is_map(walked[-1]) and _batchable(node.element_spec):
+            lowest = len(walked)
+    arrays = adapter.sliced_arrays(node)
+    if arrays is not None:
+        # the numbers of the rows take the way of the rows: less to shuffle, and one gather a batch
+        source, spec = tf.data.Dataset.range(int(arrays[0].shape[0])), node.element_spec
+        return _OwnWork(_rebuilt(source, _kept(walked)), _maps(walked), tuple(arrays), spec)
+    walked = walked[:lowest]
+    source = adapter.inputs_of(walked[-1])[0] if walked else top
+    return _OwnWork(_rebuilt(source, _kept(walked)), _maps(walked))
+
+
+def _maps(walked: list[Dataset]) -> tuple[Dataset, ...]:
+    return tuple(node for node in reversed(walked) if adapter.is_map(node))
+
+
+def _kept(walked: list[Dataset]) -> list[Dataset]:
+    # options are set again at the end of the pipeline
+    return [node for node in walked if not adapter.is_map(node) and not adapter.is_options(node)]
+
+
+def _rebuilt(source: Dataset, nodes: list[Dataset]) -> Dataset:
+    for node in reversed(nodes):
+        source = adapter.rebuild_on(node, source)
+    return source
+
+
+def _batchable(element_spec: Any) -> bool:
+    specs = [spec for spec in tf.nest.flatten(element_spec) if not adapter.is_none(spec)]
+    dense = [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
+    return (
+        bool(dense)
+        and len(dense) == len(specs)
+        and all(spec.shape.is_fully_defined() for spec in dense)
+    )

@@ -1,0 +1,1 @@
+"""What the loader controller changes, and the settings that it finds."""

@@ -1,0 +1,585 @@
+"""One training that is tuned: measures windows, asks the controller, puts plans into effect."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keras_het.loader import iterator_adapter
+from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.host.budget import HostBudget
+from keras_het.loader.host.cpus import usable_cpus
+from keras_het.loader.host.priority import LoaderPriority
+from keras_het.loader.host.share import HostShare
+from keras_het.loader.host.sums import HostSums
+from keras_het.loader.host.threads import LoaderThreads, threads_of
+from keras_het.loader.input.order_tuning import OrderTuning
+from keras_het.loader.input.preparation import Preparation
+from keras_het.loader.input.step_iterator import StepIterator
+from keras_het.loader.inspection.inspection import PipelineReport, is_unread, read_report
+from keras_het.loader.inspection.kept_reports import KeptReports
+from keras_het.loader.iterators.adjustable_pipeline import (
+    AdjustablePipeline,
+    plain_pipeline,
+    prefetch_size,
+)
+from keras_het.loader.iterators.handover import HandoverError, has_memory_cache, why_not
+from keras_het.loader.iterators.knobs import Build, Knobs
+from keras_het.loader.iterators.live_iterator import LiveIterator
+from keras_het.loader.iterators.replayable import shares_a_shuffle, takes_a_place
+from keras_het.loader.order.batch_bytes import count_bytes
+from keras_het.loader.order.pass_end import PassEnd
+from keras_het.planning.loader import (
+    FixedController,
+    JobModel,
+    LoaderController,
+    LoaderPlan,
+    LoaderWindow,
+    ReadingJob,
+    ReadingNeed,
+    StepSums,
+)
+
+logger = logging.getLogger("keras_het")
+
+MakeController = Callable[[LoaderPlan, float, int | None], LoaderController]
+"""Makes a controller of the first plan, the CPUs, and the largest prefetch if it cannot grow."""
+
+_STEPS_TO_START = 4
+"""Steps of an epoch before its pipeline's throughput can be judged."""
+
+_ITERATORS_OF_AN_EPOCH = 2
+"""Keras makes one at the end of an epoch, which it does not use, and one when the next begins."""
+
+
+@dataclasses.dataclass
+class Move:
+    """A plan that was put into effect, or refused.
+
+    Args:
+        step: steps that were trained before.
+        plan: the plan.
+        window: the measurement that led to it.
+        handover_seconds: how long training stood still for it.
+        refused: why it was not put into effect, None if it was.
+    """
+
+    step: int
+    plan: LoaderPlan
+    window: LoaderWindow
+    handover_seconds: float = 0.0
+    refused: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The move as plain Python values, for JSON."""
+        return {**dataclasses.asdict(self), "reason": self.plan.reason}
+
+
+class TuningSession:
+    """Tunes the pipeline of one `fit`.
+
+    Args:
+        make_controller: makes the controller once the pipeline is known.
+        nice: nice value of the pipeline's own threads while no other program keeps the host busy.
+        budget: divides the host among its jobs; None if this job is alone.
+        observes_only: why nothing is to be changed, None if it may be.
+
+    Attributes:
+        moves: what was done.
+        observes_only: why nothing is changed, None if it may be.
+        pipeline: the pipeline that is tuned, None before the first step and under a strategy.
+        order: what is tuned under the strategy, None without one.
+        has_changed: whether anything was put into effect.
+        share: this job's part of the host.
+    """
+
+    def __init__(
+        self,
+        make_controller: MakeController,
+        nice: int = 0,
+        budget: HostBudget | None = None,
+        observes_only: str | None = None,
+    ) -> None:
+        self._make_controller = make_controller
+        self._priority = LoaderPriority(nice)
+        self.share = HostShare(budget)
+        self._plain: tuple[Any, AdjustablePipeline] | None = None
+        self.pipeline: AdjustablePipeline | None = None
+        self.order: OrderTuning | None = None
+        self._preparation: tuple[Preparation, Move | None] | None = None
+        self.live: LiveIterator | None = None
+        self.controller: LoaderController | None = None
+        self.observes_only = observes_only
+        self.moves: list[Move] = []
+        self.has_changed = False
+        self._sums: StepSums | None = None
+        self._host = HostSums()
+        self._reading = ReadingJob()
+        self._steps = self._steps_before = 0
+        self._epochs = 0
+        self._batch_bytes: int | None = None
+        self._built: dict[Knobs, Any] = {}
+        self._building: tuple[Knobs, Move, concurrent.futures.Future[Any]] | None = None
+        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self.job: JobModel | None = None
+        self._confirmed: LoaderPlan | None = None
+        self._first_knobs: Knobs | None = None
+        self._end = PassEnd()
+        self._reports = KeptReports(self._read_report)
+        self._epochs_begun = 0
+
+    def begin_epoch(self, steps: int | None) -> None:
+        """Takes note of an epoch, before its first step.
+
+        Args:
+            steps: its steps; None if they are not known, or it is the last one.
+        """
+        self._end.begin(steps)
+        self._steps_before = self._steps
+        self._epochs_begun += 1
+        if self._epochs_begun == 2:
+            # an iterator of cache().repeat() stays over epochs: no other one tells
+            self._freeze_if_cached()
+
+    def open(self, iterator: Any) -> LiveIterator:
+        """Begins to read an iterator that the training loop was given.
+
+        Args:
+            iterator: of a new epoch.
+
+        Returns:
+            What to read instead.
+        """
+        if self.live is not None:
+            self._pause(_STEPS_TO_START)
+            self.live.let_go()
+        self._epochs += 1
+        self._batch_bytes = None
+        live = LiveIterator(iterator, self.nice)
+        self.live = live
+        if self._epochs == 2:
+            self._freeze_if_cached()
+        order = _order_of(iterator)
+        if order is not None:
+            if order is not self.order:
+                self._begin_order(order)
+            return live
+        adjustable = self._adjustable(live)
+        if adjustable is None:
+            return live
+        if adjustable is not self.pipeline:
+            self._begin(adjustable)
+        if live.pipeline is None:
+            self._move_plain(live, adjustable)
+        return live
+
+    def reads(self, iterator: Any) -> bool:
+        """Whether this is the iterator that was opened last.
+
+        Args:
+            iterator: that a training loop reads.
+        """
+        return self.live is not None and self.live.given is iterator
+
+    def note_batch(self, batch: Any) -> None:
+        """Looks at the size of a batch, once an epoch.
+
+        Args:
+            batch: any batch of the epoch.
+        """
+        if self._batch_bytes is None:
+            self._batch_bytes = count_bytes(batch)
+
+    def after_step(
+        self, seconds: float, input_wait: float, steps: int, is_last: bool = False
+    ) -> None:
+        """Takes note of one execution; now and then decides, or puts a plan into effect.
+
+        Args:
+            seconds: its time.
+            input_wait: part of it in which it waited for its batches.
+            steps: number of its steps.
+            is_last: whether the epoch ends here: what can be done within the next one has time.
+        """
+        self._steps += steps
+        self._reports.after_step(self._steps)
+        self._use(self.share.stay())
+        if self._end.is_near(seconds, steps) and not is_last:
+            self._make_spares()
+        if self.order is not None:
+            self._give_way()
+        if self._preparation is not None:
+            self._poll(*self._preparation)
+            return
+        if self._building is not None:
+            if self._building[2].done() and not is_last:
+                self._put_into_effect()
+            return
+        sums = self._sums
+        if sums is None:
+            return
+        was_skipping = sums.is_skipping
+        full = sums.add(seconds, input_wait, steps)
+        if was_skipping and not sums.is_skipping:
+            self._host.mark(self._threads())
+        if full:
+            self._decide()
+        if is_last:
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """What follows is no step; called by itself if no step was known to be the last one."""
+        if self._preparation is None and self._building is None:
+            # also where Keras goes on with the same iterator: of short epochs a step counts then
+            self._pause(max(min(_STEPS_TO_START, self._steps - self._steps_before - 1), 1))
+
+    def close(self) -> None:
+        """Ends the session; iterators go in the background."""
+        if self.live is not None:
+            self.live.let_go()
+            self.live = None
+        self.share.leave()
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
+        self._building = None
+        self._cancel()
+        self._built.clear()
+
+    def report(self) -> PipelineReport | None:
+        """What the pipeline does, or did when it was last seen; None if nothing is known."""
+        return self._reports.latest(self._steps)
+
+    def last_report(self) -> PipelineReport | None:
+        """What was last seen of the pipeline, at the end of the training."""
+        report = self._reports.look(self._steps)
+        return self._reports.last_seen or report
+
+    def _read_report(self) -> PipelineReport | None:
+        if self.order is not None:
+            return self.order.report()
+        live = self.live
+        return read_report(live.iterator) if live is not None and live.is_tf_data else None
+
+    @property
+    def nice(self) -> int:
+        """Nice value of the pipeline's own threads at present."""
+        return self._priority.value
+
+    @property
+    def knobs(self) -> Knobs | None:
+        """The settings in effect, or those before while these must still prove themselves.
+
+        None if they are the user's still.
+        """
+        tuned = self.order or self.pipeline
+        if tuned is None or (self.is_plain and not self.has_changed):
+            return None
+        if self._confirmed is None or self._confirmed == tuned.knobs.plan:
+            return tuned.knobs
+        first = self._first_knobs
+        if first is not None and first.plan == self._confirmed:
+            return first  # the user's own numbers
+        return Knobs.of_plan(self._confirmed)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the data set is an ordinary one, without a builder."""
+        if self.order is not None:
+            return self.order.is_plain
+        return self.live is None or self.live.pipeline is None
+
+    @property
+    def turns_prefetch(self) -> bool:
+        """Whether the last `prefetch` is among the settings, and not the user's or AUTOTUNE's."""
+        if self.order is not None:
+            return self.order.largest_prefetch is None
+        return self._plain is None or prefetch_size(self._plain[0]) is not None
+
+    # --- which pipeline
+
+    def _adjustable(self, live: LiveIterator) -> AdjustablePipeline | None:
+        if live.pipeline is not None:
+            return live.pipeline
+        dataset = self._plain_data_set(live)
+        if dataset is None:
+            return None
+        if self._plain is None or self._plain[0] is not dataset:
+            if any(isinstance(node, AdjustablePipeline) for node in adapter.upstream_of(dataset)):
+                logger.info(
+                    "Operations behind keras_het.loader.pipeline (of class_weight, or map, take "
+                    "and the like) make it an ordinary data set: parallel calls stay as they are."
+                )
+            self._plain = (dataset, plain_pipeline(dataset))
+        return self._plain[1]
+
+    def _plain_data_set(self, live: LiveIterator) -> Any:
+        if not live.is_tf_data:
+            self._only_observe(_why_path_stays(live.given))
+            return None
+        return iterator_adapter.iterated_data_set(live.given)
+
+    def _begin_order(self, order: OrderTuning) -> None:
+        self._cancel()
+        self.order = order
+        self._first_knobs = order.knobs
+        plan, reason = order.knobs.plan, order.refusal()
+        if reason is not None:
+            self._only_observe(reason)
+        if self.observes_only is not None:
+            self.controller = FixedController(plan)
+        else:
+            most = order.largest_prefetch
+            self.controller = self._make_controller(plan, usable_cpus(), most)
+            if not order.has_own_threads:
+                self._preparation = order.prepare(order.knobs, self._background()), None
+        self._begin_first_window(self.controller)
+
+    def _begin(self, adjustable: AdjustablePipeline) -> None:
+        self.pipeline = adjustable
+        self._first_knobs = adjustable.knobs
+        # not the present one: its shuffles keep the sequence of orders for the epochs to come
+        self._built = {}
+        reason = why_not(adjustable.current)
+        plan, cpus = adjustable.knobs.plan, usable_cpus()
+        if reason is not None:
+            self._only_observe(reason)
+        if self.observes_only is not None:
+            self.controller = FixedController(plan)
+        else:
+            is_plain = self._plain is not None and self._plain[1] is adjustable
+            most = plan.prefetch if is_plain and not self.turns_prefetch else None
+            self.controller = self._make_controller(plan, cpus, most)
+        self._begin_first_window(self.controller)
+
+    def _move_plain(self, live: LiveIterator, adjustable: AdjustablePipeline) -> None:
+        """Puts an ordinary data set into its own thread pool, before its first element."""
+        if self.observes_only is not None:
+            return
+        try:
+            if is_unread(live.given) and _begins_alike(adjustable.current):
+                live.begin_in(adjustable.current)
+            else:
+                live.move_to(adjustable.current)
+        except HandoverError as error:
+            self._only_observe(str(error))
+        else:
+            self.has_changed = True
+
+    def _freeze_if_cached(self) -> None:
+        # a handover would empty a cache that is full by now
+        if self.pipeline is not None and has_memory_cache(self.pipeline.current):
+            self._only_observe("its cache in memory is full after the first epoch")
+
+    def _only_observe(self, reason: str) -> None:
+        if self.observes_only is None:
+            self.observes_only = reason
+            logger.info("LoaderTuner only observes: %s.", reason)
+        self.controller = FixedController(self.controller.plan) if self.controller else None
+        self._building = None
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._preparation is not None:
+            self._preparation[0].cancel()
+            self._preparation = None
+
+    # --- windows and decisions
+
+    def _begin_first_window(self, controller: LoaderController) -> None:
+        self.share.announce()
+        self._sums = StepSums(controller.next_window)
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        if self._sums is not None and self.controller is not None:
+            self._sums.begin(self.controller.next_window)
+            self._host.begin(self._threads())
+
+    def _pause(self, steps: int) -> None:
+        """Leaves out the time between epochs, and the first steps of a pipeline that starts."""
+        if self._sums is not None:
+            if not self._sums.is_skipping:
+                self._host.add(self._threads())
+            self._sums.pause(steps)
+
+    def _threads(self) -> LoaderThreads | None:
+        if self.order is not None:
+            return self.order.threads
+        return threads_of(self.live.iterator) if self.live is not None else None
+
+    def _decide(self) -> None:
+        sums, controller = self._sums, self.controller
+        if sums is None or controller is None:
+            return
+        window = self._measured(sums)
+        self._share_host(window)
+        plan = controller.observe(window)
+        self._confirmed = getattr(controller, "confirmed_plan", None)
+        changes = self._priority.observe(self.share.processes)
+        is_stuck = changes and not self._give_way() and not self.nice
+        if is_stuck and self.observes_only is None:
+            self._priority.cost_threads()
+            # new threads have the priority that these cannot have back
+            plan = plan or dataclasses.replace(controller.plan, reason="other programs are busy")
+        if plan is None:
+            self._begin_window()
+        else:
+            self._build(plan, window)
+
+    def _give_way(self) -> bool:
+        """Sets the priority of the loader's threads; returns whether it was permitted."""
+        reader = self.order or self.live
+        return reader is None or reader.give_way(self._priority.value)
+
+    def _measured(self, sums: StepSums) -> LoaderWindow:
+        self._host.add(self._threads())
+        return LoaderWindow(
+            sums.steps,
+            sums.seconds,
+            sums.input_wait_seconds,
+            self._host.idle_cpus,
+            self._host.loader_cpu_seconds,
+            self.order.batch_bytes if self.order is not None else self._batch_bytes or 0,
+            sums.waiting_steps,
+            self._host.loader_queue_seconds,
+        )
+
+    def _share_host(self, window: LoaderWindow) -> None:
+        job = getattr(self.controller, "job", None)
+        if job is None:
+            # it does not wait: what it uses now is all it needs
+            cpu = (window.loader_cpu_seconds or 0.0) / window.steps
+            job = JobModel(max(cpu, 1e-6), max(window.device_seconds, 1e-6), cpu)
+        if self.order is not None:
+            job = dataclasses.replace(job, weight=self.order.weight)
+        self.job = job
+        self._use(self.share.update(job, self._read(window)))
+
+    def _read(self, window: LoaderWindow) -> ReadingNeed | None:
+        """What the other jobs of the host should know if this one's loaders wait for I/O."""
+        if self.controller is None:
+            return None
+        return self._reading.observe(self.controller.plan.loaders, window, time.time())
+
+    def _use(self, cpus: float | None) -> None:
+        if cpus is not None and self.controller is not None:
+            self.controller.set_cpus(cpus)
+            self.controller.set_reading_loaders(self.share.reading_loaders)
+
+    # --- plans
+
+    def _build(self, plan: LoaderPlan, window: LoaderWindow) -> None:
+        knobs = Knobs.of_plan(plan)
+        move = Move(self._steps, plan, window)
+        if self.order is not None:
+            self._preparation = self.order.prepare(knobs, self._background()), move
+        elif self.pipeline is not None:
+            known = self._built.get(knobs)
+            is_plain = self._plain is not None and self._plain[1] is self.pipeline
+            running = None if is_plain else self.pipeline.current
+            work = (self.pipeline.build_again, knobs, known, running)
+            future = self._background().submit(prepare_iterator, *work)
+            self._building = (knobs, move, future)
+
+    def _make_spares(self) -> None:
+        """Makes the iterators of the next epoch while this one still trains.
+
+        Where Keras makes none because the user's number of steps is not a whole pass, they wait.
+        """
+        pipeline = self.live.pipeline if self.live is not None else None
+        if self.observes_only is None and pipeline is not None:
+            pipeline.make_spares(_ITERATORS_OF_AN_EPOCH, self._background())
+
+    def _background(self) -> concurrent.futures.ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = concurrent.futures.ThreadPoolExecutor(1, "loader_tuner")
+        return self._executor
+
+    def _poll(self, preparation: Preparation, move: Move | None) -> None:
+        """Goes on with a move under the strategy; without a move it is the first thread pool."""
+        start = time.perf_counter()
+        try:
+            if not preparation.poll():
+                return
+        except Exception as error:  # the user's function may raise anything
+            reason = str(error) or type(error).__name__
+            if move is not None and self.controller is not None:
+                move.refused = reason
+                self.controller.refused(move.plan)
+                self._confirmed = getattr(self.controller, "confirmed_plan", None)
+            self._only_observe(reason)
+        else:
+            self._preparation = None
+            self.has_changed = True
+            if move is not None:
+                move.handover_seconds = time.perf_counter() - start
+                logger.info("Loader at step %d: %s.", self._steps, move.plan)
+        if move is not None:
+            self.moves.append(move)
+        self._begin_window()
+
+    def _put_into_effect(self) -> None:
+        if self._building is None or self.controller is None or self._sums is None:
+            return
+        knobs, move, future = self._building
+        self._building = None
+        start = time.perf_counter()
+        try:
+            self._reports.look(self._steps)
+            dataset, prepared = future.result()
+            if self.live is None or self.pipeline is None:
+                return
+            self.live.move_to(dataset, prepared)
+        except Exception as error:  # the user's function may raise anything
+            move.refused = str(error) or type(error).__name__
+            self.controller.refused(move.plan)
+            self._confirmed = getattr(self.controller, "confirmed_plan", None)
+            self._only_observe(move.refused)
+        else:
+            move.handover_seconds = time.perf_counter() - start
+            self._built[knobs] = dataset
+            self.pipeline.adopt(knobs, dataset)
+            self.has_changed = True
+            logger.info("Loader at step %d: %s.", self._steps, move.plan)
+        self.moves.append(move)
+        self._begin_window()
+
+
+def prepare_iterator(build: Build, knobs: Knobs, known: Any, running: Any) -> tuple[Any, Any]:
+    """Does in the background what a handover needs: traces the functions, makes an iterator.
+
+    Where parts are those that run, an iterator would disturb their shuffles: so it is with an
+    ordinary data set, for which `running` is None, and with a shuffle made outside of the builder.
+    """
+    dataset = build(knobs) if known is None else known
+    is_apart = running is not None and not shares_a_shuffle(running, dataset)
+    return dataset, iter(dataset) if is_apart else None
+
+
+def _begins_alike(dataset: Any) -> bool:
+    """Whether one iterator more changes nothing, neither for the others nor for later ones.
+
+    With `warm_start` the one that there is has begun to work.
+    """
+    options = dataset.options()
+    return not (options.experimental_warm_start or has_memory_cache(dataset)) and not takes_a_place(
+        dataset
+    )
+
+
+def _order_of(iterator: Any) -> OrderTuning | None:
+    """What can be tuned of a strategy's data set, None for any other iterator."""
+    source = iterator.source if isinstance(iterator, StepIterator) else None
+    return getattr(source, "tuning", None)
+
+
+def _why_path_stays(iterator: Any) -> str:
+    if isinstance(iterator, StepIterator):
+        return "each worker reads its own files, of which there is no order to start again in"
+    other = "the data path of a distribution strategy cannot be changed while it runs"
+    return getattr(iterator, "why_path_stays", other)

@@ -1,0 +1,221 @@
+"""One fragment of a model: its packed exchange and the rule's state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.asynchronous.rules import SynchronousRule
+from keras_het.local_training.packed_variables import PackedVariables
+from keras_het.local_training.variables_of_the_chief import adopt_vector_of_the_chief
+
+_STATE = "state/"
+
+
+@dataclasses.dataclass
+class _Pending:
+    """An exchange that is on its way.
+
+    Args:
+        sent: weights and statistics that this worker sent.
+        due: step at which it merges with the weights of then.
+        combined: gives the weights and statistics after the exchange, as tensors.
+    """
+
+    sent: tuple[Any, Any]
+    due: int
+    combined: Future[tuple[Any, Any]]
+
+
+class Fragment:
+    r"""Variables that are exchanged together, in one packed sum over the workers.
+
+    With them travel moving statistics :math:`s_i`, which become their mean over the samples
+    :math:`n_i` that the workers used since the last exchange,
+
+    .. math:: s_i \leftarrow \frac{\sum_j n_j s_j}{\sum_j n_j}.
+
+    What no worker has changed since then, such as frozen weights, keeps its bits.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        rule: combines the weights.
+        weights: the fragment's trainable variables.
+        statistics: moving statistics that travel with it.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        rule: SynchronousRule,
+        weights: PackedVariables,
+        statistics: PackedVariables,
+    ) -> None:
+        self._strategy, self._rule = strategy, rule
+        self._weights, self._statistics = weights, statistics
+        self._pending: _Pending | None = None
+        self._own: tuple[Any, Any] | None = None
+        self.samples = 0
+        self.steps = 0
+        # all start from the same bits, wherever their weights come from
+        adopt_vector_of_the_chief(weights, strategy)
+        adopt_vector_of_the_chief(statistics, strategy)
+        self.state = rule.initial_state(weights.read())
+        self._mean_statistics = statistics.read()
+        self._exchange = self._traced()
+
+    @property
+    def center(self) -> Any:
+        """The center, float32 vector."""
+        return self.state["center"]
+
+    def _traced(self) -> Any:
+        """Traced here: in the background the order of tracing, and of keys, would be chance."""
+
+        def specs(value: Any) -> Any:
+            return tf.TensorSpec(value.shape, value.dtype)
+
+        return tf.function(self._combine, autograph=False).get_concrete_function(
+            specs(self.center),
+            specs(self._mean_statistics),
+            specs(self._mean_statistics),
+            tf.TensorSpec([], tf.float32),
+            {name: specs(value) for name, value in self.state.items()},
+        )
+
+    def _combine(
+        self, weights: Any, statistics: Any, last_mean: Any, samples: Any, state: Any
+    ) -> Any:
+        """One exchange, in the graph; weights, statistics and state after it."""
+        mean = statistics
+
+        def all_reduce_sum(vector: Any) -> Any:
+            nonlocal mean
+            # no samples times infinity is not a number
+            own = tf.math.multiply_no_nan(statistics, samples)
+            moved = samples * self._statistics.differ(statistics, last_mean)
+            parts = [vector, own, moved, samples[None]]
+            total = self._strategy.extended.sum_over_workers(tf.concat(parts, axis=0))
+            summed, sums, moved, count = tf.split(total, [part.shape[0] for part in parts])
+            # the mean of equal numbers may be another number, by rounding
+            mean = self._statistics.choose(moved > 0, tf.math.divide_no_nan(sums, count), last_mean)
+            mean = tf.where(count > 0, mean, statistics)
+            return summed
+
+        with tf.device("CPU:0"):
+            weights, state = self._rule.combine(weights, state, samples, all_reduce_sum)
+        return weights, mean, state
+
+    def start(self, executor: Executor, step: int) -> None:
+        """Begins an exchange of the present weights.
+
+        Args:
+            executor: runs one exchange after the other, in the same order on all workers.
+            step: local steps done so far.
+        """
+        sent = self._weights.read(), self._statistics.read()
+        samples = tf.constant(float(self.samples), tf.float32)
+        self.samples = self.steps = 0
+        run = self._strategy.name_lost_workers(self._run)
+        combined = executor.submit(run, sent, samples)
+        self._pending = _Pending(sent, step + self._rule.overlap, combined)
+
+    def _run(self, sent: tuple[Any, Any], samples: Any) -> tuple[Any, Any]:
+        last_mean = self._mean_statistics
+        weights, mean, self.state = self._exchange(*sent, last_mean, samples, self.state)
+        self._mean_statistics = mean
+        return weights, mean
+
+    def wait(self) -> None:
+        """Waits until the exchange that is on its way has been summed."""
+        if self._pending is not None:
+            self._pending.combined.result()
+
+    def merge_if_due(self, step: int) -> None:
+        """Goes on from what an exchange gave, `overlap` steps after it began.
+
+        Args:
+            step: local steps done so far.
+        """
+        if self._pending is not None and step >= self._pending.due:
+            self.merge()
+
+    def merge(self) -> None:
+        """Goes on from what the exchange gave that is on its way."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        combined, mean = pending.combined.result()
+        if self.steps == 0 and self._rule.center_is_weights:
+            # nothing to merge with: exactly the same bits on all workers
+            self._weights.write(combined)
+            self._statistics.write(mean)
+            return
+        sent, sent_statistics = pending.sent
+        self._weights.write(self._rule.receive(self._weights.read(), sent, combined))
+        now = self._statistics.read()
+        # exactly the mean if nothing changed meanwhile; there may be infinite values
+        self._statistics.write(
+            tf.where(now == sent_statistics, mean, now + (mean - sent_statistics))
+        )
+
+    def show_center(self) -> None:
+        """Gives the model the center, with the statistics of the last exchange; idempotent."""
+        if self._own is None:
+            self.wait()
+            self._own = self._weights.read(), self._statistics.read()
+            self._weights.write(self.center)
+            self._statistics.write(self._mean_statistics)
+
+    def hide_center(self) -> None:
+        """Gives the model this worker's own weights back."""
+        own, self._own = self._own, None
+        if own is not None:
+            self._weights.write(own[0])
+            self._statistics.write(own[1])
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """What a backup keeps beside the model's weights: name to array."""
+        self.wait()
+        found = {f"{_STATE}{name}": np.asarray(value) for name, value in self.state.items()}
+        found["mean_statistics"] = np.asarray(self._mean_statistics)
+        # a backup of the center has no steps since, and nothing that could merge with it
+        is_shown = self._own is not None
+        found["since"] = np.array([0, 0] if is_shown else [self.samples, self.steps], np.int64)
+        if self._pending is not None and not is_shown:
+            parts = (*self._pending.sent, *self._pending.combined.result())
+            found["pending"] = np.concatenate([np.asarray(part) for part in parts])
+            found["due"] = np.array(self._pending.due, np.int64)
+        return found
+
+    def restore(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Brings back what `saved` gave; the model's weights are back already.
+
+        Raises:
+            ValueError: if it is that of another model or rule.
+        """
+        state = {
+            name.removeprefix(_STATE): tf.constant(value)
+            for name, value in saved.items()
+            if name.startswith(_STATE)
+        }
+        if {n: v.shape for n, v in state.items()} != {n: v.shape for n, v in self.state.items()}:
+            raise ValueError(
+                "The saved state of the update rule is that of another model or rule. Received: "
+                f"{sorted(saved)}; expected: {sorted(self.state)} of the same shapes. Remove the "
+                "backup, or use the model and rule that it was made with."
+            )
+        self.state = state
+        self._mean_statistics = tf.constant(saved["mean_statistics"])
+        self.samples, self.steps = (int(number) for number in saved["since"])
+        if "pending" in saved:
+            sizes = 2 * [self._weights.size, self._statistics.size]
+            weights, statistics, *combined = tf.split(tf.constant(saved["pending"]), sizes)
+            done: Future[tuple[Any, Any]] = Future()
+            done.set_result((combined[0], combined[1]))
+            self._pending = _Pending((weights, statistics), int(saved["due"]), done)

@@ -1,0 +1,80 @@
+"""Training steps that reduce within the worker, for the time of one `fit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_het.fit.session import FitSession, Rank, StepFunction
+from keras_het.local_training.variables_of_the_chief import adopt_variables_of_the_chief
+
+
+class LocalSteps:
+    """Makes the training steps of a session local, and counts their samples.
+
+    Args:
+        fit: the `fit` whose steps become local.
+        strategy: the model's `HeterogeneousStrategy`.
+    """
+
+    def __init__(self, fit: FitSession, strategy: Any) -> None:
+        self._fit, self._strategy = fit, strategy
+        self._samples = 0
+        self._is_left = False
+        fit.add_layer(Rank.REDUCE_LOCALLY, self._reduce_locally)
+        fit.before_inner(self._refuse_training_within)
+        fit.on_end(self._end_of_fit)
+        # traced again, within this worker
+        fit.model.make_train_function(force=True)
+
+    def _reduce_locally(self, step: StepFunction, batches: Any) -> Any:
+        before = self._strategy.own_samples_delivered
+        with self._strategy.extended.reductions_within_worker():
+            try:
+                return step(batches)
+            finally:  # not what callbacks evaluate or predict
+                self._samples += self._strategy.own_samples_delivered - before
+
+    def take_samples(self) -> int:
+        """Samples of this worker's replicas in the steps since the last call."""
+        samples, self._samples = self._samples, 0
+        return samples
+
+    def leave(self) -> None:
+        """Lets later steps reduce over all workers."""
+        self._is_left = True
+        self._fit.remove_layer(Rank.REDUCE_LOCALLY)
+        self._fit.model.make_train_function(force=True)
+
+    def _end_of_fit(self) -> None:
+        if not self._is_left:
+            self.leave()
+            # weights of a training that failed are each worker's own
+            self._fit.model.train_function = _FromTheChief(self._fit.model, self._strategy)
+
+    def _refuse_training_within(self, inner: FitSession) -> None:
+        if inner.loop in ("fit", "train_on_batch") and not self._is_left:
+            raise RuntimeError(
+                "Every worker trains this model on its own, and its weights are not those of the "
+                f"others now. Received: {inner.loop} of the same model within a callback. Train "
+                "another model there, or this one after fit has ended."
+            )
+
+
+class _FromTheChief:
+    """The step after a local training that failed: goes on from the chief's variables.
+
+    Args:
+        model: the `keras.Model`.
+        strategy: its `HeterogeneousStrategy`.
+    """
+
+    adopts_the_chiefs = True
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        self._model, self._strategy = model, strategy
+
+    def __call__(self, batches: Any) -> Any:
+        adopt_variables_of_the_chief(self._model, self._strategy)
+        self._strategy.training_state.export = None  # its center belongs to no other backup
+        self._model.make_train_function(force=True)
+        return self._model.train_function(batches)

@@ -1,0 +1,49 @@
+"""Makes the workers' models equal again after they trained on their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.local_training.packed_variables import PackedVariables
+
+
+def adopt_variables_of_the_chief(model: Any, strategy: Any) -> None:
+    """Gives every worker the chief's weights, moving statistics and optimizer state.
+
+    Synchronous steps keep workers equal and do not make them so: with optimizer states of their own
+    they would drift apart.
+
+    Args:
+        model: the model, whose variables all workers have in the same order.
+        strategy: its `HeterogeneousStrategy`; all workers call it.
+    """
+    variables = [*model.variables, *model.optimizer.variables]
+    unique = list({id(variable): variable for variable in variables}.values())
+    for dtype in (tf.float64, tf.int64):
+        same_kind = [v for v in unique if _kind(v.dtype) == dtype]
+        adopt_vector_of_the_chief(PackedVariables(same_kind, strategy, dtype), strategy)
+
+
+def _kind(dtype: Any) -> Any:
+    """Float or whole number, in which each smaller type fits; None for other types."""
+    dtype = tf.as_dtype(dtype)
+    if dtype.is_floating:
+        return tf.float64
+    return tf.int64 if dtype.is_integer else None
+
+
+def adopt_vector_of_the_chief(variables: PackedVariables, strategy: Any) -> None:
+    """Gives every worker the chief's values, bit by bit.
+
+    Args:
+        variables: of any number, none included.
+        strategy: their `HeterogeneousStrategy`; all workers call it.
+    """
+    if not variables.size:
+        return
+    own = variables.read()
+    add = tf.function(strategy.extended.sum_over_workers, autograph=False)
+    add = add.get_concrete_function(tf.TensorSpec(own.shape, own.dtype))
+    variables.write(add(own if strategy.is_chief else tf.zeros_like(own)))

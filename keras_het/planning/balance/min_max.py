@@ -1,0 +1,275 @@
+r"""Shares with which the slowest replica is done as early as possible.
+
+.. math:: \min_b \max_i t_i(b_i) \quad s.t. \quad \sum_i b_i = B,\; lower_i \le b_i \le upper_i
+
+The program is solved exactly for any nondecreasing time functions, so that fixed costs, plateaus,
+memory bounds and devices that are not worth using need no cases of their own.
+
+Method: the largest shares that all replicas finish within T, b_i(T), grow with T, so the smallest T
+with sum b_i(T) >= B is found by bisection. It runs over the bit patterns of T, which are ordered
+like the numbers: it ends after 63 halvings at the latest, and exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from keras_het.planning.bounded_shares import (
+    FloatArray,
+    IntArray,
+    check_bounds,
+    proportional_shares,
+)
+from keras_het.planning.times.time_model import LinearTimeModel, TimeModel
+
+Times = Callable[[IntArray], FloatArray]
+
+
+class _LargestWithin(Protocol):
+    """Largest shares in [low, high] that are done within a time; `low` always is."""
+
+    def __call__(self, threshold: float, low: IntArray, high: IntArray) -> IntArray: ...
+
+
+def min_max_shares(
+    times: Times, total: int, lower: ArrayLike, upper: ArrayLike | None = None
+) -> IntArray:
+    """Solves the min-max program for any nondecreasing time functions.
+
+    A replica with share 0 is not used and takes no time, whatever its fixed cost: that is how the
+    program drops a device which is not worth using. A lower bound above 0 demands that a replica is
+    used; the time of its lower bound is then unavoidable, and among the remaining samples the
+    slowest replica above its lower bound is made as fast as possible, which is optimal as well.
+
+    The answer depends on the numbers alone: samples whose place does not change the optimum are
+    spread in proportion to the room that replicas have, ties to the lowest index.
+
+    Args:
+        times: maps shares, int64 [n], each at least 1, to the replicas' times, float64 [n], finite
+            and at least 0; nondecreasing in each share. Entry i depends on share i alone.
+        total: samples of the global batch.
+        lower: smallest share of each replica, [n].
+        upper: largest share of each replica, [n]; by default the total.
+
+    Returns:
+        Optimal shares, int64 [n]; they sum to `total`.
+
+    Raises:
+        TypeError: if bounds or total are not whole numbers.
+        ValueError: if no shares satisfy the bounds, or `times` gives something else than n times.
+
+    Reference:
+        The min-max integer program: Yang, Kang and Youn, "BOA: batch orchestration algorithm for
+        straggler mitigation of distributed DL training in heterogeneous GPU cluster", The Journal
+        of Supercomputing 76, 2020. The solution by bisection is this package's own.
+    """
+    low, high = check_bounds(total, np.size(lower), np.atleast_1d(lower), upper)
+    checked = _checked(times, len(low))
+
+    def largest_within(threshold: float, low: IntArray, high: IntArray) -> IntArray:
+        return _bisect_shares(checked, threshold, low, high)
+
+    return _solve(checked, largest_within, int(total), low, high)
+
+
+def min_max_shares_linear(
+    fixed_seconds: ArrayLike,
+    seconds_per_sample: ArrayLike,
+    total: int,
+    lower: ArrayLike | None = None,
+    upper: ArrayLike | None = None,
+) -> IntArray:
+    """Solves the min-max program for times that are straight lines, faster.
+
+    The optimum is that of `min_max_shares` with `times = fixed + slope * shares`.
+
+    Args:
+        fixed_seconds: time of a step without samples, [n], at least 0.
+        seconds_per_sample: additional time of a sample, [n], at least 0.
+        total: samples of the global batch.
+        lower: smallest share of each replica, [n]; by default 0.
+        upper: largest share of each replica, [n]; by default the total.
+
+    Returns:
+        Optimal shares, int64 [n]; they sum to `total`.
+
+    Raises:
+        TypeError: if bounds or total are not whole numbers.
+        ValueError: if a time is negative or not finite, or no shares satisfy the bounds.
+    """
+    fixed, slope = np.broadcast_arrays(
+        np.atleast_1d(np.asarray(fixed_seconds, np.float64)),
+        np.asarray(seconds_per_sample, np.float64),
+    )
+    if not (np.isfinite(fixed) & np.isfinite(slope) & (fixed >= 0) & (slope >= 0)).all():
+        raise ValueError(
+            "Times of replicas must be finite and at least 0. Received: "
+            f"fixed_seconds={fixed_seconds!r}, seconds_per_sample={seconds_per_sample!r}. "
+            "Measure the devices again."
+        )
+    low, high = check_bounds(total, len(fixed), lower, upper)
+
+    def times(shares: IntArray) -> FloatArray:
+        result: FloatArray = fixed + slope * shares
+        return result
+
+    def largest_within(threshold: float, low: IntArray, high: IntArray) -> IntArray:
+        return _invert_lines(fixed, slope, threshold, low, high)
+
+    return _solve(times, largest_within, int(total), low, high)
+
+
+def min_max_shares_of_models(
+    models: Sequence[TimeModel],
+    total: int,
+    lower: ArrayLike | None = None,
+    upper: ArrayLike | None = None,
+) -> IntArray:
+    """Solves the min-max program for one time model a replica.
+
+    Args:
+        models: the time model of each replica; kinds may be mixed.
+        total: samples of the global batch.
+        lower: smallest share of each replica; by default 0.
+        upper: largest share of each replica; by default the total.
+
+    Returns:
+        Optimal shares, int64 [n]; they sum to `total`.
+
+    Raises:
+        TypeError: if bounds or total are not whole numbers.
+        ValueError: if no shares satisfy the bounds.
+    """
+    lines = [model for model in models if isinstance(model, LinearTimeModel)]
+    if len(lines) == len(models):
+        fixed = [model.fixed_seconds for model in lines]
+        slope = [model.seconds_per_sample for model in lines]
+        return min_max_shares_linear(fixed, slope, total, lower, upper)
+
+    def times(shares: IntArray) -> FloatArray:
+        return np.array([m.seconds(int(b)) for m, b in zip(models, shares, strict=True)])
+
+    low = np.zeros(len(models), np.int64) if lower is None else lower
+    return min_max_shares(times, total, low, upper)
+
+
+def _solve(
+    times: Times, largest_within: _LargestWithin, total: int, lower: IntArray, upper: IntArray
+) -> IntArray:
+    if total in (lower.sum(), upper.sum()):
+        return lower.copy() if total == lower.sum() else upper.copy()
+    # Invariant: all of `below` is done within `low_bits`, and it is too few samples; all of
+    # `above` is done within `high_bits`, and it is enough. A share at its lower bound always is.
+    low_bits, high_bits = _bracket(times, total, lower, upper)
+    above = largest_within(_from_bits(high_bits), lower, upper)
+    below = lower if low_bits < 0 else largest_within(_from_bits(low_bits), lower, above)
+    while high_bits - low_bits > 1 and (above - below).max() > 1:
+        middle_bits = (low_bits + high_bits) // 2
+        middle = largest_within(_from_bits(middle_bits), below, above)
+        samples = int(middle.sum())
+        if samples == total:
+            return middle
+        if samples > total:
+            high_bits, above = middle_bits, middle
+        else:
+            low_bits, below = middle_bits, middle
+    return _finish(times, total, below, above, high_bits - low_bits > 1)
+
+
+def _bracket(times: Times, total: int, lower: IntArray, upper: IntArray) -> tuple[int, int]:
+    """Bits of a time that is too short and of one that is enough.
+
+    For any shares b that sum to the total, max t_i(b_i) is enough. Other shares with the same sum
+    give some replica more than b_i, so nothing is faster than the smallest t_i(b_i + 1).
+    """
+    even = proportional_shares(total, np.ones(len(lower)), lower, upper)
+    even_times = times(np.maximum(even, 1))
+    shortest_counted = max(float(even_times.max()) / 1e9, 1e-200)
+    speed = np.maximum(even, 1) / np.maximum(even_times, shortest_counted)
+    guess = proportional_shares(total, speed, lower, upper)
+    seconds = np.where(guess > lower, times(np.maximum(guess, 1)), 0.0)
+    longest = float(seconds.max())
+    more = np.minimum(guess + 1, upper)
+    next_seconds = times(np.maximum(more, 1))[guess < upper]
+    shortest = min(float(next_seconds.min()), longest)
+    return _to_bits(shortest) - 1, _to_bits(longest)
+
+
+def _finish(times: Times, total: int, below: IntArray, above: IntArray, choose: bool) -> IntArray:
+    """Places the samples between `below` and `above`.
+
+    With `choose`, no replica has room for more than one and the times of these differ; else all of
+    them take equally long.
+    """
+    room = above - below
+    missing = total - int(below.sum())
+    if choose:
+        seconds = np.where(room > 0, times(np.maximum(above, 1)), np.inf)
+        longest = np.partition(seconds, missing - 1)[missing - 1]
+        below = below + (seconds < longest)
+        room = (seconds == longest).astype(np.int64)
+        missing = total - int(below.sum())
+    return below + _spread(missing, room)
+
+
+def _spread(samples: int, room: IntArray) -> IntArray:
+    """Splits samples in proportion to the room, by largest remainders in whole numbers."""
+    whole, remainder = np.divmod(samples * room, max(int(room.sum()), 1))
+    first = np.argsort(-remainder, kind="stable")[: samples - int(whole.sum())]
+    whole[first] += 1
+    return whole
+
+
+def _bisect_shares(times: Times, threshold: float, low: IntArray, high: IntArray) -> IntArray:
+    while (undecided := low < high).any():
+        middle = (low + high + 1) // 2
+        fits = times(np.maximum(middle, 1)) <= threshold
+        low = np.where(undecided & fits, middle, low)
+        high = np.where(undecided & ~fits, middle - 1, high)
+    return low
+
+
+def _invert_lines(
+    fixed: FloatArray, slope: FloatArray, threshold: float, low: IntArray, high: IntArray
+) -> IntArray:
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        real = (threshold - fixed) / slope
+    real = np.where(np.isnan(real), high, real)  # 0 / 0: done at once, whatever the share
+    shares = np.floor(np.clip(real, low, high)).astype(np.int64)
+    shares -= (fixed + slope * shares > threshold) & (shares > low)
+    more = np.minimum(shares + 1, high)
+    shares = np.where(fixed + slope * more <= threshold, more, shares)
+    # The quotient is off by more than one where a line is flat in float64; then search.
+    more = np.minimum(shares + 1, high)
+    too_many = (fixed + slope * shares > threshold) & (shares > low)
+    too_few = (fixed + slope * more <= threshold) & (shares < high)
+    if (too_many | too_few).any():
+        return _bisect_shares(lambda asked: fixed + slope * asked, threshold, low, high)
+    return shares
+
+
+def _checked(times: Times, num_replicas: int) -> Times:
+    def call(shares: IntArray) -> FloatArray:
+        seconds = np.asarray(times(shares), np.float64)
+        if seconds.shape != (num_replicas,) or not (seconds >= 0).all() or np.isinf(seconds).any():
+            raise ValueError(
+                f"times must return {num_replicas} finite seconds, at least 0. "
+                f"Received: {seconds!r} for shares {shares!r}. Use upper bounds for shares that a "
+                "replica cannot have."
+            )
+        return seconds
+
+    return call
+
+
+def _to_bits(seconds: float) -> int:
+    # the sum turns -0.0 into 0.0
+    return int(np.float64(seconds + 0.0).view(np.int64))
+
+
+def _from_bits(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))

@@ -1,0 +1,305 @@
+r"""What a cluster would train per second with given roles of its workers.
+
+A sync group of m workers with balanced shares of the global batch B, model of M bytes, takes
+
+.. math:: step = \min_b \max_i (f_i + b_i / s_i)
+          + 2 (m - 1) \left(h + \frac{M}{m \min_i L_i}\right)
+
+with speeds s, fixed times f, link rates L and the time h of a message of no size. With async
+workers it exchanges every p steps, which costs it such an all-reduce and what it does itself. Async
+workers cut global batches into steps of their own and exchange every p of these; the group does not
+wait for them. The model is this package's own (reconstructed; no publication has it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from keras_het.planning.balance.min_max import min_max_shares_linear
+from keras_het.planning.roles.exchange_settings import ExchangeSettings, Pusher
+from keras_het.planning.times.time_model import check_not_negative
+
+Role = Literal["sync", "async", "out"]
+Mode = Literal["balanced", "leave_out", "hybrid"]
+
+NOISE_SCALE_IN_GLOBAL_BATCHES = 16.0
+"""Assumed gradient noise scale, where none was measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSpeeds:
+    """Measured speeds of a cluster, in the order of its workers.
+
+    Args:
+        samples_per_second: speed of every worker's computation.
+        link_bytes_per_second: rate of every worker's link to the others, in each direction.
+        model_bytes: bytes of the gradients, and of the weights, that travel.
+        global_batch: samples of a step of the sync group.
+        fixed_seconds: time of a step of every worker that does not depend on its samples; by
+            default 0.
+        noise_scale: gradient noise scale in samples; by default 16 global batches, which is an
+            assumption and no measurement.
+        hop_seconds: time of a message between two workers beside that of its bytes, of which an
+            all-reduce of m workers has 2 (m - 1) in turn; 0 if it is not known.
+        exchange: how a training with async workers exchanges; by default every 8 steps, at no cost
+            of a task's own.
+
+    Raises:
+        TypeError: if a number is none.
+        ValueError: if there is no worker, the lists differ in length, or a number is out of range.
+    """
+
+    samples_per_second: tuple[float, ...]
+    link_bytes_per_second: tuple[float, ...]
+    model_bytes: int
+    global_batch: int
+    fixed_seconds: tuple[float, ...] = ()
+    noise_scale: float | None = None
+    hop_seconds: float = 0.0
+    exchange: ExchangeSettings = dataclasses.field(default_factory=ExchangeSettings)
+
+    def __post_init__(self) -> None:
+        n = len(self.samples_per_second)
+        if not self.fixed_seconds:
+            object.__setattr__(self, "fixed_seconds", (0.0,) * n)
+        if not 0 < n == len(self.link_bytes_per_second) == len(self.fixed_seconds):
+            raise ValueError(
+                "Every worker needs a speed, a link rate and, if any has one, a fixed time. "
+                f"Received: {n} speeds, {len(self.link_bytes_per_second)} link rates and "
+                f"{len(self.fixed_seconds)} fixed times. Measure all workers."
+            )
+        for name in ("samples_per_second", "link_bytes_per_second", "fixed_seconds"):
+            for value in getattr(self, name):
+                check_not_negative(name, value)
+        check_not_negative("noise_scale", self.noise_scale or 0.0)
+        check_not_negative("model_bytes", self.model_bytes)
+        check_not_negative("hop_seconds", self.hop_seconds)
+        rates = (*self.samples_per_second, *self.link_bytes_per_second)
+        if min(rates) <= 0 or self.global_batch < 1:
+            raise ValueError(
+                "Speeds and link rates must be above 0, and the global batch at least 1. "
+                f"Received: {self}. Leave out workers that do nothing."
+            )
+
+    def with_all_reduce_of(self, seconds: float) -> ClusterSpeeds:
+        """The same cluster, with hops that an all-reduce of all its workers takes so long by.
+
+        Args:
+            seconds: what it took; `hop_seconds` is not below 0.
+        """
+        everyone = range(len(self.samples_per_second))
+        num_hops = 2 * (len(everyone) - 1)
+        travel = _all_reduce_seconds(dataclasses.replace(self, hop_seconds=0.0), everyone)
+        hop = max(0.0, seconds - travel) / num_hops if num_hops else 0.0
+        return dataclasses.replace(self, hop_seconds=hop)
+
+    @property
+    def even_share_seconds(self) -> tuple[float, ...]:
+        """Computation of an even share of the global batch on every worker."""
+        even = self.global_batch / len(self.samples_per_second)
+        return tuple(
+            fixed + even / speed
+            for fixed, speed in zip(self.fixed_seconds, self.samples_per_second, strict=True)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModePrediction:
+    """What is predicted for one mode with its best roles.
+
+    Args:
+        mode: "balanced" (all in the sync group), "leave_out" (some not used) or "hybrid" (some
+            asynchronous).
+        roles: role of every worker.
+        samples_per_second: samples that all workers compute.
+        effective_samples_per_second: these, discounted for staleness.
+        step_seconds: time of one step of the sync group, with its part of an exchange.
+    """
+
+    mode: Mode
+    roles: tuple[Role, ...]
+    samples_per_second: float
+    effective_samples_per_second: float
+    step_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _PushedStream:
+    """What one task that exchanges computes, and how stale it is where it arrives."""
+
+    samples_per_second: float
+    step_seconds: float
+    unseen_samples: float
+    age_seconds: float
+
+
+def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePrediction:
+    """Predicts a sync group with balanced shares; all other workers are left out.
+
+    Args:
+        cluster: measured speeds.
+        members: workers of the sync group, at least one.
+
+    Returns:
+        The prediction.
+    """
+    group = sorted(members)
+    fixed = [cluster.fixed_seconds[i] for i in group]
+    per_sample = [1 / cluster.samples_per_second[i] for i in group]
+    split = min_max_shares_linear(fixed, per_sample, cluster.global_batch).tolist()
+    compute = max(
+        f + a * b for f, a, b in zip(fixed, per_sample, split, strict=True) if b
+    )  # a share of 0 takes no time
+    step = compute + _all_reduce_seconds(cluster, group)
+    workers = range(len(cluster.samples_per_second))
+    return ModePrediction(
+        mode="balanced" if len(group) == len(workers) else "leave_out",
+        roles=tuple("sync" if i in group else "out" for i in workers),
+        samples_per_second=cluster.global_batch / step,
+        effective_samples_per_second=cluster.global_batch / step,
+        step_seconds=step,
+    )
+
+
+def predict_hybrid(
+    cluster: ClusterSpeeds, sync: ModePrediction, asynchronous: Sequence[int]
+) -> ModePrediction:
+    """Predicts a sync group with async workers beside it.
+
+    The parameter service is at the member of the sync group with the fastest link. Its async
+    workers share equally what the all-reduce leaves of this link.
+
+    Args:
+        cluster: measured speeds.
+        sync: prediction of the sync group alone.
+        asynchronous: the async workers, none of the sync group, at least one.
+
+    Returns:
+        The prediction; workers that are in neither group are left out.
+    """
+    group, *beside = _streams(cluster, sync, asynchronous)
+    everyone = sum(stream.samples_per_second for stream in (group, *beside))
+    effective = sum(_effective(cluster, stream, everyone) for stream in (group, *beside))
+    return ModePrediction(
+        mode="hybrid",
+        roles=tuple("async" if i in asynchronous else role for i, role in enumerate(sync.roles)),
+        samples_per_second=everyone,
+        effective_samples_per_second=effective,
+        step_seconds=group.step_seconds,
+    )
+
+
+def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> float:
+    r"""What a sample is worth whose gradient arrives when others are under way.
+
+    The samples Q that a gradient does not know of, those that it has in common with others that are
+    under way, are as in one batch of Q samples. A sample of a batch Q is worth, relative to one of
+    the global batch B, with the gradient noise scale phi,
+
+    .. math:: E = \frac{\phi + B}{\phi + \max(B, Q)}
+
+    With a large noise scale staleness is free; as it goes to 0, E is B / Q, one over the number of
+    global batches in flight, like the damping 1 / tau of staleness-aware learning rates.
+
+    Args:
+        cluster: gives phi and B.
+        samples_in_flight: Q.
+
+    Returns:
+        The efficiency, above 0, at most 1.
+
+    Reference:
+        Efficiency of a batch size: McCandlish et al., "An Empirical Model of Large-Batch Training",
+        2018, as Qiao et al., "Pollux", OSDI 2021, use it. Applying it to samples in flight is
+        reconstructed.
+    """
+    batch = float(cluster.global_batch)
+    noise = cluster.noise_scale
+    phi = NOISE_SCALE_IN_GLOBAL_BATCHES * batch if noise is None else noise
+    return (phi + batch) / (phi + max(batch, samples_in_flight))
+
+
+def async_age_seconds(cluster: ClusterSpeeds, sync: ModePrediction, worker: int) -> float:
+    """Predicts the time from pull to arrival of a push, if a worker alone is asynchronous.
+
+    Args:
+        cluster: measured speeds.
+        sync: prediction of the sync group.
+        worker: index of the worker.
+
+    Returns:
+        Seconds.
+    """
+    return _streams(cluster, sync, [worker])[1].age_seconds
+
+
+def _effective(cluster: ClusterSpeeds, stream: _PushedStream, everyone: float) -> float:
+    """Its samples, discounted for those of others that it has not seen; its own steps it knows."""
+    others = everyone - stream.samples_per_second
+    unseen = stream.unseen_samples + others * stream.age_seconds
+    return stream.samples_per_second * statistical_efficiency(cluster, unseen)
+
+
+def _streams(
+    cluster: ClusterSpeeds, sync: ModePrediction, asynchronous: Sequence[int]
+) -> list[_PushedStream]:
+    """The sync group, then every async worker."""
+    group = _group(sync)
+    busy = cluster.exchange.busy_seconds
+    batch = float(cluster.global_batch)
+    # what the leader gets reaches the others by an all-reduce, for which they all wait
+    told = busy + _all_reduce_seconds(cluster, group)
+    parts = cluster.exchange.parts(cluster.global_batch, len(group))
+    pushers = [Pusher(batch, sync.step_seconds, 0.0, told, 1)]
+    for i in asynchronous:
+        seconds = cluster.fixed_seconds[i] + batch / parts / cluster.samples_per_second[i]
+        travel = _travel_seconds(cluster, sync, i, len(asynchronous))
+        pushers.append(Pusher(batch / parts, seconds, travel, busy, parts))
+    periods = cluster.exchange.periods(pushers)
+    # the center is in the group's own memory
+    own, *others = zip(pushers, periods, strict=True)
+    age = cluster.exchange.mean_age_in_periods
+    return [
+        _stream(cluster.exchange, *own, 1.0),
+        *(_stream(cluster.exchange, *other, age(*other)) for other in others),
+    ]
+
+
+def _stream(
+    exchange: ExchangeSettings, pusher: Pusher, period: int, age_periods: float
+) -> _PushedStream:
+    seconds, pushed = exchange.period_seconds(pusher, period), period * pusher.batch_samples
+    return _PushedStream(
+        samples_per_second=pushed / seconds,
+        step_seconds=seconds / period,
+        # with its own optimizer every step starts from the one before it
+        unseen_samples=pushed if exchange.sends_gradients else pusher.batch_samples,
+        age_seconds=age_periods * seconds,
+    )
+
+
+def _group(sync: ModePrediction) -> list[int]:
+    return [i for i, role in enumerate(sync.roles) if role == "sync"]
+
+
+def _travel_seconds(
+    cluster: ClusterSpeeds, sync: ModePrediction, worker: int, num_async: int
+) -> float:
+    """Push and pull at the same time, over the slower of the worker's link and its part of ours."""
+    group = _group(sync)
+    leader = max(cluster.link_bytes_per_second[i] for i in group)
+    # above 0, as no all-reduce fills the time of the computation
+    left = leader - _ring_bytes(cluster, len(group)) / sync.step_seconds
+    return cluster.model_bytes / min(cluster.link_bytes_per_second[worker], left / num_async)
+
+
+def _all_reduce_seconds(cluster: ClusterSpeeds, group: Sequence[int]) -> float:
+    slowest = min(cluster.link_bytes_per_second[i] for i in group)
+    hops = 2 * (len(group) - 1) * cluster.hop_seconds
+    return hops + _ring_bytes(cluster, len(group)) / slowest
+
+
+def _ring_bytes(cluster: ClusterSpeeds, members: int) -> float:
+    return 2 * (members - 1) / members * cluster.model_bytes

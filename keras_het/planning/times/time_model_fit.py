@@ -1,0 +1,221 @@
+"""Time models of all replicas, kept up to date from the compute times of each step."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from keras_het.planning.bounded_shares import FloatArray, IntArray
+from keras_het.planning.times.line_fit import Measurement, fit_line, measurements
+from keras_het.planning.times.noise_level import NoiseLevel
+from keras_het.planning.times.time_model import LinearTimeModel
+
+BoolArray = NDArray[np.bool_]
+
+# A deviation from the model counts from one standard deviation on, up to three (so that an outlier
+# is no change), and means a change when the counts of successive steps sum to more than this: four
+# slow or three fast steps that are far off, or more that are less so. Outliers are slow.
+CHANGE_LIMITS = np.array([[7.5], [5.5]])
+LARGEST_DEVIATION = 3.0
+MIN_DEVIATION_UNIT = 0.02
+_SIGNS = np.array([[1.0], [-1.0]])
+_REFIT_EVERY = 16
+_REFIT_EACH_UNTIL = 8
+_STREAK_BEFORE_CHANGE = 3
+
+
+class TimeModelFit:
+    """Fits one straight line a replica to (share, seconds) pairs and notices changes of speed.
+
+    Each replica has a window of its latest observations; lines are fitted to the medians for each
+    share (`fit_line`), so single outliers do not move them. Two-sided cumulative sums of the
+    deviations from the line (CUSUM) tell a change of speed from noise. After one, the observations
+    since the change alone count, and the line that was known is scaled to pass through them: a
+    device that is clocked down or shared is slower in all it does. New shares then correct the
+    fixed part.
+
+    Args:
+        num_replicas: number of replicas.
+        window: number of observations kept for each replica.
+
+    Reference:
+        Page, "Continuous inspection schemes", Biometrika 41, 1954. That a line known before is
+        rescaled to the latest time is the idea of LBB's rapid tuning, which keeps the fixed part.
+    """
+
+    def __init__(self, num_replicas: int, window: int = 64) -> None:
+        self._window = window
+        self._shares = np.zeros((num_replicas, window), np.int64)
+        self._seconds = np.zeros((num_replicas, window))
+        self._position = np.zeros(num_replicas, np.int64)
+        self._count = np.zeros(num_replicas, np.int64)
+        self._since_fit = np.zeros(num_replicas, np.int64)
+        self._streak = np.zeros(num_replicas, np.int64)
+        self._last_share = np.zeros(num_replicas, np.int64)
+        self._last_seconds = np.ones(num_replicas)
+        # row 0: slower than the model, row 1: faster
+        self._sums = np.zeros((2, num_replicas))
+        self._runs = np.zeros((2, num_replicas), np.int64)
+        self._known = np.zeros(num_replicas, np.bool_)
+        self._identified = np.zeros(num_replicas, np.bool_)
+        self._rescale = np.zeros(num_replicas, np.bool_)
+        self._fixed = np.zeros(num_replicas)
+        self._slope = np.zeros(num_replicas)
+        self._noise = NoiseLevel()
+        self._version = 0
+
+    @property
+    def known(self) -> BoolArray:
+        """Which replicas have a model, bool [n]."""
+        return self._known
+
+    @property
+    def identified(self) -> BoolArray:
+        """Of which replicas two different shares were seen since their speed changed, bool [n]."""
+        return self._identified
+
+    @property
+    def fixed_seconds(self) -> FloatArray:
+        """Fixed parts, float64 [n]; 0 where there is no model."""
+        return self._fixed
+
+    @property
+    def seconds_per_sample(self) -> FloatArray:
+        """Slopes, float64 [n]; 0 where there is no model."""
+        return self._slope
+
+    @property
+    def noise(self) -> float:
+        """Relative standard deviation of one compute time."""
+        return self._noise.value
+
+    @property
+    def version(self) -> int:
+        """Grows whenever a model changes."""
+        return self._version
+
+    def models(self) -> tuple[LinearTimeModel | None, ...]:
+        """Returns the time model of each replica, None where nothing was measured."""
+        return tuple(
+            LinearTimeModel(float(fixed), float(slope)) if known else None
+            for fixed, slope, known in zip(self._fixed, self._slope, self._known, strict=True)
+        )
+
+    def observe(self, shares: ArrayLike, seconds: ArrayLike) -> BoolArray:
+        """Adds the compute times of one step.
+
+        Args:
+            shares: samples that each replica computed, int [n]. A time with share 0 does not count.
+            seconds: compute times, float64 [n]; NaN where not known.
+
+        Returns:
+            Which replicas were found to have changed their speed, bool [n].
+        """
+        share = np.asarray(shares, np.int64)
+        second = np.asarray(seconds, np.float64)
+        valid = (share > 0) & (second > 0) & (second < np.inf)
+        same = valid & (share == self._last_share)
+        self._noise.add(second[same], self._last_seconds[same])
+        np.copyto(self._streak, np.where(same, self._streak + 1, 1), where=valid)
+        np.copyto(self._last_share, share, where=valid)
+        np.copyto(self._last_seconds, second, where=valid)
+        self._store(valid, share, second)
+        changed = self._detect(valid, share, second)
+        if changed.any():
+            self._cut(changed)
+        due = (self._streak <= _REFIT_EACH_UNTIL) | (self._since_fit >= _REFIT_EVERY) | changed
+        for replica in (due & valid).nonzero()[0].tolist():
+            self._refit(replica)
+        return changed
+
+    def forget(self, replica: int) -> None:
+        """Drops a replica's observations; its model stays until there are new ones.
+
+        Args:
+            replica: index of the replica.
+        """
+        self._count[replica] = self._streak[replica] = 0
+        self._sums[:, replica] = 0.0
+        self._rescale[replica] = self._known[replica]
+        self._identified[replica] = False
+
+    def counts(self, shares: ArrayLike) -> IntArray:
+        """Counts observations with given shares.
+
+        Args:
+            shares: one share for each replica, int [n].
+
+        Returns:
+            Number of observations in the window with exactly this share, int64 [n].
+        """
+        age = (self._position[:, None] - 1 - np.arange(self._window)) % self._window
+        counted: IntArray = (
+            (self._shares == np.asarray(shares)[:, None]) & (age < self._count[:, None])
+        ).sum(axis=1)
+        return counted
+
+    def latest(self) -> tuple[Measurement | None, ...]:
+        """Returns the measurements of each replica with the share it had last."""
+        found: list[Measurement | None] = []
+        for replica, share in enumerate(self._last_share.tolist()):
+            points = [point for point in self._measurements(replica) if point.share == share]
+            found.append(points[0] if points else None)
+        return tuple(found)
+
+    def _store(self, valid: BoolArray, share: IntArray, second: FloatArray) -> None:
+        rows = valid.nonzero()[0]
+        columns = self._position[rows]
+        self._shares[rows, columns] = share[rows]
+        self._seconds[rows, columns] = second[rows]
+        self._position[rows] = (columns + 1) % self._window
+        self._count[rows] = np.minimum(self._count[rows] + 1, self._window)
+        self._since_fit[rows] += 1
+
+    def _detect(self, valid: BoolArray, share: IntArray, second: FloatArray) -> BoolArray:
+        # While one share alone was seen, a deviation at a new share tells of the line, not of a
+        # change of speed.
+        judged = valid & self._known & ~self._rescale
+        judged &= self._identified | (self._streak >= _STREAK_BEFORE_CHANGE)
+        ratio = np.ones_like(second)
+        np.divide(second, self._fixed + self._slope * share, out=ratio, where=judged)
+        deviation = (ratio - 1.0) / max(self.noise, MIN_DEVIATION_UNIT)
+        np.minimum(deviation, LARGEST_DEVIATION, out=deviation)
+        np.maximum(deviation, -LARGEST_DEVIATION, out=deviation)
+        # one row for slower, one for faster
+        sums = np.maximum(self._sums + _SIGNS * deviation - 1.0, 0.0)
+        np.copyto(self._sums, sums, where=judged)
+        np.copyto(self._runs, np.where(sums > 0, self._runs + 1, 0), where=judged)
+        changed: BoolArray = judged & (self._sums > CHANGE_LIMITS).any(axis=0)
+        return changed
+
+    def _cut(self, changed: BoolArray) -> None:
+        """Keeps the observations since the change alone."""
+        run = np.where(self._sums[0] > CHANGE_LIMITS[0], self._runs[0], self._runs[1])
+        self._count = np.where(changed, np.minimum(run, self._count), self._count)
+        self._sums[:, changed] = 0.0
+        self._runs[:, changed] = 0
+        self._identified &= ~changed
+        self._rescale |= changed
+
+    def _measurements(self, replica: int) -> list[Measurement]:
+        start = int(self._position[replica]) - int(self._count[replica])
+        columns = np.arange(start, int(self._position[replica])) % self._window
+        return measurements(
+            self._shares[replica, columns].tolist(), self._seconds[replica, columns].tolist()
+        )
+
+    def _refit(self, replica: int) -> None:
+        points = self._measurements(replica)
+        if self._rescale[replica]:
+            latest = points[-1]
+            if latest.count < 2:
+                return
+            known = self._fixed[replica] + self._slope[replica] * latest.share
+            self._fixed[replica] *= latest.seconds / known
+            self._rescale[replica] = False
+        fixed, slope, identified = fit_line(points, float(self._fixed[replica]), self.noise)
+        self._fixed[replica], self._slope[replica] = fixed, slope
+        self._known[replica] = True
+        self._identified[replica] |= identified
+        self._since_fit[replica] = 0
+        self._version += 1

@@ -1,0 +1,1 @@
+"""Functions that one process serves and others call, over TensorFlow's own RPC."""

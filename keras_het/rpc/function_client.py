@@ -1,0 +1,143 @@
+"""Calls the functions of a `FunctionServer`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.rpc.admission import Status
+from keras_het.rpc.function_server import CLOCK
+from keras_het.rpc.gate import LONGEST_AGE_SECONDS, token
+
+_INVALID_ARGUMENT = 3
+
+
+class NoAnswerError(ConnectionError):
+    """No answer came in time, or an error in its place.
+
+    Args:
+        message: where from, and what came.
+        code: of the error, as in `tf.errors`.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def is_unknown_function(self) -> bool:
+        """Whether a server did answer, and does not have the function."""
+        return self.code == _INVALID_ARGUMENT and "not registered" in str(self)
+
+
+class FunctionClient:
+    """One connection to one server.
+
+    Args:
+        address: "host:port" of the server.
+        credential: as the server has it; every call carries a token that is made of it.
+        timeout_seconds: for each call.
+    """
+
+    def __init__(self, address: str, credential: bytes, timeout_seconds: float) -> None:
+        self.address = address
+        self.timeout_seconds = timeout_seconds
+        self.credential = credential
+        self._clock_ahead = 0.0
+        # TensorFlow shares clients of one name, and frees them with the first of their owners.
+        name = f"keras_het_{uuid.uuid4().hex}"
+        self._rpc: Any = private_api.RpcClient(
+            address,
+            name,
+            list_registered_methods=False,
+            timeout_in_ms=_milliseconds(timeout_seconds),
+        )
+
+    def call(
+        self, function: str, arguments: list[Any], specs: Any, timeout_seconds: Any = None
+    ) -> Any:
+        """Sends a call, also in a `tf.function`, and does not wait for the answer.
+
+        Args:
+            function: its name.
+            arguments: after the credential.
+            specs: types of the answer.
+            timeout_seconds: for this call, number or tensor.
+
+        Returns:
+            TensorFlow's status-or-value, which is there when the answer is.
+        """
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        with tf.device("CPU:0"):
+            proof = token(self.credential, function, tf.timestamp() + self._clock_ahead)
+        return self._rpc.call(
+            function,
+            [proof, *arguments],
+            output_specs=specs,
+            timeout_in_ms=_milliseconds(seconds),
+        )
+
+    def ask(
+        self, function: str, arguments: list[Any], specs: Any, timeout_seconds: float | None = None
+    ) -> Any:
+        """Sends a call as `call` does, and waits for the answer.
+
+        Where it is refused because the server's clock shows another time, that time is used from
+        now on.
+
+        Raises:
+            NoAnswerError: if there is none in time.
+        """
+        answer = self.value(self.call(function, arguments, specs, timeout_seconds), timeout_seconds)
+        if _is_refused(answer) and self._has_set_clock():
+            call = self.call(function, arguments, specs, timeout_seconds)
+            answer = self.value(call, timeout_seconds)
+        return answer
+
+    def _has_set_clock(self) -> bool:
+        """Asks for the server's time; whether it is another one than was known."""
+        call = self._rpc.call(CLOCK, [], output_specs=tf.TensorSpec([], tf.float64))
+        ahead = float(self.value(call)) - time.time()
+        is_other = abs(ahead - self._clock_ahead) > LONGEST_AGE_SECONDS / 2
+        self._clock_ahead = ahead if is_other else self._clock_ahead
+        return is_other
+
+    def value(self, answer: Any, timeout_seconds: float | None = None) -> Any:
+        """Waits for the answer to a `call`.
+
+        Args:
+            answer: what `call` gave.
+            timeout_seconds: as it was given to `call`.
+
+        Raises:
+            NoAnswerError: if there is none in time.
+        """
+        if not bool(answer.is_ok()):
+            seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+            code, text = error_of(answer)
+            raise NoAnswerError(
+                f"{self.address} did not answer within {seconds:g} s. Received: error {code}, "
+                f"{text!r}.",
+                code,
+            )
+        return answer.get_value()
+
+
+def error_of(answer: Any) -> tuple[int, str]:
+    """Code and text of what came in the place of an answer."""
+    code, message = answer.get_error()
+    return int(code), message.numpy().decode(errors="replace")
+
+
+def _is_refused(answer: Any) -> bool:
+    return int(tf.nest.flatten(answer)[0]) == Status.REFUSED
+
+
+def _milliseconds(seconds: Any) -> Any:
+    if tf.is_tensor(seconds):
+        return tf.cast(tf.maximum(seconds * 1000, 1), tf.int64)
+    return max(1, int(seconds * 1000))

@@ -1,0 +1,179 @@
+"""Answers calls of `tf.function`s over TensorFlow's RPC until it is closed."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import gc
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.rpc.gate import Gate
+from keras_het.rpc.served_function import served_function
+
+CLOCK = "clock"
+"""Tells everybody the server's time, float64 seconds since 1970; it takes nothing."""
+_LONGEST_START_SECONDS = 60.0
+_LONGEST_END_SECONDS = 5.0
+_POLL_SECONDS = 0.005
+
+
+class ServerStartError(RuntimeError):
+    """A server cannot listen at its address."""
+
+
+class FunctionServer:
+    """One RPC server with the functions that were registered before its start.
+
+    TensorFlow runs a server's functions with what belongs to the call that registered them, and
+    frees that when its cache of kernels is cleared (`keras.backend.clear_session`), unless the call
+    still runs. So that call runs as long as the server, in a thread.
+
+    Args:
+        address: "host:port" to listen on.
+
+    Raises:
+        ServerStartError: if somebody listens there already.
+    """
+
+    def __init__(self, address: str) -> None:
+        # TensorFlow has one server for each address: this one would end another with itself.
+        _check_nobody_listens(address)
+        self.address = address
+        self._methods: dict[str, Any] = {}
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._server: Any = private_api.RpcServer(address)
+            self._end = tf.queue.FIFOQueue(1, tf.bool, shapes=[])
+            self._is_started = tf.Variable(False, trainable=False)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="keras_het-server", daemon=True)
+
+    def register(
+        self, name: str, function: Any, gate: Gate, refused: Callable[[], Any] | None = None
+    ) -> None:
+        """Adds a function; only before `start`.
+
+        Args:
+            name: that clients call it by.
+            function: as for `served_function`: what a request carries reaches it only if shapes
+                and token are right.
+            gate: who is let in.
+            refused: gives the status for everybody else; `Status.REFUSED` by default.
+        """
+        self._methods[name] = served_function(name, function, gate, refused)
+
+    def start(self) -> None:
+        """Starts to answer; returns when it does.
+
+        Raises:
+            ServerStartError: if it does not, as when the address cannot be listened on.
+        """
+        try:
+            self._start()
+        except ServerStartError:
+            self.close()
+            raise
+        _listening.append(self)
+
+    def _start(self) -> None:
+        _check_nobody_listens(self.address)
+        self._thread.start()
+        deadline = time.monotonic() + _LONGEST_START_SECONDS
+        while not self._listens() and time.monotonic() < deadline:
+            if not self._thread.is_alive():
+                break
+            time.sleep(_POLL_SECONDS)
+        if not self._listens():
+            raise ServerStartError(
+                f"The server at {self.address} did not start. Received: {self._error!r}. Check "
+                "that the address is one of this machine and its port free."
+            )
+
+    def _listens(self) -> bool:
+        # The variable may be set a moment before: it is another resource than the server.
+        if not self._thread.is_alive() or not bool(self._is_started):
+            return False
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stops to answer and leaves the port; calls that are being answered end first."""
+        _close([self])
+
+    def _leave(self) -> None:
+        self._server = self._error = None
+
+    def _end_serving(self) -> None:
+        self._end.close(cancel_pending_enqueues=True)
+        if self._thread.ident is not None:
+            self._thread.join(_LONGEST_END_SECONDS)
+        self._methods.clear()
+
+    def _serve(self) -> None:
+        @tf.function
+        def serve() -> Any:
+            for name, function in self._methods.items():
+                self._server.register(name, function)
+            self._server.register(CLOCK, _clock)
+            self._server.start()
+            self._is_started.assign(True)
+            return self._end.dequeue()
+
+        try:
+            serve()
+        except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+            pass  # closed
+        except Exception as error:
+            self._error = error
+
+
+@tf.function(input_signature=[])
+def _clock() -> Any:
+    return tf.timestamp()
+
+
+_listening: list[FunctionServer] = []
+
+
+def _close(servers: list[FunctionServer]) -> None:
+    # TensorFlow ends a server with the last reference to it. The serving call must go on until
+    # then: calls that are being answered use what belongs to it.
+    for server in servers:
+        server._leave()
+    gc.collect()
+    for server in servers:
+        server._end_serving()
+        if server in _listening:
+            _listening.remove(server)
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of the process: what is answered then would use what is gone."""
+    _close(list(_listening))
+
+
+def _check_nobody_listens(address: str) -> None:
+    """TensorFlow's servers share a port with each other, so that each gets some of the calls."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ServerStartError(
+                    f"The server at {address} did not start: somebody listens there. Close the one "
+                    "of this process, end the one that an earlier run has left, or give another "
+                    "port."
+                ) from error

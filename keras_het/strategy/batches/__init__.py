@@ -1,0 +1,1 @@
+"""Values with one part for each replica: batches, outputs and packed tensors."""

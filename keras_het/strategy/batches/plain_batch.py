@@ -1,0 +1,86 @@
+"""Batches that did not come through the strategy's data path, as `train_on_batch` takes them.
+
+They are global batches, the same on every worker, and are cut into shares within the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader.order import rows
+from keras_het.planning import apportion
+from keras_het.strategy.batches.uneven_per_replica import wrap_shares
+
+
+def share_out(strategy: Any, data: Any) -> Any:
+    """Cuts a plain batch by the share weights that the strategy has when the step runs.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        data: structure of tensors, arrays and None.
+
+    Returns:
+        The structure with `UnevenPerReplica` leaves; `data` itself if it is cut already, or has no
+        rows that could be cut.
+    """
+    leaves = tf.nest.flatten(data)
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+        return data
+    leaves = [_as_tensor(leaf) for leaf in leaves]
+    to_cut = [leaf for leaf in leaves if _has_rows(leaf)]
+    if not to_cut:
+        return data
+    sizes = _sizes(strategy, rows.count_rows(to_cut))
+    starts = tf.cumsum(sizes, exclusive=True)
+
+    def part(replica: int) -> Any:
+        cut = iter(rows.slice_rows(to_cut, starts[replica], sizes[replica]))
+        own = [next(cut) if _has_rows(leaf) else leaf for leaf in leaves]
+        return tf.nest.pack_sequence_as(data, own)
+
+    return wrap_shares([part(replica) for replica in strategy.layout.local_replicas], sizes)
+
+
+def refuse_compiled_batch(model: Any, data: Any) -> None:
+    """Refuses plain batches in a step that XLA compiles: it cannot ask for the shares.
+
+    Args:
+        model: the model whose train or test step is traced.
+        data: the batch.
+
+    Raises:
+        ValueError: if the step is compiled and the batch is not cut yet.
+    """
+    leaves = tf.nest.flatten(data)
+    is_cut = any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves)
+    if model.jit_compile and not model.run_eagerly and not is_cut:
+        raise ValueError(
+            "A step that XLA compiles cannot cut a batch into the shares of several replicas. "
+            "Received: train_on_batch or test_on_batch of a model with jit_compile=True. Give a "
+            "tf.data.Dataset of one batch to fit or evaluate, or leave jit_compile out of "
+            "model.compile()."
+        )
+
+
+def _as_tensor(leaf: Any) -> Any:
+    is_array = hasattr(leaf, "__array__") and not rows.is_sliceable(leaf)
+    return tf.convert_to_tensor(leaf) if is_array else leaf
+
+
+def _has_rows(leaf: Any) -> bool:
+    return rows.is_sliceable(leaf) and leaf.shape.rank != 0
+
+
+def _sizes(strategy: Any, total: Any) -> Any:
+    num_replicas = strategy.layout.num_replicas
+    if num_replicas == 1:
+        return tf.reshape(total, [1])
+
+    # Called in every step: one trace serves all shares.
+    def apportioned(total: Any) -> Any:
+        return np.asarray(apportion(int(total), strategy.shares), np.int64)
+
+    return tf.ensure_shape(tf.numpy_function(apportioned, [total], tf.int64), [num_replicas])

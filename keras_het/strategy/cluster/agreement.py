@@ -1,0 +1,404 @@
+"""What all workers must agree on: compared in one exchange, and told to all of them alike.
+
+Whatever two workers come to, they meet in the same collective: one that calls `fit` and one that
+creates a variable get one error, in place of TensorFlow's about two shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import re
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_het.loader import iterator_adapter
+from keras_het.strategy.cluster.peer_watch import message_in
+
+PATIENCE_SECONDS = 30.0
+"""How long a worker that has left a loop early waits for the others to do so too."""
+
+NUM_NOTES = 4
+_SECONDS_TO_PASS_ON = 2.0
+
+_ONE_DEVICE_TYPE = (
+    "A collective group has one type of device: a machine without GPU beside machines with GPUs "
+    'joins as a summation machine (job "summation") or as an async worker (job "async").'
+)
+_SAME_SCRIPT = (
+    "All workers run the same script: what trains, evaluates, predicts, creates variables or waits "
+    "at strategy.barrier() is called by all of them in the same order."
+)
+_MOST_DIFFERENCES = 5
+_LONGEST_VALUE = 80
+
+
+def agree(
+    extended: Any,
+    place: str,
+    described: Mapping[str, str],
+    *,
+    opening: str = "",
+    opening_if_only: Mapping[str, str] | None = None,
+    advice: str = _SAME_SCRIPT,
+    hints: Mapping[str, str] | None = None,
+    about: str = "",
+    notes: Sequence[int] = (),
+) -> np.ndarray:
+    """Compares what all workers are about to do; all of them must call it.
+
+    Costs one gather of six numbers; only where something differs a second one brings the texts.
+
+    Args:
+        extended: the strategy's `HeterogeneousExtended`.
+        place: what this worker does, such as "model.fit".
+        described: what must be equal, each under the name that the error gives it.
+        opening: first sentence of the error.
+        opening_if_only: another one, by the name in `described` that alone differs.
+        advice: last sentences of the error.
+        hints: more of them, each for a name in `described` that differs.
+        about: more on `place` for the error, which may differ between workers.
+        notes: at most four whole numbers that every worker learns of every other one.
+
+    Returns:
+        The notes of all workers, int64 of shape [workers, 4].
+
+    Raises:
+        ValueError: on every worker, with the same text, if one of them differs.
+    """
+    compared = json.dumps([place, dict(described)], sort_keys=True)
+    told = json.dumps(
+        [place, described, opening, opening_if_only or {}, advice, hints or {}, about], default=dict
+    )
+    text = np.frombuffer(zlib.compress(told.encode()), np.uint8)
+    own = np.zeros([2 + NUM_NOTES], np.int64)
+    own[:2] = _hash(compared), len(text)
+    own[2 : 2 + len(notes)] = notes
+    everyone = extended.meet(own).reshape(-1, len(own))
+    if (everyone[:, 0] == everyone[0, 0]).all():
+        return everyone[:, 2:]
+    lengths = everyone[:, 1]
+    padded = np.zeros([lengths.max()], np.uint8)
+    padded[: len(text)] = text
+    texts = extended.meet(padded).reshape(len(lengths), -1)
+    with contextlib.suppress(Exception):  # nobody ends its process while others still read
+        extended.meet(np.zeros([1], np.int64))
+    raise ValueError(
+        _explain([row[:length].tobytes() for row, length in zip(texts, lengths, strict=True)])
+    )
+
+
+def _explain(texts: Sequence[bytes]) -> str:
+    told = [json.loads(zlib.decompress(text)) for text in texts]
+    places, described, openings, if_only, advices, hints, about = zip(*told, strict=True)
+    if len(set(places)) > 1:
+        where = [
+            f"{place} ({more})" if more else place
+            for place, more in zip(places, about, strict=True)
+        ]
+        return (
+            "The workers have come to different places of their scripts: "
+            f"{_by_worker(where)}. {_SAME_SCRIPT}"
+        )
+    names = list(dict.fromkeys(name for each in described for name in each))
+    differing = [name for name in names if len({each.get(name) for each in described}) > 1]
+    differences = [
+        f"{name} {_by_worker([each.get(name, 'none') for each in described])}"
+        for name in differing[:_MOST_DIFFERENCES]
+    ]
+    if more := len(differing) - _MOST_DIFFERENCES:
+        differences += [f"and {more} more"] if more > 0 else []
+    detail = f" ({about[0]})" if about[0] else ""
+    advice = " ".join([advices[0], *(hints[0][name] for name in differing if name in hints[0])])
+    opening = if_only[0].get(differing[0], openings[0]) if len(differing) == 1 else openings[0]
+    return f"{opening}{detail}: {'; '.join(differences)}. {advice}"
+
+
+def _by_worker(values: Sequence[str]) -> str:
+    """Says who has which value: "20 on the chief, 25 on workers 1 and 3"."""
+    of_value: dict[str, list[int]] = {}
+    for worker, value in enumerate(values):
+        of_value.setdefault(value, []).append(worker)
+    return ", ".join(f"{_short(value)} on {_names(them)}" for value, them in of_value.items())
+
+
+def _short(value: str) -> str:
+    if len(value) <= _LONGEST_VALUE:
+        return value
+    return f"{value[:_LONGEST_VALUE]}... ({short_hash(value.encode())})"
+
+
+def _names(workers: Sequence[int]) -> str:
+    others = [str(worker) for worker in workers if worker]
+    names = ["the chief"] if 0 in workers else []
+    if len(others) > 8:
+        others = [*others[:8], f"{len(others) - 8} more"]
+    if others:
+        *first, last = others
+        listed = f"{', '.join(first)} and {last}" if first else last
+        names.append(f"worker{'s' if first else ''} {listed}")
+    return " and ".join(names)
+
+
+def check_agreement(extended: Any, weights: Sequence[float], aggregation: object = None) -> None:
+    """Compares the set-up of all workers.
+
+    Args:
+        extended: the strategy's `HeterogeneousExtended`.
+        weights: this worker's share weights.
+        aggregation: settings of the summation, None without one.
+
+    Raises:
+        ValueError: on every worker, if one of them was started differently.
+    """
+    described = {
+        "share weights": str([float(weight) for weight in weights]),
+        "type of device": extended._local_device_type,
+        "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
+        "aggregation": repr(aggregation),
+    }
+    agree(
+        extended,
+        "HeterogeneousStrategy()",
+        described,
+        opening="The workers were started with different settings",
+        advice="Start all workers with the same script, arguments and versions.",
+        hints={"type of device": _ONE_DEVICE_TYPE},
+    )
+
+
+_drawn_seeds: set[int] = set()
+
+
+def drawn_seed() -> int | None:
+    """TensorFlow's global seed if all workers were given it; None if it is the user's, or none."""
+    seed = iterator_adapter.global_seed()
+    return seed if seed in _drawn_seeds else None
+
+
+def share_random_seed(extended: Any) -> None:
+    """Gives all workers one random seed if the user has set none.
+
+    An unseeded shuffle would put the samples in another order on every worker. The chief draws the
+    seed, so that two runs still differ. What the user has seeded stays: an operation with a seed of
+    its own, and the generators of Python and NumPy that all workers have in the same state.
+
+    Args:
+        extended: the strategy's `HeterogeneousExtended`.
+    """
+    is_users = iterator_adapter.global_seed() is not None and drawn_seed() is None
+    python = random.getstate()
+    numpy: Any = np.random.get_state()
+    states = [_hash(repr(python)), _hash(repr((numpy[0], numpy[1].tolist(), *numpy[2:])))]
+    own = np.array([secrets.randbelow(2**31), is_users, *states], np.int64)
+    everyone = extended.gather_over_workers(own).reshape(-1, len(own))
+    if everyone[:, 1].any():
+        return
+    seed = int(everyone[0, 0])
+    keras.utils.set_random_seed(seed)
+    _drawn_seeds.add(seed)
+    iterator_adapter.keep_operation_seeds(lambda: drawn_seed() is not None)
+    is_equal = (everyone == everyone[0]).all(axis=0)
+    if is_equal[2]:
+        random.setstate(python)
+    if is_equal[3]:
+        np.random.set_state(numpy)
+
+
+def check_same_pass(strategy: Any, dataset: Any, shares: str) -> None:
+    """Compares the data that the workers are about to read, and its order.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        dataset: the distributed data set.
+        shares: of all replicas in the first batch, "none" if there is no batch at all.
+
+    Raises:
+        ValueError: on every worker, if one of them has other data or another order.
+    """
+    fingerprint = (dataset.fingerprint or 0) & (2**32 - 1)
+    strategy.agree(
+        "a pass over data",
+        {
+            "batches": str(int(dataset.cardinality)),
+            "shares of the first batch": shares,
+            **dataset.content,
+            "first batch": f"hash {fingerprint:08x}",
+        },
+        opening="The workers read different data",
+        opening_if_only={
+            "first batch": "The workers read the samples in different orders, so that some would "
+            "be used twice and others never"
+        },
+        advice=(
+            "Give every worker the same data, all of it, and the same random seed, for example "
+            "keras.utils.set_random_seed(42) at the start of the script; the strategy gives each "
+            "its share. Do not draw random numbers on one worker only."
+        ),
+    )
+
+
+def check_same_end(strategy: Any, steps: int) -> None:
+    """Compares how many steps there were, where nobody could know before.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        steps: of this pass.
+
+    Raises:
+        ValueError: on every worker, if one of them has more.
+    """
+    opening = "The workers' data sets have different numbers of batches"
+    advice = "Give every worker the same data, all of it; the strategy gives each its share."
+    ended = f"that of worker {strategy.worker_index} ended after {steps}, and others go on"
+    strategy.agree(
+        "the end of the data",
+        {"batches": str(steps)},
+        opening=opening,
+        advice=advice,
+        leaves_loop=f"{opening}: {ended}. {advice}",
+    )
+
+
+def has_equal_value(extended: Any, value: Any, name: str) -> bool:
+    """Compares a variable that the workers create.
+
+    Args:
+        extended: the strategy's `HeterogeneousExtended`.
+        value: its initial value on this worker.
+        name: its name, which may differ between workers.
+
+    Returns:
+        Whether all workers have the same value; the same on all of them.
+
+    Raises:
+        ValueError: on every worker, if one of them creates something else.
+    """
+    described = {"type": f"{value.dtype.name} {value.shape.as_list()}"}
+    array = np.ascontiguousarray(value).reshape(-1)
+    # of strings there is no memory to look at
+    content: Any = repr(array.tolist()).encode() if array.dtype == object else array.view(np.uint8)
+    digest = hashlib.sha256(content).digest()
+    notes = agree(
+        extended,
+        "a new variable",
+        described,
+        opening="The workers create different variables in strategy.scope()",
+        advice="Build the same model on every worker, with the same sizes and types.",
+        about=name,
+        notes=[int.from_bytes(digest[:8], "little", signed=True)],
+    )
+    return bool((notes[:, 0] == notes[0, 0]).all())
+
+
+class Patience:
+    """Ends the wait for workers that go on where this one has left a loop.
+
+    Their step needs this worker, which waits for them elsewhere: neither would ever end.
+
+    Args:
+        message: what all workers are told.
+        abort: makes the collectives of all workers fail with a message.
+    """
+
+    def __init__(self, message: str, abort: Callable[[str], None]) -> None:
+        self._timer = threading.Timer(PATIENCE_SECONDS, abort, [f"[[{message}]]"])
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        self._timer.cancel()
+        message = message_in(error) if error is not None else None
+        if message is not None:
+            pass_on(message)
+
+
+def pass_on(message: str) -> NoReturn:
+    """Raises what this worker was told, when the others have had the time to be told too.
+
+    They would name this worker as lost if it ended first.
+    """
+    time.sleep(_SECONDS_TO_PASS_ON)
+    raise ValueError(message) from None
+
+
+def short_hash(content: bytes) -> str:
+    """A hash of eight digits, for people to compare."""
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The plain values in a configuration as text, without what may differ between workers.
+
+    Names that Keras counts up, seeds and folders may.
+
+    Args:
+        name: of the whole.
+        value: dicts, lists, and anything else in them.
+    """
+    if isinstance(value, Mapping):
+        if "class_name" in value and isinstance(value.get("config"), Mapping):
+            yield name, str(value["class_name"])
+            is_policy = "DTypePolicy" in str(value["class_name"])
+            value = value["config"]
+            if is_policy:
+                yield f"{name}.name", repr(value.get("name"))
+        for key in value:
+            if key not in _MAY_DIFFER:
+                yield from flat(f"{name}.{key}", value[key])
+    elif isinstance(value, (list, tuple)):
+        if all(isinstance(each, (str, int, float, bool, type(None))) for each in value):
+            yield name, str([_plain(each) for each in value])
+        else:
+            for position, each in enumerate(value):
+                yield from flat(f"{name}[{position}]", each)
+    else:
+        yield name, _plain(value)
+
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_MAY_DIFFER = frozenset(
+    {
+        "build_config",
+        "code",
+        "compile_config",
+        "inbound_nodes",
+        "input_layers",
+        "layers",
+        "module",
+        "name",
+        "output_layers",
+        "registered_name",
+        "seed",
+        "shared_object_id",
+    }
+)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(_ADDRESS.sub("0x", value.rsplit("/", 1)[-1]))
+    if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} ({short_hash(value.tobytes())})"
+    return str(getattr(value, "__qualname__", type(value).__name__))
+
+
+def _hash(text: str) -> int:
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)

@@ -1,0 +1,119 @@
+"""Waits for the other workers before TensorFlow does, which says nothing and cannot be stopped.
+
+Whoever waits listens at its own address, where TensorFlow will. An address that accepts a
+connection belongs to a worker that has come, whether it still waits or has gone on. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+from keras_het.strategy.cluster.cluster_address import places_of
+
+_logger = logging.getLogger(__name__)
+
+_FIRST_MESSAGE_SECONDS = 10.0
+_SECONDS_BETWEEN_ROUNDS = 0.2
+_ANSWER_SECONDS = 2.0
+_AT_ONCE = 200
+_MOST_NAMES = 8
+_QUEUE = 1024
+
+
+def wait_for_peers(own_address: str, peers: Mapping[str, str], connect_seconds: float) -> float:
+    """Waits until every other worker has come to the same place.
+
+    Args:
+        own_address: where this worker listens, `host:port`.
+        peers: name of each other worker to its address.
+        connect_seconds: longest wait, in seconds.
+
+    Returns:
+        The seconds that are left of `connect_seconds`.
+
+    Raises:
+        TimeoutError: if a worker has not come by then; the message names it.
+    """
+    missing, began, next_message = dict(peers), time.monotonic(), _FIRST_MESSAGE_SECONDS
+    with _listening(own_address):
+        while True:
+            here = _accepting(missing.values())
+            missing = {name: at for name, at in missing.items() if at not in here}
+            waited = time.monotonic() - began
+            if not missing:
+                return max(0.0, connect_seconds - waited)
+            if waited >= connect_seconds:
+                raise TimeoutError(
+                    f"{_names(missing)} did not come within {connect_seconds:g} s, "
+                    "`connect_seconds` of HeterogeneousStrategy. See whether the process runs "
+                    "there, that TF_CONFIG is the same on all workers, and that a firewall lets "
+                    "the port through."
+                )
+            if waited >= next_message:
+                _logger.warning("Waiting for %s, %.0f s ...", _names(missing), waited)
+                next_message += _FIRST_MESSAGE_SECONDS
+            time.sleep(min(_SECONDS_BETWEEN_ROUNDS, max(0.0, connect_seconds - waited)))
+
+
+def _names(missing: Mapping[str, str]) -> str:
+    names = [f"{name} ({address})" for name, address in missing.items()]
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+@contextlib.contextmanager
+def _listening(address: str) -> Iterator[None]:
+    """Accepts connections at an address; TensorFlow complains where somebody else has it."""
+    with contextlib.ExitStack() as open_sockets:
+        for family, place in places_of(address)[:1]:
+            listener = open_sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # The name of this host need not be that of an interface: TensorFlow listens at all.
+            every = "::" if family == socket.AF_INET6 else ""
+            is_loopback = place[0].startswith("127.") or place[0] == "::1"
+            with contextlib.suppress(OSError):
+                listener.bind((place[0] if is_loopback else every, place[1]))
+                listener.listen(_QUEUE)
+        yield
+
+
+def _accepting(addresses: Iterable[str]) -> set[str]:
+    """Those of some addresses that accept a connection."""
+    found: set[str] = set()
+    waiting = list(addresses)
+    for first in range(0, len(waiting), _AT_ONCE):
+        found |= _accepting_at_once(waiting[first : first + _AT_ONCE])
+    return found
+
+
+def _accepting_at_once(addresses: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:
+        for address in addresses:
+            for family, place in places_of(address):
+                attempt = open_sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                attempt.setblocking(False)
+                if attempt.connect_ex(place) in (0, errno.EINPROGRESS):
+                    selector.register(attempt, selectors.EVENT_WRITE, address)
+        end = time.monotonic() + _ANSWER_SECONDS
+        while selector.get_map() and time.monotonic() < end:
+            for key, _ in selector.select(max(0.0, end - time.monotonic())):
+                attempt = key.fileobj  # type: ignore[assignment]
+                selector.unregister(attempt)
+                if _is_connected(attempt):
+                    found.add(key.data)
+    return found
+
+
+def _is_connected(attempt: socket.socket) -> bool:
+    if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        return False
+    # A port of this machine that nobody listens at may be given to the attempt itself.
+    return bool(attempt.getsockname() != attempt.getpeername())

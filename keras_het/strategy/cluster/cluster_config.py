@@ -1,0 +1,463 @@
+"""TF_CONFIG read and checked before TensorFlow sees it.
+
+TensorFlow accepts many contradictory configurations and then hangs or fails far from the cause, so
+every rule is checked here and every message says what was received, what was expected and how to
+fix it. Standard library only.
+
+Reference: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keras_het.strategy.cluster.cluster_address import check_address
+
+TF_CONFIG = "TF_CONFIG"
+
+_EXAMPLE = (
+    '{"cluster": {"worker": ["host-a:12345", "host-b:12345"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
+_TOP_LEVEL_KEYS = ("cluster", "task", "rpc_layer", "environment", "session_master", "job")
+_TASK_KEYS = ("type", "index", "trial", "cloud")
+_JOBS = ("chief", "worker", "evaluator", "async", "ps", "summation")
+_SINGLE_TASK_JOBS = ("chief", "evaluator")
+# Tasks that are a cluster of their own, as far as TensorFlow's collectives are concerned.
+_LONE_JOBS = ("evaluator", "async", "ps", "summation")
+SERVICE_ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
+CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
+"""Environment variable: the plan of roles that this process was started again with."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """A validated cluster and the place of this process in it.
+
+    An evaluator is outside the training cluster. As in TensorFlow it is a cluster of its own: one
+    worker, index 0, and its own chief. Async workers and parameter services are clusters of their
+    own too, but no chiefs.
+
+    Args:
+        chief: Address `host:port` of the chief, or `None` if the cluster has no job `chief`.
+        workers: Addresses of the job `worker`, in task order.
+        evaluator: Address of the evaluator, or `None` if it is not listed.
+        task_type: This process's job: `"chief"`, `"worker"`, `"evaluator"`, `"async"`, `"ps"` or
+            `"summation"`.
+        task_index: This process's index within its job.
+        rpc_layer: Protocol between the workers. Defaults to `"grpc"`.
+        async_workers: Addresses of the job `async`, in task order; they tell workers apart, nothing
+            listens there.
+        parameter_services: Addresses of the job `ps`, in task order; empty if the sync group's
+            leader holds the parameter service.
+        summation_machines: Addresses of the job `summation`, spare machines that sum gradients.
+    """
+
+    chief: str | None
+    workers: tuple[str, ...]
+    evaluator: str | None
+    task_type: str
+    task_index: int
+    rpc_layer: str = "grpc"
+    async_workers: tuple[str, ...] = ()
+    parameter_services: tuple[str, ...] = ()
+    summation_machines: tuple[str, ...] = ()
+
+    @property
+    def is_async_worker(self) -> bool:
+        """Whether this process trains on its own and exchanges with the parameter service."""
+        return self.task_type == "async"
+
+    @property
+    def is_parameter_service(self) -> bool:
+        """Whether this process holds the parameter service and does not train."""
+        return self.task_type == "ps"
+
+    @property
+    def is_summation_machine(self) -> bool:
+        """Whether this process sums gradients of the workers and does not train."""
+        return self.task_type == "summation"
+
+    def service_address(self, environ: Mapping[str, str] | None = None) -> str:
+        """Where the parameter service answers.
+
+        Args:
+            environ: environment to read; by default `os.environ`.
+
+        Returns:
+            `KERAS_HET_SERVICE_ADDRESS` if it is set, else the address of the job `ps`, else that of
+            the sync group's first task with the next port.
+        """
+        given = (os.environ if environ is None else environ).get(SERVICE_ADDRESS, "")
+        if given:
+            return check_address(given, SERVICE_ADDRESS)
+        if self.parameter_services:
+            return self.parameter_services[0]
+        host, _, port = (self.chief or self.workers[0]).rpartition(":")
+        return f"{host}:{int(port) + 1}"
+
+    def service_addresses(self, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+        """Where each task of the job `ps` answers; empty without that job.
+
+        Args:
+            environ: environment to read; by default `os.environ`. What it gives is the address of
+                task 0.
+        """
+        if not self.parameter_services:
+            return ()
+        return (self.service_address(environ), *self.parameter_services[1:])
+
+    @property
+    def sync_group_addresses(self) -> tuple[str, ...]:
+        """Addresses of the workers that train together, the chief first."""
+        return (*((self.chief,) if self.chief else ()), *self.workers)
+
+    @property
+    def is_serving_only(self) -> bool:
+        """Whether this process holds a part of the parameter service and runs no script."""
+        return self.is_parameter_service and (self.has_sync_group or self.task_index > 0)
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this process is the evaluator, which takes no part in training."""
+        return self.task_type == "evaluator"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes the shared files.
+
+        The job `chief` if present, else worker 0; for async workers alone task 0 of the job `ps`.
+        """
+        if self.is_parameter_service:
+            return not self.is_serving_only
+        return self.worker_index == 0 and self.task_type not in ("async", "summation")
+
+    @property
+    def has_sync_group(self) -> bool:
+        """Whether there are workers that all-reduce; else async workers train by themselves."""
+        return bool(self.chief or self.workers)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that train together: the chief and the job `worker`."""
+        return len(self._members)
+
+    @property
+    def worker_index(self) -> int:
+        """Index of this process among the workers that train together, the chief first."""
+        if self.task_type == "worker":
+            return self.task_index + (self.chief is not None)
+        return 0
+
+    @property
+    def task_name(self) -> str:
+        """TensorFlow's name of this process, for example `/job:worker/replica:0/task:1`."""
+        return _task_name(self.task_type, self.task_index)
+
+    def address_of(self, worker_index: int) -> str:
+        """Returns the address `host:port` of one worker.
+
+        Args:
+            worker_index: Index among the workers that train together, the chief first.
+
+        Raises:
+            ValueError: If there is no such worker, or its address is not listed (an evaluator
+                need not be).
+        """
+        job, index = self._member(worker_index)
+        address = {"chief": self.chief, "evaluator": self.evaluator}.get(job)
+        if job in ("worker", "async", "summation"):
+            return self.as_cluster_dict()[job][index]
+        if address is None:
+            raise ValueError(
+                f'TF_CONFIG lists no address for {_task_name(job, index)}. Add "{job}": '
+                '["host:port"] to "cluster".'
+            )
+        return address
+
+    def as_cluster_dict(self) -> dict[str, list[str]]:
+        """Returns job name -> addresses, as `tf.train.ClusterSpec` takes it."""
+        jobs = {
+            "chief": [self.chief] if self.chief else [],
+            "worker": list(self.workers),
+            "evaluator": [self.evaluator] if self.evaluator else [],
+            "async": list(self.async_workers),
+            "ps": list(self.parameter_services),
+            "summation": list(self.summation_machines),
+        }
+        return {job: addresses for job, addresses in jobs.items() if addresses}
+
+    @property
+    def _members(self) -> tuple[tuple[str, int], ...]:
+        if self.task_type in _LONE_JOBS:
+            return ((self.task_type, self.task_index),)
+        chief = (("chief", 0),) if self.chief is not None else ()
+        return (*chief, *(("worker", index) for index in range(len(self.workers))))
+
+    def _member(self, worker_index: int) -> tuple[str, int]:
+        if not 0 <= worker_index < self.num_workers:
+            raise ValueError(
+                f"There is no worker {worker_index}. Received: worker_index={worker_index}; "
+                f"expected 0 to {self.num_workers - 1}."
+            )
+        return self._members[worker_index]
+
+
+def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConfig | None:
+    """Reads and validates TF_CONFIG.
+
+    Args:
+        environ: Environment to read. Defaults to `os.environ`.
+
+    Returns:
+        The cluster, or `None` if this process trains by itself: TF_CONFIG is unset or empty, or
+        its cluster is.
+
+    Raises:
+        ValueError: If TF_CONFIG is malformed or contradicts itself.
+    """
+    text = (os.environ if environ is None else environ).get(TF_CONFIG, "")
+    if not text.strip():
+        return None
+    config = _decode(text)
+    _check_keys(config, _TOP_LEVEL_KEYS, "TF_CONFIG")
+    if not config.get("cluster"):
+        _check_no_cluster(config)
+        return None
+    jobs = _read_cluster(config["cluster"])
+    task_type, task_index = _read_task(config.get("task"), jobs)
+    return ClusterConfig(
+        chief=next(iter(jobs.get("chief", ())), None),
+        workers=jobs.get("worker", ()),
+        evaluator=next(iter(jobs.get("evaluator", ())), None),
+        task_type=task_type,
+        task_index=task_index,
+        rpc_layer=_read_rpc_layer(config.get("rpc_layer")),
+        async_workers=jobs.get("async", ()),
+        parameter_services=jobs.get("ps", ()),
+        summation_machines=jobs.get("summation", ()),
+    )
+
+
+def _decode(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text, object_pairs_hook=_refuse_repeated_keys)
+    except json.JSONDecodeError as error:
+        around = text[max(0, error.pos - 20) : error.pos + 20]
+        raise ValueError(
+            f"TF_CONFIG is not valid JSON: {error.msg} at line {error.lineno}, column "
+            f"{error.colno}, near {around!r}. Received: TF_CONFIG={text!r}. JSON wants double "
+            f"quotes and no trailing comma. Expected for example {_EXAMPLE}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"TF_CONFIG must be a JSON object. Received: {text!r} ({type(config).__name__}). "
+            f"Expected for example {_EXAMPLE}"
+        )
+    return config
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise ValueError(
+            f"TF_CONFIG has the same key more than once in one object. Received: {repeated} "
+            "repeated; JSON would keep only the last. Merge them into one."
+        )
+    return dict(pairs)
+
+
+def _check_no_cluster(config: dict[str, Any]) -> None:
+    if "cluster" not in config and "task" in config:
+        raise ValueError(
+            f'TF_CONFIG has a "task" but no "cluster". Received: keys {sorted(config)}. Add the '
+            f"addresses of all workers, for example {_EXAMPLE}, or unset TF_CONFIG to train in "
+            "one process."
+        )
+    cluster = config.get("cluster", {})
+    if not isinstance(cluster, dict):
+        raise _cluster_type_error(cluster)
+
+
+def _check_keys(received: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    unknown = sorted(set(received) - set(known))
+    if not unknown:
+        return
+    corrections = {"clusters": "cluster", "tasks": "task", "id": "index", "task_id": "index"}
+    hints = [
+        f'Did you mean "{corrections[key]}" instead of "{key}"?'
+        for key in unknown
+        if corrections.get(key) in known
+    ]
+    raise ValueError(
+        f"{where} has unknown keys. Received: {unknown}; expected only {list(known)}. "
+        + (" ".join(hints) or f"Remove them. An example: {_EXAMPLE}")
+    )
+
+
+def _cluster_type_error(cluster: Any) -> ValueError:
+    return ValueError(
+        'TF_CONFIG\'s "cluster" must be an object from job names to lists of addresses. '
+        f"Received: {cluster!r}. Expected for example {_EXAMPLE}"
+    )
+
+
+def _read_cluster(cluster: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(cluster, dict):
+        raise _cluster_type_error(cluster)
+    jobs = {job: _read_job(job, addresses) for job, addresses in cluster.items()}
+    seen: dict[str, str] = {}
+    for job, addresses in jobs.items():
+        for index, address in enumerate(addresses):
+            place = f'"{job}" {index}'
+            if address in seen:
+                raise ValueError(
+                    f"TF_CONFIG lists an address twice. Received: {address!r} for {seen[address]} "
+                    f"and for {place}. Every task needs its own host:port; give one of them "
+                    "another port."
+                )
+            seen[address] = place
+    _check_async_workers(jobs)
+    return jobs
+
+
+def _check_async_workers(jobs: dict[str, tuple[str, ...]]) -> None:
+    has_service = any(job in jobs for job in ("chief", "worker", "ps"))
+    if "async" in jobs and not has_service:
+        raise ValueError(
+            'TF_CONFIG has a job "async" but nobody to exchange with. Received: jobs '
+            f'{sorted(jobs)}. List the sync group in the job "worker", or for async workers alone '
+            'a task in the job "ps", which runs the same script and holds the parameter service.'
+        )
+    if "ps" in jobs and "async" not in jobs:
+        raise ValueError(
+            'TF_CONFIG has a job "ps" and nobody who exchanges with it. Received: jobs '
+            f'{sorted(jobs)}. List slow workers in the job "async", or remove "ps": '
+            "HeterogeneousStrategy has no parameter servers for a sync group alone, and with "
+            'roles="auto", which may find that nobody should be asynchronous, the sync group '
+            "itself holds the parameter service."
+        )
+
+
+def _read_job(job: str, addresses: Any) -> tuple[str, ...]:
+    _check_job_name(job)
+    if isinstance(addresses, dict):
+        addresses = _dense(job, addresses)
+    if not isinstance(addresses, list):
+        raise ValueError(
+            f'TF_CONFIG\'s job "{job}" must be a list of addresses. Received: {addresses!r}. '
+            f'Expected for example "{job}": ["host-a:12345"].'
+        )
+    if not addresses:
+        raise ValueError(
+            f'TF_CONFIG\'s job "{job}" has no address. Received: "{job}": []. List the '
+            f'addresses host:port of its tasks, or remove "{job}" from "cluster".'
+        )
+    if job in _SINGLE_TASK_JOBS and len(addresses) > 1:
+        raise ValueError(
+            f'TF_CONFIG\'s job "{job}" may have one task only. Received: {len(addresses)} '
+            f'addresses {addresses}. Keep one and move the others to "worker".'
+        )
+    return tuple(
+        check_address(address, f'TF_CONFIG\'s job "{job}", task {index}')
+        for index, address in enumerate(addresses)
+    )
+
+
+def _check_job_name(job: str) -> None:
+    if job not in _JOBS:
+        hint = ' Did you mean "worker"?' if job.startswith("worker") else ""
+        raise ValueError(
+            f"TF_CONFIG's cluster has an unknown job. Received: {job!r}; expected only the jobs "
+            f"{list(_JOBS)}.{hint} Rename or remove it."
+        )
+
+
+def _dense(job: str, tasks: dict[str, Any]) -> list[Any]:
+    expected = [str(index) for index in range(len(tasks))]
+    if sorted(tasks) != sorted(expected):
+        raise ValueError(
+            f'TF_CONFIG\'s job "{job}" must number its tasks 0, 1, 2... without a gap. Received: '
+            f"task numbers {sorted(tasks)}; expected {expected}. A list of addresses is simpler."
+        )
+    return [tasks[index] for index in expected]
+
+
+def _read_task(task: Any, jobs: dict[str, tuple[str, ...]]) -> tuple[str, int]:
+    if task is None:
+        raise ValueError(
+            f'TF_CONFIG has a "cluster" but no "task". Received: jobs {sorted(jobs)}. Say which '
+            'of them this process is, for example "task": {"type": "worker", "index": 0}.'
+        )
+    if not isinstance(task, dict):
+        raise ValueError(
+            f'TF_CONFIG\'s "task" must be an object. Received: {task!r}. Expected for example '
+            '"task": {"type": "worker", "index": 0}.'
+        )
+    _check_keys(task, _TASK_KEYS, 'TF_CONFIG\'s "task"')
+    missing = [key for key in ("type", "index") if key not in task]
+    if missing:
+        raise ValueError(
+            f'TF_CONFIG\'s "task" lacks {missing}. Received: {task}. Expected for example '
+            '"task": {"type": "worker", "index": 0}.'
+        )
+    index = _read_index(task["index"])
+    return _check_task(task["type"], index, jobs), index
+
+
+def _read_index(index: Any) -> int:
+    # TensorFlow converts strings, and some schedulers rely on it.
+    if isinstance(index, str) and index.isascii() and index.isdigit():
+        index = int(index)
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ValueError(
+            f'TF_CONFIG\'s "task" needs a whole number 0, 1, 2... as "index". Received: {index!r} '
+            f"({type(index).__name__})."
+        )
+    return index
+
+
+def _check_task(task_type: Any, index: int, jobs: dict[str, tuple[str, ...]]) -> str:
+    if task_type == "evaluator" and index == 0:
+        return "evaluator"
+    if not isinstance(task_type, str) or task_type not in (*jobs, "evaluator"):
+        raise ValueError(
+            f"TF_CONFIG's task type is not a job of its cluster. Received: type={task_type!r}, "
+            f'cluster with the jobs {sorted(jobs)}. Correct the type or add the job to "cluster".'
+        )
+    num_tasks = 1 if task_type == "evaluator" else len(jobs[task_type])
+    if index >= num_tasks:
+        raise ValueError(
+            f"TF_CONFIG's task index is out of range. Received: type={task_type!r}, "
+            f"index={index}; expected 0 to {num_tasks - 1}, because the job has {num_tasks} "
+            f"task(s).{_index_hint(task_type, jobs)}"
+        )
+    return task_type
+
+
+def _index_hint(task_type: str, jobs: dict[str, tuple[str, ...]]) -> str:
+    if task_type == "evaluator":
+        return " There is one evaluator at most; start the others as workers."
+    if task_type == "worker" and "chief" in jobs:
+        return (
+            ' The chief is not counted: with a job "chief" the first task of "worker" is index 0.'
+        )
+    return " Indices start at 0; correct it or list the missing address."
+
+
+def _read_rpc_layer(rpc_layer: Any) -> str:
+    if rpc_layer in (None, ""):
+        return "grpc"
+    if not isinstance(rpc_layer, str):
+        raise ValueError(
+            f'TF_CONFIG\'s "rpc_layer" must be a string. Received: {rpc_layer!r}. Expected '
+            '"grpc", which is the default: remove it.'
+        )
+    return rpc_layer
+
+
+def _task_name(job: str, index: int) -> str:
+    return f"/job:{job}/replica:0/task:{index}"

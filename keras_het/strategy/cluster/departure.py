@@ -1,0 +1,72 @@
+"""The end of a worker's script."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import io
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from keras_het.strategy.cluster.stop_signals import stop_signals
+
+_LONGEST_WAIT_SECONDS = 10.0
+
+
+def leave_quickly() -> None:
+    """Makes the interpreter's end short; called when a process begins to train.
+
+    Python searches all objects for garbage several times while it shuts down: with TensorFlow's
+    and a model's, seconds. What it would free goes with the process. Files are flushed instead.
+    """
+    atexit.unregister(_forgo_search)
+    atexit.register(_forgo_search)
+
+
+def _forgo_search() -> None:
+    for each in gc.get_objects():
+        kind: Any = type(each)
+        if _is_file(kind):
+            with contextlib.suppress(Exception):
+                each.flush()
+    gc.freeze()
+    gc.disable()
+
+
+@functools.cache  # for a million objects of few kinds
+def _is_file(kind: Any) -> bool:
+    return issubclass(kind, io.IOBase)
+
+
+def leave_together(strategy: Callable[[], Any]) -> None:
+    """Waits, before this process leaves, until the other workers have finished their last step.
+
+    A collective is over for one worker while another still fetches the result from it; a worker
+    that left then would break the last step of the others. After an error there is nothing to wait
+    for. (`sys.exit` leaves no trace that tells an error from a normal end, so its caller waits.)
+
+    Args:
+        strategy: gives the strategy whose cluster is left, None if it is gone (a weak reference).
+    """
+    stop_signals.leave()
+    live = strategy()
+    if live is None or live.has_lost_workers or _failed():
+        return
+
+    def wait() -> None:
+        with contextlib.suppress(Exception):
+            live.extended.wait_for_departure()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(_LONGEST_WAIT_SECONDS)
+    live.stop_watching()  # who leaves first is not lost
+
+
+def _failed() -> bool:
+    """Whether the interpreter is ending because of an exception."""
+    return getattr(sys, "last_value", None) is not None

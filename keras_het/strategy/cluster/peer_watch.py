@@ -1,0 +1,290 @@
+"""Notices a lost worker and says which one it was."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from keras_het.strategy.cluster.cluster_address import refuses_connections
+
+_logger = logging.getLogger(__name__)
+
+PEER_TIMEOUT = "KERAS_HET_PEER_TIMEOUT_SECONDS"
+_DEFAULT_PATIENCE_SECONDS = 30.0
+# Asking holds the interpreter's lock. A peer that is silent must not stop this worker as well.
+_ANSWER_SECONDS = 0.25
+# What a survivor needs to hear of a loss that another one has found.
+_SECONDS_FOR_NEWS = 5.0
+
+
+def read_peer_timeout(given: float | None) -> float:
+    """How long a worker may be silent, in seconds.
+
+    Args:
+        given: what the user gave; None for the environment's, or the default.
+
+    Raises:
+        ValueError: if it is not a positive number.
+    """
+    if given is not None:
+        return check_seconds("peer_timeout_seconds", given)
+    text = os.environ.get(PEER_TIMEOUT, "").strip()
+    if not text:
+        return _DEFAULT_PATIENCE_SECONDS
+    try:
+        return check_seconds(PEER_TIMEOUT, float(text))
+    except ValueError:
+        raise ValueError(
+            f"{PEER_TIMEOUT} must be a positive number of seconds. Received: {text!r}. Expected "
+            f"for example {PEER_TIMEOUT}=30."
+        ) from None
+
+
+def check_seconds(name: str, seconds: float) -> float:
+    """Returns a time that must be positive and finite.
+
+    Args:
+        name: what the user calls it.
+        seconds: what the user gave.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, (int, float))
+        or not (0 < seconds < math.inf)
+    ):
+        raise ValueError(
+            f"`{name}` must be a positive number of seconds. Received: {seconds!r}. Expected for "
+            "example 30."
+        )
+    return float(seconds)
+
+
+class WorkerLostError(RuntimeError):
+    """Another worker of the cluster died or no longer answers; the message names it."""
+
+
+class PeerWatch:
+    """Asks some other workers for a sign of life, and ends pending collectives if one is gone.
+
+    A worker that waits in a collective for a dead one would wait for minutes, or fail with a
+    message about sockets. The watch makes every pending collective fail and knows who was lost,
+    from its own peers or by the news of others. A process that has ended refuses connections and
+    is noticed at once; one that is silent, as while its machine migrates, has time to come back.
+
+    Args:
+        peers: name of the task ("/job:worker/replica:0/task:1") to its address, of the workers that
+            this one watches.
+        is_healthy: asks one peer, given its task name and a time-out in seconds; raises
+            `ProcessLookupError` if another process has taken its place.
+        abort: makes pending collectives fail with a message.
+        patience_seconds: time for which a peer may be silent, in seconds.
+        refuses: tells whether nobody listens at an address any more.
+        interval_seconds: pause between two rounds, in seconds.
+    """
+
+    def __init__(
+        self,
+        peers: Mapping[str, str],
+        is_healthy: Callable[[str, float], bool],
+        abort: Callable[[str], None],
+        patience_seconds: float = _DEFAULT_PATIENCE_SECONDS,
+        refuses: Callable[[str], bool] = refuses_connections,
+        interval_seconds: float = 0.5,
+    ) -> None:
+        self._patience = patience_seconds
+        self._refuses = refuses
+        self._interval = interval_seconds
+        self._tell: Callable[[str], None] = lambda message: None
+        self._peers: dict[str, str] = {}
+        self._is_healthy: dict[str, Callable[[str, float], bool]] = {}
+        self._silence: dict[str, float] = {}
+        self._is_gone: dict[str, bool] = {}
+        self._aborts: list[Callable[[str], None]] = []
+        self.watch_too(peers, is_healthy, abort)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._found = threading.Event()
+        self._message: str | None = None
+        self._thread = threading.Thread(target=self._run, name="keras_het-peers", daemon=True)
+
+    def watch_too(
+        self,
+        peers: Mapping[str, str],
+        is_healthy: Callable[[str, float], bool],
+        abort: Callable[[str], None],
+    ) -> None:
+        """Watches more peers, which are asked in another way; arguments as those of the class."""
+        self._silence.update(dict.fromkeys(peers, 0.0))
+        self._is_gone.update(dict.fromkeys(peers, False))
+        self._is_healthy.update(dict.fromkeys(peers, is_healthy))
+        self._aborts.append(abort)
+        self._peers = {**self._peers, **peers}
+
+    def start(self) -> None:
+        """Starts watching in a background thread."""
+        self._thread.start()
+
+    def share_news(
+        self, tell: Callable[[str], None], wait_for_news: Callable[[], str | None]
+    ) -> None:
+        """Tells all other workers what this one finds, and hears what they have found.
+
+        Args:
+            tell: gives a message to all; it may wait, as for a worker 0 that is silent.
+            wait_for_news: returns the first message that a worker tells, or None if none can come
+                any more.
+        """
+
+        def hear() -> None:
+            message = wait_for_news()
+            if message is not None:
+                self._lose(message)
+
+        self._tell = lambda message: _in_background(lambda: tell(message))
+        _in_background(hear)
+
+    def stop(self) -> None:
+        """Stops watching."""
+        self._stop.set()
+
+    def wait_for_loss(self, timeout_seconds: float | None = None) -> str | None:
+        """Waits until a worker is known to be lost.
+
+        Args:
+            timeout_seconds: longest wait, in seconds; by default what a loss takes to be found and
+                told.
+
+        Returns:
+            The message that names the lost worker, or None if all workers answer.
+        """
+        if timeout_seconds is None:
+            timeout_seconds = self._patience + _SECONDS_FOR_NEWS
+        self._found.wait(timeout_seconds)
+        return self._message
+
+    def raise_if_lost(self) -> None:
+        """Raises what a step would raise.
+
+        Raises:
+            WorkerLostError: if a worker is known to be lost.
+        """
+        if self._message is not None:
+            raise WorkerLostError(self._message)
+
+    def check(self) -> str | None:
+        """Asks every peer once and returns the message about the lost ones, if any."""
+        lost = [task for task in self._peers if self._is_lost(task)]
+        return _message({task: self._peers[task] for task in lost}) if lost else None
+
+    def _is_lost(self, task: str) -> bool:
+        since = time.monotonic()
+        try:
+            is_healthy = self._is_healthy[task](task, _ANSWER_SECONDS)
+        except ProcessLookupError:
+            return True
+        if is_healthy:
+            self._silence[task], self._is_gone[task] = 0.0, False
+            return False
+        # Not the time since its last answer: this process may have been the one that stood still.
+        asked = min(time.monotonic() - since, 2 * _ANSWER_SECONDS)
+        self._silence[task] += self._interval + asked
+        # Twice, so that the news of the one that was lost first come before those that end by it.
+        was_gone, self._is_gone[task] = self._is_gone[task], self._refuses(self._peers[task])
+        return (was_gone and self._is_gone[task]) or self._silence[task] > self._patience
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval) and self._message is None:
+            message = self.check()
+            if message is not None:
+                self._lose(message)
+
+    def _lose(self, message: str) -> None:
+        with self._lock:
+            if self._message is not None:
+                return
+            self._message = message
+        _logger.debug("%s", message)
+        self._found.set()
+        self._tell(message)
+        for abort in self._aborts:
+            abort(message)
+
+
+def _in_background(function: Callable[[], None]) -> None:
+    threading.Thread(target=function, name="keras_het-news", daemon=True).start()
+
+
+def _message(lost: Mapping[str, str]) -> str:
+    names = ", ".join(f"{short_name(task)} ({address})" for task, address in lost.items())
+    return (
+        f"Lost {names}: it no longer answers, so the step of all workers cannot finish. See that "
+        "worker's own output for the reason. Restart all workers; with "
+        "keras_het.callbacks.BackupAndRestore training goes on where it was saved."
+    )
+
+
+def short_name(task: str) -> str:
+    """Turns "/job:worker/replica:0/task:1" into "worker 1"."""
+    job = task.split("/job:")[1].split("/")[0]
+    return f"{job} {task.rsplit(':', 1)[1]}"
+
+
+def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Callable[..., object]:
+    """Wraps a function so that a lost worker is one error that names it.
+
+    Args:
+        watch: the watch of this process.
+        function: function that runs collectives.
+
+    Returns:
+        The function; it raises `WorkerLostError` in place of TensorFlow's error about a broken
+        connection, and passes every other error on.
+    """
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not may_be_a_lost_connection(error) or message_in(error):
+                raise
+            started = time.monotonic()
+            message = watch.wait_for_loss()
+            _logger.debug("waited %.1f s after %s", time.monotonic() - started, error)
+            if message is None:
+                raise
+            # TensorFlow's error is pages of graph nodes and says nothing about the worker.
+            raise WorkerLostError(message) from None
+
+    return call
+
+
+_CONNECTION_ERRORS = (
+    "UnavailableError",
+    "AbortedError",
+    "CancelledError",
+    "InternalError",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
+    "UnknownError",
+)
+
+
+def may_be_a_lost_connection(error: BaseException) -> bool:
+    """Whether an error is of a kind that TensorFlow raises when another process is gone."""
+    return type(error).__name__ in _CONNECTION_ERRORS
+
+
+def message_in(error: BaseException) -> str | None:
+    """What another worker has told this one through TensorFlow's error, None if nothing."""
+    found = re.search(r"\[\[(The workers.*?)\]\]", str(error), re.DOTALL)
+    return found.group(1) if found else None

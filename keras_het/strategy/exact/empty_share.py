@@ -1,0 +1,68 @@
+"""What a replica without samples computes on.
+
+Layers are not made for batches of no rows: cuDNN refuses some, and TensorFlow's convolutions give
+them the wrong shape on the CPU (seen on 2.16 and 2.21). A replica whose share is zero therefore
+computes on one row of zeros, and nothing of it counts: its gradient, its losses, its metrics and
+its statistics have the weight zero, and its predictions are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.strategy.exact.step import ExactStep
+
+
+def at_least_one_row(step: ExactStep, data: Any) -> Any:
+    """Returns the replica's batch, or one row of zeros if it has none."""
+    return tf.nest.map_structure(lambda leaf: _one_row_if_empty(step, leaf), data)
+
+
+def drop_row_of_zeros(step: ExactStep, outputs: Any) -> Any:
+    """Returns the outputs, or no rows if the replica has no samples."""
+
+    def drop(leaf: Any) -> Any:
+        if not _has_rows(leaf):
+            return leaf
+        kept = tf.cond(step.samples > 0, lambda: leaf, lambda: _no_rows(leaf))
+        return _with_static_shape(kept, leaf)
+
+    return tf.nest.map_structure(drop, outputs)
+
+
+def _one_row_if_empty(step: ExactStep, leaf: Any) -> Any:
+    if not _has_rows(leaf):
+        return leaf
+    row = tf.cond(step.samples > 0, lambda: leaf, lambda: _row_of_zeros(leaf))
+    return _with_static_shape(row, leaf)
+
+
+def _has_rows(leaf: Any) -> bool:
+    # an eager step may be given arrays, whose shape is a tuple
+    return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank not in (None, 0)
+
+
+def _row_of_zeros(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        splits = [splits[:1] for splits in leaf.nested_row_splits]
+        splits[0] = tf.zeros([2], splits[0].dtype)
+        return tf.RaggedTensor.from_nested_row_splits(leaf.flat_values[:0], splits)
+    if isinstance(leaf, tf.SparseTensor):
+        shape = tf.concat([[tf.constant(1, tf.int64)], leaf.dense_shape[1:]], axis=0)
+        return tf.SparseTensor(leaf.indices[:0], leaf.values[:0], shape)
+    return tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], axis=0), leaf.dtype)
+
+
+def _no_rows(leaf: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        shape = tf.concat([[tf.constant(0, tf.int64)], leaf.dense_shape[1:]], axis=0)
+        return tf.SparseTensor(leaf.indices[:0], leaf.values[:0], shape)
+    return leaf[:0]
+
+
+def _with_static_shape(result: Any, like: Any) -> Any:
+    if isinstance(result, tf.Tensor):
+        result.set_shape([None, *like.shape[1:]])
+    return result

@@ -1,0 +1,259 @@
+"""Runs one step of Keras exactly: as one device would on the whole global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.strategy.batches.gathered_rows import gather_rows
+from keras_het.strategy.batches.plain_batch import refuse_compiled_batch, share_out
+from keras_het.strategy.batches.uneven_per_replica import find_sizes
+from keras_het.strategy.exact import emulated_device
+from keras_het.strategy.exact.created_in_scope import adopt_compiled, check_created_in_scope
+from keras_het.strategy.exact.empty_share import at_least_one_row, drop_row_of_zeros
+from keras_het.strategy.exact.keras_hooks import keras_hooks
+from keras_het.strategy.exact.metrics import (
+    cluster_logs,
+    flatten_metrics,
+    recorded_results,
+    recorded_variable,
+    unchanged_without_samples,
+)
+from keras_het.strategy.exact.own_state import changed_state, finish_prediction, state_before, tell
+from keras_het.strategy.exact.replica_threads import as_replica
+from keras_het.strategy.exact.step import ExactStep
+from keras_het.strategy.measure.step_clock import StepClock
+
+Run = Callable[..., Any]
+
+
+def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
+    """Runs `model.train_step` or `model.test_step` on every replica.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        run: `tf.distribute.Strategy.run` of that strategy.
+        function: the bound step of a `keras.Model`.
+        data: the batch; structure of `UnevenPerReplica`, or anything `Strategy.run` accepts.
+
+    Returns:
+        The logs of the cluster as plain tensors.
+    """
+    model = function.__self__
+    if model._distribute_strategy is strategy:
+        adopt_compiled(strategy, model)
+    metrics = list(model.metrics)
+    remarks: list[str] = []
+    caller = private_api.keras_state_of_thread()
+    # one of somebody's own may look at weights and steps, as they are after the update
+    may_defer_update = private_api.is_stock_train_step(function) and all(
+        private_api.is_of_keras(metric) for metric in flatten_metrics(metrics)
+    )
+    if strategy.extended.reduces_within_worker:
+        _check_is_not_measured(strategy)
+    # A plain batch may lie between two steps of a `fit`, whose times alone are asked for.
+    is_measuring = strategy.compute_times.is_measuring and find_sizes(data) is not None
+    if strategy.num_replicas_in_sync > 1:
+        refuse_compiled_batch(model, data)
+    data = share_out(strategy, data)
+
+    def replica_step(replica_data: Any, sizes: Any) -> Any:
+        step = _make_step(strategy, replica_data, sizes)
+        step.state_before = state_before(step, model)
+        step.remarks = remarks
+        step.seed_stream += strategy.first_seed_stream
+        step.values_of_model = {id(variable.value) for variable in model.variables}
+        if may_defer_update:
+            step.deferrable_optimizer = model.optimizer
+        step.is_keras_step = private_api.runs_keras_train_step(function)
+        step.is_measured = is_measuring
+        step.wants_gradient_squares = strategy.compute_times.is_measuring_gradients
+        replica_data = _start_clock(strategy, step, replica_data, is_measuring)
+        with as_replica(caller), step.active(), unchanged_without_samples(step, metrics):
+            step.rows = at_least_one_row(step, replica_data)
+            logs = function(step.rows)
+        with step.active():
+            return _synchronise(strategy, step, model, logs)
+
+    with keras_hooks(), recorded_results(metrics):
+        logs = run(tf.autograph.experimental.do_not_convert(replica_step), (data, find_sizes(data)))
+    tell(model, remarks)
+    return tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], logs)
+
+
+def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
+    """Runs Keras's predict step and returns the outputs of all replicas in global order.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        run: `tf.distribute.Strategy.run` of that strategy.
+        function: the closure of `Model.make_predict_function`.
+        data: the batch; structure of `UnevenPerReplica`, or anything `Strategy.run` accepts.
+
+    Returns:
+        The outputs for the rows of the global batch, as plain tensors, equal on all workers.
+    """
+    data = share_out(strategy, data)
+    caller = private_api.keras_state_of_thread()
+    model = private_api.model_of_prediction(function)
+    remarks: list[str] = []
+
+    def replica_step(replica_data: Any, sizes: Any) -> Any:
+        step = _make_step(strategy, replica_data, sizes)
+        step.is_prediction = True
+        step.seed_stream += strategy.first_seed_stream
+        replica_data = _start_clock(strategy, step, replica_data)
+        if model is not None:
+            step.state_before, step.remarks = state_before(step, model), remarks
+        step.rows = at_least_one_row(step, replica_data)
+        with as_replica(caller), step.active():
+            outputs = function(step.rows)
+            if model is not None:
+                finish_prediction(step, model)
+        outputs = drop_row_of_zeros(step, outputs)
+        flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
+        return tf.nest.pack_sequence_as(outputs, flat)
+
+    run_step = tf.autograph.experimental.do_not_convert(replica_step)
+    with keras_hooks():
+        outputs = run(run_step, (data, find_sizes(data)))
+    if model is not None:
+        tell(model, remarks)
+    if strategy.steps_carry_wishes:
+        # of a type that no summation machine sums
+        wishes = strategy.stop_request.contribution(True, tf.int64)
+        strategy.stop_request.record(strategy.extended.sum_over_workers(wishes))
+    return tf.nest.map_structure(lambda leaf: gather_rows(strategy, leaf), outputs)
+
+
+def _check_is_not_measured(strategy: Any) -> None:
+    if strategy.compute_times.is_measuring:
+        raise ValueError(
+            "Compute times travel in the collective of each step, which local training does not "
+            "have. Received: LocalTraining together with BatchBalancer, or after it under the same "
+            'strategy (or after a fit with HybridAggregation(roles="auto") that failed). Leave '
+            "BatchBalancer out, set shares by hand (strategy.set_shares), and use a strategy of "
+            "its own."
+        )
+
+
+def _make_step(strategy: Any, replica_data: Any, sizes: Any) -> ExactStep:
+    context = tf.distribute.get_replica_context()
+    replica_id = context.replica_id_in_sync_group
+    if tf.is_tensor(replica_id):
+        replica_id = int(tf.get_static_value(replica_id))
+    is_local = strategy.extended.reduces_within_worker
+    group = strategy.layout.local_replicas if is_local else range(strategy.layout.num_replicas)
+    if sizes is not None:
+        total = tf.reduce_sum(sizes[group.start : group.stop])
+        step = ExactStep(replica_id, sizes[replica_id], total)
+        step.sizes = sizes
+    else:
+        samples = _num_rows(replica_data)
+        total = strategy.extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, samples)
+        step = ExactStep(replica_id, samples, total)
+    step.num_replicas, step.position = len(group), replica_id - group.start
+    step.num_local_replicas = len(strategy.layout.local_replicas)
+    step.may_have_no_samples = is_local
+    return step
+
+
+def _num_rows(data: Any) -> Any:
+    """Number of samples of a batch that did not come through the strategy's data path."""
+    for leaf in tf.nest.flatten(data):
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.cast(leaf.nrows(), tf.int64)
+        if isinstance(leaf, tf.SparseTensor):
+            return leaf.dense_shape[0]
+        if len(getattr(leaf, "shape", ())) > 0:
+            return tf.cast(tf.shape(leaf)[0], tf.int64)
+    raise ValueError(
+        "Cannot tell how many samples the batch has, so that its gradient cannot be weighted. "
+        f"Received: {data}. Expected a structure with at least one tensor of shape [samples, ...]."
+    )
+
+
+def _start_clock(strategy: Any, step: ExactStep, data: Any, is_measuring: bool = False) -> Any:
+    """Starts timing the replica if its time is measured, or its device emulated.
+
+    Returns:
+        The batch to compute on.
+    """
+    first = strategy.layout.local_replicas.start
+    if strategy.emulated_devices is not None:
+        step.emulated_device = strategy.emulated_devices[step.replica_id - first]
+    if step.emulated_device is None and not is_measuring:
+        return data
+    on_accelerator = "CPU" not in strategy.extended.worker_devices[step.replica_id - first]
+    step.clock = StepClock(data, on_accelerator)
+    return step.clock.inputs
+
+
+def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
+    """Combines logs, moving statistics and pending gradients of all replicas in one collective."""
+    logs = tf.nest.map_structure(lambda leaf: _value_of(step, leaf), logs)
+    changes = changed_state(step, model, flatten_metrics(model.metrics))
+    check_created_in_scope(strategy, [change.variable for change in changes])
+    summands = [summand for change in changes for summand in change.summands]
+    # A test step has no gradients that could wait for the emulated device.
+    computed = emulated_device.wait_until_computed(step, _tensors(logs))
+    times = _compute_time(strategy, step)
+    wishes = _wishes(strategy, step, logs)
+    with tf.control_dependencies(computed):
+        values = [*summands, *times, *wishes]
+        logs, summed, gradients = cluster_logs(step, logs, values)
+    if step.pending_update is not None:
+        step.pending_update.finish(step, gradients)
+    before = {**step.state_before, **step.metric_state_before}
+    sums = iter(summed[: len(summands)])
+    times = summed[len(summands) : len(summands) + len(times)]
+    for change in changes:
+        value = change.finish([next(sums) for _ in change.summands])
+        if step.may_have_no_samples:
+            value = tf.where(step.total > 0, value, before[id(change.variable)])
+        change.variable.assign(value)
+    if times and step.clock and step.replica_id == strategy.layout.local_replicas.start:
+        waited = step.clock.seconds_since_stop(times)
+        strategy.compute_times.record(step.sizes, times[0], waited, step.global_gradient_square)
+    if wishes and step.replica_id == strategy.layout.local_replicas.start:
+        strategy.stop_request.record(summed[-1])
+    return logs
+
+
+def _compute_time(strategy: Any, step: ExactStep) -> list[Any]:
+    """This replica's measurement, to be summed over all; none where nobody asked for it."""
+    times = strategy.compute_times
+    if not step.is_measured or step.sizes is None or step.clock is None:
+        return []
+    if step.clock.seconds is None:  # no gradients: not a step that trains
+        return []
+    return [
+        times.contribution(step.replica_id, step.sizes, step.clock.seconds, step.gradient_square)
+    ]
+
+
+def _wishes(strategy: Any, step: ExactStep, logs: Any) -> list[Any]:
+    """What workers were asked to end by, to be summed over all; none where no worker waits."""
+    if not strategy.steps_carry_wishes:
+        return []
+    is_first = step.replica_id == strategy.layout.local_replicas.start
+    # of a type that travels anyway: another one would be a collective of its own
+    types = [leaf.dtype for leaf in _tensors(logs) if leaf.dtype.is_floating]
+    dtype = types[0] if types else tf.float32
+    return [strategy.stop_request.contribution(is_first, dtype)]
+
+
+def _tensors(structure: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(structure) if tf.is_tensor(leaf)]
+
+
+def _value_of(step: ExactStep, leaf: Any) -> Any:
+    # A variable that a metric returns as its result is known by its id.
+    is_plain = isinstance(leaf, keras.Variable) and id(leaf) not in step.metric_results
+    if is_plain and id(leaf) in step.metric_state_before:  # of a metric: a part of its value
+        return recorded_variable(step, leaf)
+    return tf.convert_to_tensor(leaf) if is_plain else leaf

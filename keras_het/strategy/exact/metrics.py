@@ -1,0 +1,192 @@
+"""Logs of the cluster instead of each worker's own.
+
+A metric's `result()` is computed inside the step from the state that the replica has gathered. The
+states of all replicas are summed (or averaged, as each variable's `aggregation` says) in one
+collective, and the results are computed again from the sums, so that the progress bar shows on
+every worker what one device would show. A scalar in the logs that is no metric's result is combined
+as the mean over samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.strategy.exact.gradients import sum_with_gradients
+from keras_het.strategy.exact.step import ExactStep, current_step
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """Where a tensor in the logs comes from: a metric, its state then, and the key of a dict."""
+
+    metric: Any
+    state: tuple[Any, ...]
+    path: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneVariable:
+    """A variable of a metric as a metric of its own, whose result it is."""
+
+    variables: tuple[Any, ...]
+
+    def stateless_result(self, state: list[Any]) -> Any:
+        """The variable's combined value."""
+        return state[0]
+
+
+def flatten_metrics(metrics: Sequence[Any]) -> list[Any]:
+    """Returns the metrics and the metrics inside them, innermost first."""
+    flat: list[Any] = []
+    for metric in metrics:
+        flat.extend(flatten_metrics(getattr(metric, "_metrics", [])))
+        flat.append(metric)
+    return flat
+
+
+@contextlib.contextmanager
+def recorded_results(metrics: Sequence[Any]) -> Iterator[None]:
+    """Makes the metrics note, in the running step, which tensor is whose result."""
+    flat = list({id(metric): metric for metric in flatten_metrics(metrics)}.values())
+    for metric in flat:
+        object.__setattr__(metric, "result", _recording(metric, metric.result))
+    try:
+        yield
+    finally:
+        for metric in flat:
+            object.__delattr__(metric, "result")
+
+
+def _recording(metric: Any, result: Any) -> Any:
+    @functools.wraps(result)
+    def recording_result() -> Any:
+        value = result()
+        step = current_step()
+        if step is None or step.is_computing_results:
+            return value
+        records = step.metric_results
+        leaves = tf.nest.flatten(value)
+        new_leaves = [leaf for leaf in leaves if id(leaf) not in records]
+        if new_leaves:
+            state = tuple(tf.convert_to_tensor(v.value) for v in metric.variables)
+            for path, leaf in enumerate(leaves):
+                # Keeping the tensor alive keeps its id unique.
+                records.setdefault(id(leaf), (leaf, _Recorded(metric, state, path)))
+        return value
+
+    return recording_result
+
+
+def recorded_variable(step: ExactStep, variable: Any) -> Any:
+    """This replica's part of a metric's variable, to be combined as the metric's state is.
+
+    Args:
+        step: the running step.
+        variable: what a step of the user's own has put in its logs.
+    """
+    value = tf.identity(tf.convert_to_tensor(variable.value))
+    record = _Recorded(_OneVariable((variable,)), (value,), 0)
+    step.metric_results[id(value)] = (value, record)
+    return value
+
+
+@contextlib.contextmanager
+def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterator[None]:
+    """Takes back what a replica without samples wrote into its metrics (0 / 0 is NaN)."""
+    variables = [v for metric in metrics for v in metric.variables]
+    before = [tf.identity(tf.convert_to_tensor(v.value)) for v in variables]
+    step.metric_state_before = {
+        id(variable): value for variable, value in zip(variables, before, strict=True)
+    }
+    yield
+
+    def restore() -> Any:
+        for variable, value in zip(variables, before, strict=True):
+            variable.value.assign(value)  # not Keras's: it is no part of the step
+        return tf.constant(0)
+
+    if variables:
+        tf.cond(step.samples > 0, lambda: tf.constant(0), restore)
+
+
+def cluster_logs(
+    step: ExactStep, logs: Any, sums: Sequence[Any]
+) -> tuple[Any, list[Any], list[Any]]:
+    """Combines the logs of all replicas, and the gradients of a pending update.
+
+    Args:
+        step: the running step.
+        logs: what the train or test step of this replica returned.
+        sums: further float tensors to be summed, in the same collective.
+
+    Returns:
+        The logs of the cluster, equal on all replicas; the summed `sums`; the reduced gradients of
+        `step.pending_update`.
+    """
+    records = step.metric_results
+    leaves = tf.nest.flatten(logs)
+    recorded = [records[id(leaf)][1] if id(leaf) in records else None for leaf in leaves]
+    states = {id(r.metric): r for r in recorded if r is not None}
+    plain = [
+        leaf
+        for leaf, record in zip(leaves, recorded, strict=True)
+        if record is None and _is_float_scalar(leaf)
+    ]
+    gradients, (reduced_states, reduced_plain, summed) = sum_with_gradients(
+        step,
+        step.pending_update,
+        (
+            [_contributions(step, record) for record in states.values()],
+            [step.weighted(leaf) for leaf in plain],
+            list(sums),
+        ),
+    )
+    results = _results(step, list(states.values()), reduced_states)
+    next_plain = iter(reduced_plain)
+    combined = []
+    for leaf, record in zip(leaves, recorded, strict=True):
+        if record is not None:
+            combined.append(results[id(record.metric)][record.path])
+        else:
+            combined.append(next(next_plain) if _is_float_scalar(leaf) else leaf)
+    cluster = tf.nest.pack_sequence_as(logs, combined)
+    return cluster, list(summed), gradients
+
+
+def _contributions(step: ExactStep, record: _Recorded) -> list[Any]:
+    """Returns what this replica adds to the sum of the metric's state."""
+    contributions = []
+    for variable, value in zip(record.metric.variables, record.state, strict=True):
+        before = step.metric_state_before.get(id(variable))
+        if variable.aggregation == "sum":
+            if before is not None:
+                value = tf.where(step.samples > 0, value, before)
+        elif variable.aggregation == "mean" and value.dtype.is_floating:
+            value = step.weighted(value)
+        else:
+            value = step.of_first_replica(value)
+        contributions.append(value)
+    return contributions
+
+
+def _results(
+    step: ExactStep, records: Sequence[_Recorded], states: Sequence[Sequence[Any]]
+) -> dict[int, list[Any]]:
+    step.is_computing_results = True
+    try:
+        return {
+            id(record.metric): tf.nest.flatten(record.metric.stateless_result(list(state)))
+            for record, state in zip(records, states, strict=True)
+        }
+    finally:
+        step.is_computing_results = False
+
+
+def _is_float_scalar(leaf: Any) -> bool:
+    return tf.is_tensor(leaf) and leaf.shape.rank == 0 and leaf.dtype.is_floating

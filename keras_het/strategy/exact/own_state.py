@@ -1,0 +1,344 @@
+r"""State that somebody's own layers and metrics assign in a step, with the value of one device.
+
+What a layer assigns is read off the graph (`sample_dependence`): counters of steps stay, counters
+of samples and sums are summed, means weighted, maxima compared, and what is computed from these is
+computed again. Where nothing can be read off (an eager step, a branch, a neighbourhood of samples),
+the user is told, and may say it with the variable's `aggregation`:
+
+* "sum": the replicas' changes add up;
+* "mean": the value is a mean over samples, :math:`\sum_i w_i v_i`;
+* "only_first_replica": that of the first replica with samples.
+
+What nobody has said is a mean for float types; changes of integers add up unless they are equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.strategy.exact.sample_dependence import Combination, Kind, SampleDependence
+from keras_het.strategy.exact.step import ExactStep
+
+_logger = logging.getLogger(__name__)
+_told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class StateChange:
+    """A variable that the step has assigned, and how replicas come to one value of it.
+
+    Args:
+        variable: Keras's.
+        summands: what this replica adds to the sums over all replicas.
+        finish: makes the variable's new value from the sums.
+    """
+
+    variable: Any
+    summands: list[Any]
+    finish: Callable[[Sequence[Any]], Any]
+
+
+def state_before(step: ExactStep, model: Any) -> dict[int, Any]:
+    """Returns what state holds before the step, by the variable's id, where it may be needed."""
+    return {
+        id(variable): tf.identity(tf.convert_to_tensor(variable.value))
+        for variable in model.non_trainable_variables
+        if step.may_have_no_samples or not _is_float(variable) or variable.aggregation == "sum"
+    }
+
+
+def finish_prediction(step: ExactStep, model: Any) -> None:
+    """Brings the state together that a prediction has changed, in a collective if there is any.
+
+    Args:
+        step: the running step, after the model's own.
+        model: the model.
+    """
+    changes = changed_state(step, model, [])
+    summands = [change.summands for change in changes]
+    sums = step.all_reduce_sum(summands) if tf.nest.flatten(summands) else summands
+    for change, own in zip(changes, sums, strict=True):
+        change.variable.value.assign(change.finish(own))
+
+
+def changed_state(step: ExactStep, model: Any, metrics: Sequence[Any]) -> list[StateChange]:
+    """Returns the state that this step has changed and replicas must agree on.
+
+    A prediction has only state of somebody's own layers.
+
+    Args:
+        step: the running step, after the model's own.
+        model: the model.
+        metrics: its metrics, those in others too.
+    """
+    if step.num_replicas == 1 and not step.may_have_no_samples:
+        return []
+    own = {
+        id(variable)
+        for layer in private_api.layers_with_state(model)
+        if not private_api.is_of_keras(layer)
+        for variable in private_api.own_state(layer)
+    }
+    dependence = _Reader(step)
+    changes, unknown = [], dict[str, list[str]]()
+    for variable in model.non_trainable_variables:
+        if id(variable) not in step.assigned_variables:
+            continue
+        if id(variable) in own:
+            changes.append(_own_change(step, variable, dependence, unknown))
+        elif _is_float(variable) and not step.is_prediction:
+            changes.append(mean_of(step, variable))
+    if unknown:
+        step.remarks.append(_remark_on_unknown(unknown))
+    _remark_on_sums(step, metrics, dependence)
+    of_metrics = {id(v): v for metric in metrics for v in metric.variables}.values()
+    changes += [
+        mean_of(step, variable) if variable.aggregation == "mean" else _first(step, variable)
+        for variable in of_metrics
+        if variable.aggregation != "sum" and id(variable) in step.assigned_variables
+    ]
+    return changes
+
+
+def tell(model: Any, remarks: Sequence[str]) -> None:
+    """Tells the user what steps have found, each remark once for a model.
+
+    Args:
+        model: the model whose step is traced.
+        remarks: of all replicas.
+    """
+    told = _told.setdefault(model, set())
+    for remark in dict.fromkeys(remarks):
+        if remark not in told:
+            told.add(remark)
+            _logger.warning("%s", remark)
+
+
+def mean_of(step: ExactStep, variable: Any) -> StateChange:
+    """The mean over samples; of the first replica where the type has no means."""
+    if not _is_float(variable):
+        return _first(step, variable)
+    value = tf.convert_to_tensor(variable.value)
+    return StateChange(variable, [step.weighted(value)], lambda sums: sums[0])
+
+
+def _first(step: ExactStep, variable: Any) -> StateChange:
+    value = tf.convert_to_tensor(variable.value)
+    carried = step.of_first_replica(_carried(value))
+    return StateChange(variable, [carried], lambda sums: tf.cast(sums[0], value.dtype))
+
+
+def _own_change(
+    step: ExactStep, variable: Any, dependence: _Reader, unknown: dict[str, list[str]]
+) -> StateChange:
+    if variable.aggregation == "sum":
+        return _sum_of_changes(step, variable, unless_equal=False)
+    if variable.aggregation == "mean":
+        return mean_of(step, variable)
+    if variable.aggregation == "only_first_replica":
+        return _first(step, variable)
+    combination = dependence.combination(variable)
+    if combination is not None:
+        return _combined(step, variable, combination)
+    if _is_float(variable):
+        unknown.setdefault("the mean over samples", []).append(variable.path)
+        return mean_of(step, variable)
+    if variable.dtype == "bool":
+        unknown.setdefault("what the first replica has", []).append(variable.path)
+        return _first(step, variable)
+    added = "the sum of the replicas' changes, or one of them if all are equal"
+    unknown.setdefault(added, []).append(variable.path)
+    return _sum_of_changes(step, variable, unless_equal=True)
+
+
+def _combined(step: ExactStep, variable: Any, combination: Combination) -> StateChange:
+    if not combination.aggregates:  # equal already
+        value = tf.convert_to_tensor(variable.value)
+        return StateChange(variable, [], lambda sums: value)
+    aggregates = combination.aggregates
+
+    def finish(sums: Sequence[Any]) -> Any:
+        return combination.compute(
+            [
+                _of_all(kind, tensor, summed)
+                for (kind, tensor), summed in zip(aggregates, sums, strict=True)
+            ]
+        )
+
+    return StateChange(variable, [_summand(step, *each) for each in aggregates], finish)
+
+
+def _summand(step: ExactStep, kind: Kind, tensor: Any) -> Any:
+    if kind is Kind.MEAN:
+        return step.weighted(tensor)
+    value = _carried(tensor)
+    if kind in (Kind.MAX, Kind.MIN):
+        nothing = value.dtype.min if kind is Kind.MAX else value.dtype.max
+        return _in_own_row(step, _unless_empty(step, value, nothing))
+    return _unless_empty(step, value, 0)
+
+
+def _of_all(kind: Kind, tensor: Any, summed: Any) -> Any:
+    if kind in (Kind.MAX, Kind.MIN):
+        choose = tf.reduce_max if kind is Kind.MAX else tf.reduce_min
+        summed = choose(summed, axis=0)
+    result = tf.cast(summed, tensor.dtype)
+    result.set_shape(tensor.shape)
+    return result
+
+
+def _sum_of_changes(step: ExactStep, variable: Any, unless_equal: bool) -> StateChange:
+    """What was there before and the changes of all replicas, or one of them if all are equal."""
+    value = tf.convert_to_tensor(variable.value)
+    before = step.state_before.get(id(variable))
+    if before is None:  # made in this step
+        before = tf.zeros_like(value)
+    change = _carried(value) - _carried(before)
+    # 0 / 0 marks replicas without samples, which computed on a row of zeros
+    own = _unless_empty(step, change, float("nan"))
+    rows = _in_own_row(step, own)
+
+    def finish(sums: Sequence[Any]) -> Any:
+        counts = ~tf.math.is_nan(sums[0])
+        total = tf.reduce_sum(tf.where(counts, sums[0], tf.zeros_like(sums[0])), axis=0)
+        if unless_equal:
+            least = tf.reduce_min(tf.where(counts, sums[0], sums[0].dtype.max), axis=0)
+            most = tf.reduce_max(tf.where(counts, sums[0], sums[0].dtype.min), axis=0)
+            total = tf.where(tf.reduce_all(least == most), most, total)
+        return before + tf.cast(total, value.dtype)
+
+    return StateChange(variable, [rows], finish)
+
+
+def _carried(value: Any) -> Any:
+    """The value in a type that every collective sums; integers up to 2^53 are exact."""
+    return value if value.dtype.is_floating else tf.cast(value, tf.float64)
+
+
+def _unless_empty(step: ExactStep, value: Any, nothing: float) -> Any:
+    return tf.where(step.samples > 0, value, tf.cast(nothing, value.dtype))
+
+
+def _in_own_row(step: ExactStep, value: Any) -> Any:
+    """A row for each replica, zero but for its own: the sum over replicas has all of them."""
+    rows = [tf.zeros_like(value)] * step.num_replicas
+    rows[step.position] = value
+    return tf.stack(rows)
+
+
+class _Reader:
+    """Reads off the graph what the step has assigned to a variable; begins when first asked.
+
+    Args:
+        step: the running step, after the model's own.
+    """
+
+    def __init__(self, step: ExactStep) -> None:
+        self._step = step
+        self._dependence: SampleDependence | None = None
+        self._handles: dict[int, str] = {}
+
+    def combination(self, variable: Any) -> Combination | None:
+        """The value of a variable as a function of aggregates, None if it is not known."""
+        dependence = self.dependence
+        value = self._step.assigned_variables[id(variable)][1][-1]
+        if dependence is None or not self._is_known(id(variable)):
+            return None
+        found = dependence.combination(value)
+        if found is None:
+            return None
+        has_means = all(k is not Kind.MEAN or t.dtype.is_floating for k, t in found.aggregates)
+        return found if has_means else None
+
+    def adds_samples(self, variable: Any) -> bool:
+        """Whether a step adds to a variable what its samples are; True if it is not known."""
+        dependence = self.dependence
+        if dependence is None or not self._is_known(id(variable)):
+            return True
+        handle = self._handles[id(variable)]
+        value = self._step.assigned_variables[id(variable)][1][-1]
+        return dependence.is_sum_with(value, handle) and dependence.kind(value) is not Kind.EQUAL
+
+    @property
+    def dependence(self) -> SampleDependence | None:
+        """What reads the graph, None where there is none."""
+        if tf.executing_eagerly():
+            return None
+        if self._dependence is None:
+            step = self._step
+            assigned: dict[str, list[Any] | None] = {}
+            for key, (variable, values) in step.assigned_variables.items():
+                handle = _handle_in_graph(variable)
+                if handle is not None:
+                    self._handles[key] = handle
+                    assigned[handle] = values if self._is_known(key) else None
+            self._dependence = SampleDependence(
+                rows=filter(tf.is_symbolic_tensor, _dense_leaves(step.rows)),
+                equal=filter(tf.is_symbolic_tensor, step.reduced),
+                unequal=filter(tf.is_symbolic_tensor, step.own_seeds),
+                assigned=assigned,
+            )
+        return self._dependence
+
+    def _is_known(self, key: int) -> bool:
+        graph = tf.compat.v1.get_default_graph()
+        _, values = self._step.assigned_variables[key]
+        is_here = all(tf.is_symbolic_tensor(value) and value.graph is graph for value in values)
+        return key in self._handles and is_here
+
+
+def _dense_leaves(batch: Any) -> list[Any]:
+    leaves = [getattr(leaf, "flat_values", leaf) for leaf in tf.nest.flatten(batch)]
+    return [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.shape.rank != 0]
+
+
+def _handle_in_graph(variable: Any) -> str | None:
+    """The name that a variable's resource handle has in the graph that is being built."""
+    tensor = tf.convert_to_tensor(variable.value)
+    while tensor.op.type in ("Identity", "Cast"):
+        tensor = tensor.op.inputs[0]
+    return str(tensor.op.inputs[0].name) if tensor.op.type == "ReadVariableOp" else None
+
+
+def _remark_on_sums(step: ExactStep, metrics: Sequence[Any], dependence: _Reader) -> None:
+    for metric in metrics:
+        if type(metric).__module__.split(".")[0] == "keras":
+            continue
+        for variable in metric.variables:
+            is_sum = variable.aggregation == "sum" and id(variable) in step.assigned_variables
+            if is_sum and not dependence.adds_samples(variable):
+                step.remarks.append(_remark_on_metric(metric, variable))
+
+
+def _remark_on_metric(metric: Any, variable: Any) -> str:
+    return (
+        f"The metric {metric.name!r} ({type(metric).__name__}) assigns its state {variable.name!r} "
+        "a value that is not what it held plus something of the samples: a maximum, say, or a "
+        'count of steps. Its aggregation is "sum", so that the values of all replicas are added '
+        "up, which is not what one device has. Make it with self.add_variable(..., "
+        'aggregation="mean") if replicas\' values are to be averaged by their samples, with '
+        '"only_first_replica" if all hold the same, or add up sums and counts and compute the rest '
+        "in result(). Keras has no aggregation for maxima: keep them in the state of a layer."
+    )
+
+
+def _remark_on_unknown(unknown: dict[str, list[str]]) -> str:
+    done = "; ".join(f"{', '.join(map(repr, paths))}: {what}" for what, paths in unknown.items())
+    return (
+        "How state that a layer assigns depends on the samples cannot be read off this step "
+        "(run_eagerly=True, a branch, or an operation that is not known). It becomes, which may "
+        f"differ from one device: {done}. Say what it is: self.add_weight(..., aggregation="
+        '"sum") if changes of replicas add up, as sums and counts of samples do, "mean" for a mean '
+        'over samples, "only_first_replica" for what is the same on every replica.'
+    )
+
+
+def _is_float(variable: Any) -> bool:
+    return bool(tf.as_dtype(variable.value.dtype).is_floating)

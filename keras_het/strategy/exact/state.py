@@ -1,0 +1,165 @@
+r"""State that is no trainable weight: moving statistics, synchronised statistics, seeds.
+
+* State of Keras's own layers that is of a float type, such as moving statistics, becomes
+  :math:`\sum_i w_i v_i`, the mean over samples, on every replica.
+* State of somebody's own layers: see `own_state`.
+* `BatchNormalization(synchronized=True)` sums its statistics over all replicas, with a mask or
+  without; the gradient that flows back through these sums carries the other replicas' weights.
+* Seeds: replica 0 draws what one device would draw; the others draw independent streams, so that
+  two replicas never drop the same units only because they share a seed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_het.strategy.exact.step import ExactStep, running_step
+
+# A large prime keeps seeds of neighbouring replicas apart; it wraps around int32 on purpose.
+_SEED_STRIDE = 1_000_003
+
+
+def record_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for `keras.Variable` assignments: notes what the step has assigned to which variable."""
+
+    @functools.wraps(original)
+    def direct_assign(self: Any, value: Any) -> Any:
+        step = running_step()
+        if step is None:
+            return original(self, value)
+        if not step.gradients_are_reduced:
+            if tf.is_symbolic_tensor(value):
+                value = tf.identity(value)  # an operation as young as the assignment
+            step.assigned_variables.setdefault(id(self), (self, []))[1].append(value)
+        step.is_assigning = True
+        try:
+            return original(self, value)
+        finally:
+            step.is_assigning = False
+
+    return direct_assign
+
+
+def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for synchronised moments: one collective instead of three, and a weighted gradient."""
+
+    @functools.wraps(original)
+    def compute_moments_sync(x: Any, axes: Sequence[int], keepdims: bool) -> tuple[Any, Any]:
+        step = running_step()
+        if step is None:
+            mean, variance = original(x, axes, keepdims)
+            return mean, variance
+        total, total_of_squares, count = _sum_over_replicas(step, *_statistics(step, x, axes))
+        mean = tf.math.divide_no_nan(total, count)
+        mean_of_squares = tf.math.divide_no_nan(total_of_squares, count)
+        variance = tf.maximum(mean_of_squares - tf.square(mean), 0.0)
+        if keepdims:
+            return mean, variance
+        return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+    return compute_moments_sync
+
+
+def sum_masked_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for `BatchNormalization._moments`, which synchronises nothing where there is a mask."""
+
+    @functools.wraps(original)
+    def moments(self: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        step = running_step()
+        if step is None or mask is None or not self.synchronized:
+            mean, variance = original(self, inputs, mask)
+            return mean, variance
+        rank = len(inputs.shape)
+        axes = [axis for axis in range(rank) if axis != self.axis % rank]
+        is_used = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+        kept = tf.where(is_used, inputs, tf.zeros_like(inputs))
+        sums = _sums(step, [kept, tf.cast(is_used, inputs.dtype)], axes)
+        total, count = _sum_over_replicas(step, *sums)
+        divisor = count + keras.config.epsilon()  # as Keras divides
+        mean = total / divisor
+        # a second collective, as Keras takes the distances from the mean: one pass is less exact
+        distance = tf.where(is_used, inputs - mean, tf.zeros_like(inputs))
+        (squares,) = _sum_over_replicas(step, *_sums(step, [tf.square(distance)], axes))
+        return tf.squeeze(mean, axes), tf.squeeze(squares / divisor, axes)
+
+    return moments
+
+
+def _statistics(step: ExactStep, x: Any, axes: Sequence[int]) -> list[Any]:
+    """Returns this replica's sum, sum of squares and count."""
+    return _sums(step, [x, tf.square(x), tf.ones_like(x)], axes)
+
+
+def _sums(step: ExactStep, values: Sequence[Any], axes: Sequence[int]) -> list[Any]:
+    def sums() -> list[Any]:
+        return [tf.reduce_sum(value, axes, keepdims=True) for value in values]
+
+    # A replica without samples computes on a row of zeros, which does not count.
+    def zeros() -> list[Any]:
+        return [tf.zeros_like(value) for value in sums()]
+
+    return list(tf.cond(step.samples > 0, sums, zeros))
+
+
+def _sum_over_replicas(step: ExactStep, *values: Any) -> list[Any]:
+    @tf.custom_gradient
+    def summed(*xs: Any) -> Any:
+        def gradient(*upstream: Any) -> list[Any]:
+            if step.loss_is_weighted:
+                has_samples = tf.cast(step.samples > 0, tf.float32)
+                guarded = [
+                    tf.math.multiply_no_nan(dy, tf.cast(has_samples, dy.dtype)) for dy in upstream
+                ]
+                return list(step.all_reduce_sum(guarded))
+            # The weight w_i is applied to the gradient of this replica later on.
+            sums = step.all_reduce_sum([step.weighted(dy) for dy in upstream])
+            return [dy * tf.cast(step.inverse_weight, dy.dtype) for dy in sums]
+
+        return list(step.all_reduce_sum(list(xs))), gradient
+
+    return list(summed(*values))
+
+
+def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for `SeedGenerator.next`: an independent stream per replica."""
+
+    @functools.wraps(original)
+    def next_seed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seed = original(self, *args, **kwargs)
+        step = running_step()
+        if step is None:
+            return seed
+        if step.seed_stream != 0:
+            offset = (step.seed_stream * _SEED_STRIDE) % (2**31)
+            seed = seed + tf.cast(tf.constant([offset, 0], tf.int64), seed.dtype)
+        step.own_seeds.append(seed)
+        return seed
+
+    return next_seed
+
+
+def update_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook for what TensorFlow does when a variable with an `aggregation` is assigned: not Keras's.
+
+    Those of optimizers (`iterations`) have one value on all replicas; a broadcast could not run
+    inside the `tf.cond` of a `LossScaleOptimizer`. Those of layers are combined when the step ends:
+    TensorFlow would sum or average what Keras assigns, which are whole values, no changes.
+    """
+
+    @functools.wraps(original)
+    def apply_aggregation(value: Any, aggregation: Any, destinations: Any) -> Any:
+        step = running_step()
+        if step is not None and (step.is_assigning or _is_of_first(step, aggregation)):
+            return value
+        return original(value, aggregation, destinations)
+
+    return apply_aggregation
+
+
+def _is_of_first(step: ExactStep, aggregation: Any) -> bool:
+    return not step.is_prediction and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA

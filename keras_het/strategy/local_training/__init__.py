@@ -1,7 +1,0 @@
-"""Workers that train on their own and exchange by a synchronous update rule."""
-
-from keras_het.strategy.local_training.local_steps import LocalSteps
-from keras_het.strategy.local_training.periodic_exchange import PeriodicExchange
-from keras_het.strategy.local_training.variables_of_the_chief import adopt_variables_of_the_chief
-
-__all__ = ["LocalSteps", "PeriodicExchange", "adopt_variables_of_the_chief"]

@@ -1,0 +1,1 @@
+"""How long replicas compute, and devices that are emulated."""

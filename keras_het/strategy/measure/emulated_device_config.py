@@ -1,0 +1,134 @@
+"""Emulated devices: how `keras-het run --speeds` tells a worker to be slower than it is.
+
+Nothing here delays anything; it only reads and describes. Standard library only.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keras_het.planning.times.time_model import LinearTimeModel
+
+_logger = logging.getLogger(__name__)
+
+KERAS_HET_EMULATED_DEVICES = "KERAS_HET_EMULATED_DEVICES"
+
+_KEYS = ("speed", "fixed_seconds", "seconds_per_sample")
+_EXAMPLE = '[{"speed": 4.0, "fixed_seconds": 0.0, "seconds_per_sample": 0.001}]'
+
+
+@dataclass(frozen=True)
+class EmulatedDevice:
+    """A device that takes at least the time its time model says for each step.
+
+    Args:
+        speed: Speed relative to the other emulated devices, in samples per second of a device of
+            speed 1; greater than 0. A label: the time model alone decides the delay.
+        time_model: Least time of a step as a function of the replica's samples.
+
+    Raises:
+        ValueError: If `speed` is not a positive finite number.
+    """
+
+    speed: float
+    time_model: LinearTimeModel
+
+    def __post_init__(self) -> None:
+        if not 0 < self.speed < float("inf"):
+            raise ValueError(
+                "An emulated device needs a positive finite speed. Received: "
+                f"speed={self.speed!r}. Give relative speeds such as 4, 2 and 1."
+            )
+
+    def describe(self) -> str:
+        """Returns one line for logs and plots that says that the device is EMULATED."""
+        model = self.time_model
+        fixed = f"{1000 * model.fixed_seconds:g} ms + " if model.fixed_seconds else ""
+        return (
+            f"EMULATED device of speed {self.speed:g}: a step takes at least "
+            f"{fixed}{1000 * model.seconds_per_sample:g} ms per sample"
+        )
+
+
+def describe_emulated_devices(devices: tuple[EmulatedDevice, ...]) -> str:
+    """Returns one line a device, each of which says EMULATED.
+
+    Args:
+        devices: One device a local replica.
+    """
+    return "\n".join(
+        f"local replica {index}: {device.describe()}" for index, device in enumerate(devices)
+    )
+
+
+def read_emulated_devices(
+    environ: Mapping[str, str] | None = None,
+) -> tuple[EmulatedDevice, ...] | None:
+    """Reads the environment variable KERAS_HET_EMULATED_DEVICES.
+
+    Args:
+        environ: Environment to read. Defaults to `os.environ`.
+
+    Returns:
+        One device a local replica, or `None` if the variable is unset or empty (the devices are
+        then used as they are).
+
+    Raises:
+        ValueError: If the variable is malformed.
+    """
+    text = (os.environ if environ is None else environ).get(KERAS_HET_EMULATED_DEVICES, "")
+    if not text.strip():
+        return None
+    try:
+        devices = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _error(
+            f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}", text
+        ) from error
+    if not isinstance(devices, list) or not devices:
+        raise _error("must be a JSON list with one object for each local replica", text)
+    return tuple(_read_device(device, index, text) for index, device in enumerate(devices))
+
+
+def _read_device(device: Any, index: int, text: str) -> EmulatedDevice:
+    if not isinstance(device, dict) or set(device) != set(_KEYS):
+        raise _error(f"must hold objects with the keys {list(_KEYS)}; device {index} is not", text)
+    for key in _KEYS:
+        if isinstance(device[key], bool) or not isinstance(device[key], (int, float)):
+            raise _error(f"must hold numbers; device {index} has {key}={device[key]!r}", text)
+    try:
+        model = LinearTimeModel(float(device["fixed_seconds"]), float(device["seconds_per_sample"]))
+        return EmulatedDevice(float(device["speed"]), model)
+    except ValueError as error:
+        raise _error(f"describes device {index} wrongly: {error}", text) from error
+
+
+def _error(problem: str, text: str) -> ValueError:
+    return ValueError(
+        f"The environment variable {KERAS_HET_EMULATED_DEVICES} {problem}. Received: {text!r}; "
+        f"expected for example {_EXAMPLE}. Unset it to use the devices as they are, or let "
+        "`keras-het run --speeds` set it."
+    )
+
+
+def warn_of_emulated_devices(devices: Any, num_local_replicas: int) -> None:
+    """Says that times are not real ones, where devices are emulated.
+
+    Args:
+        devices: what `read_emulated_devices` returned.
+        num_local_replicas: replicas of this worker.
+
+    Raises:
+        ValueError: if there is not one device for each local replica.
+    """
+    if devices is None:
+        return
+    if len(devices) != num_local_replicas:
+        raise ValueError(
+            "KERAS_HET_EMULATED_DEVICES must describe every local replica. Received: "
+            f"{len(devices)} device(s); expected: {num_local_replicas}."
+        )
+    _logger.warning("%s", describe_emulated_devices(devices))

@@ -1,0 +1,248 @@
+"""This process's place in the cluster: who the workers are, and which devices it uses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.strategy.cluster.arrival import wait_for_peers
+from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
+from keras_het.strategy.cluster.neighbours import neighbours
+from keras_het.strategy.cluster.peer_watch import PeerWatch, short_name
+from keras_het.summation import SummationGroup
+
+_KEYS_PER_STRATEGY = 100_000
+_strategies = itertools.count()
+# Joining takes as long as TensorFlow needs for the devices.
+_SHORTEST_WAIT = 60.0
+_LOST_WORKER = "keras_het/lost_worker"
+
+
+def next_collective_key_base() -> int:
+    """Returns the first collective key of a new strategy.
+
+    Workers create their strategies in the same order, so that they agree on it.
+    """
+    return _KEYS_PER_STRATEGY * next(_strategies)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The workers that train together, and which of them this process is.
+
+    Args:
+        resolver: the cluster resolver for TensorFlow; its cluster is empty for a single worker.
+        workers: name of every worker's task to its address, the chief first; empty for a single
+            worker.
+        num_workers: number of workers that train together.
+        config: the whole cluster, None if TF_CONFIG describes none or a resolver was given.
+        own_task: the name of this worker's task; None for a single worker.
+    """
+
+    resolver: Any
+    workers: Mapping[str, str]
+    num_workers: int
+    config: ClusterConfig | None = None
+    own_task: str | None = None
+
+    @property
+    def peers(self) -> dict[str, str]:
+        """Name of every other worker's task to its address."""
+        return {task: at for task, at in self.workers.items() if task != self.own_task}
+
+    @property
+    def is_async_worker(self) -> bool:
+        """Whether this process trains outside of the sync group."""
+        return self.config is not None and self.config.is_async_worker
+
+
+def find_cluster(cluster_resolver: Any = None) -> Membership:
+    """Finds the cluster, in `TF_CONFIG` unless a resolver is given.
+
+    Args:
+        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`, or None.
+
+    Raises:
+        ValueError: for a malformed TF_CONFIG.
+    """
+    config = None
+    if cluster_resolver is None:
+        config = read_cluster_config()
+        _check_runs_a_script(config)
+        if config is None or config.num_workers == 1:
+            # A lone worker needs no server and no collectives.
+            return Membership(_single_worker_resolver(), {}, 1, config)
+        cluster_resolver = _sync_group_resolver(config)
+    spec = cluster_resolver.cluster_spec()
+    workers = {
+        f"/job:{job}/replica:0/task:{index}": spec.task_address(job, index)
+        for job in ("chief", "worker")
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    }
+    own_task = f"/job:{cluster_resolver.task_type}/replica:0/task:{cluster_resolver.task_id}"
+    if own_task not in workers or len(workers) == 1:
+        return Membership(_single_worker_resolver(), {}, 1)
+    return Membership(cluster_resolver, workers, len(workers), config, own_task)
+
+
+def _check_runs_a_script(config: ClusterConfig | None) -> None:
+    if config is not None and config.is_serving_only:
+        raise RuntimeError(
+            f"TF_CONFIG gives this process a part of the parameter service. Received: "
+            f"{config.task_name}. It needs no script: run `keras-het serve` here, with the same "
+            "TF_CONFIG and secret."
+        )
+
+
+def _sync_group_resolver(config: ClusterConfig) -> Any:
+    """The workers that have collectives; TensorFlow must not wait for the others."""
+    outsiders = (config.async_workers, config.parameter_services, config.summation_machines)
+    if not any(outsiders):
+        return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    jobs = config.as_cluster_dict()
+    spec = tf.train.ClusterSpec({job: jobs[job] for job in ("chief", "worker") if job in jobs})
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=config.task_type, task_id=config.task_index, rpc_layer=config.rpc_layer
+    )
+
+
+def _single_worker_resolver() -> Any:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+
+
+def choose_devices(devices: Sequence[str] | None, num_workers: int) -> tuple[str, ...]:
+    """Returns the names of the local devices to use, such as ("GPU:0", "GPU:1").
+
+    Args:
+        devices: names given by the user, or None for all GPUs or else all CPUs (CPU:0 only in a
+            cluster, as `MultiWorkerMirroredStrategy` does).
+        num_workers: number of workers of the cluster.
+
+    Raises:
+        TypeError: if it is not a list of names.
+        ValueError: if a device does not exist, is named twice or is of another type.
+    """
+    if devices is None:
+        return _default_devices(num_workers)
+    if isinstance(devices, str) or not all(isinstance(device, str) for device in devices):
+        is_name = isinstance(devices, str)
+        fix = f"devices=[{devices!r}]" if is_name else f"shares={list(devices)!r}"
+        raise TypeError(
+            '`devices` must be a list of names such as ["GPU:0", "GPU:1"]; numbers, one for each '
+            f"replica, are `shares`. Received: devices={devices!r}. Did you mean {fix}?"
+        )
+    names = tuple(_short_name(device) for device in devices)
+    types = {name.split(":")[0] for name in names}
+    if len(types) != 1 or len(set(names)) != len(names):
+        raise ValueError(
+            "`devices` must name one device or more, each once and all of one type: a collective "
+            f"group has one type of device. Received: {list(devices)}. Use the GPUs or the "
+            "CPUs of a machine, not both."
+        )
+    available = _available(types.pop())
+    missing = [name for name in names if name not in available]
+    if missing:
+        raise ValueError(
+            f"`devices` names devices that this process does not have. Received: {missing}; "
+            f"available: {list(available)}. Logical CPUs are made with "
+            "tf.config.set_logical_device_configuration before TensorFlow is used."
+        )
+    return names
+
+
+def _default_devices(num_workers: int) -> tuple[str, ...]:
+    gpus = _available("GPU")
+    if gpus:
+        return gpus
+    cpus = _available("CPU")
+    return cpus[:1] if num_workers > 1 else cpus
+
+
+def _available(device_type: str) -> tuple[str, ...]:
+    """Names of the devices of one type, without initialising TensorFlow before a cluster exists."""
+    count = 0
+    for device in tf.config.list_physical_devices(device_type):
+        logical = tf.config.get_logical_device_configuration(device)
+        count += len(logical) if logical else 1
+    return tuple(f"{device_type}:{index}" for index in range(count))
+
+
+def _short_name(device: str) -> str:
+    """Turns "/gpu:0", "/device:GPU:0" or "gpu:0" into "GPU:0"."""
+    parts = device.strip("/").removeprefix("device:").split("/")[-1].removeprefix("device:")
+    device_type, _, index = parts.partition(":")
+    return f"{device_type.upper()}:{index or 0}"
+
+
+def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
+    """Waits until all workers have started.
+
+    Args:
+        membership: the workers.
+        connect_seconds: longest wait, in seconds.
+
+    Returns:
+        What is left of it for TensorFlow, a minute at least.
+
+    Raises:
+        RuntimeError: if this process cannot join a cluster any more.
+        TimeoutError: if a worker has not started in time.
+    """
+    if membership.own_task is None:
+        return connect_seconds
+    if private_api.is_too_late_to_join():
+        raise RuntimeError(
+            "A process joins its cluster before it does anything else with TensorFlow. Received: "
+            "a HeterogeneousStrategy of several workers after TensorFlow had been used. Create "
+            "the strategy at the start of the script, before any tensor, variable or model."
+        )
+    peers = {short_name(task): address for task, address in membership.peers.items()}
+    own_address = membership.workers[membership.own_task]
+    return max(_SHORTEST_WAIT, wait_for_peers(own_address, peers, connect_seconds))
+
+
+def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:
+    """Starts watching a few of the other workers.
+
+    Args:
+        membership: the workers.
+        patience_seconds: time for which a worker may be silent, in seconds.
+    """
+    tasks = list(membership.workers.items())
+    place = [task for task, _ in tasks].index(membership.own_task or "")
+    peers = dict(tasks[other] for other in neighbours(place, len(tasks)))
+    watch = PeerWatch(
+        peers, private_api.peer_is_healthy, private_api.abort_collectives, patience_seconds
+    )
+    watch.start()
+    return watch
+
+
+def watch_summation(watch: PeerWatch, summation: SummationGroup) -> None:
+    """Watches the spare machines that sum, too.
+
+    Args:
+        watch: the watch of this process.
+        summation: the machines that sum gradients.
+    """
+    watch.watch_too(
+        summation.spare_machines, summation.is_healthy, lambda message: summation.abort()
+    )
+
+
+def share_news(watch: PeerWatch) -> None:
+    """Lets all workers hear at once which one is lost; when all have joined.
+
+    Args:
+        watch: the watch of this process.
+    """
+    watch.share_news(
+        lambda message: private_api.tell_cluster(_LOST_WORKER, message),
+        lambda: private_api.wait_for_cluster(_LOST_WORKER),
+    )

@@ -1,0 +1,126 @@
+"""What a user says about the summation of gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
+
+SMALLEST_PARTITION_BYTES = 32_768
+"""A message costs as much time as many bytes, so that smaller ones do not pay."""
+
+_PARTITIONS_PER_MACHINE = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Summation:
+    """Gradients are summed by the CPUs of all machines: `HeterogeneousStrategy(aggregation=...)`.
+
+    Args:
+        link_rates: full-duplex rate of each worker's link, worker by worker, in any unit; by
+            default all links are equal.
+        spare_link_rates: the same of each spare machine (job `summation`), in the same unit, beside
+            `link_rates`; by default the workers' mean.
+        partition_bytes: largest bytes of a message; by default every machine gets about 32
+            messages a step, so that sending and receiving overlap.
+        partitions_in_flight: messages on their way to the machine that sums most at the same time,
+            and fewer to those that sum less. More hide more of the latency; fewer let the front
+            layers come back earlier.
+        timeout_seconds: when to ask whether a machine still lives that has not answered.
+
+    Raises:
+        ValueError: if a rate is not positive, those of spare machines come alone, or another number
+            is out of range.
+    """
+
+    link_rates: Sequence[float] | None = None
+    spare_link_rates: Sequence[float] | None = None
+    partition_bytes: int | None = None
+    partitions_in_flight: int = 6
+    timeout_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for rates in (self.link_rates or (), self.spare_link_rates or ()):
+            if not all(math.isfinite(rate) and rate > 0 for rate in rates):
+                raise ValueError(
+                    "Rates of links must be positive and finite. Received: "
+                    f"link_rates={self.link_rates}, spare_link_rates={self.spare_link_rates}."
+                )
+        if self.spare_link_rates and not self.link_rates:
+            raise ValueError(
+                "Rates of the spare machines' links mean nothing beside unknown ones of the "
+                f"workers. Received: spare_link_rates={self.spare_link_rates} without link_rates. "
+                "Give both in the same unit, or neither if all links are equal."
+            )
+        if self.partition_bytes is not None and not self.partition_bytes >= 4:
+            raise ValueError(
+                "partition_bytes must be at least 4, one float32 value. Received: "
+                f"{self.partition_bytes}."
+            )
+        if (self.partition_bytes or 0) > LARGEST_MESSAGE_BYTES:
+            raise ValueError(
+                f"partition_bytes may be {LARGEST_MESSAGE_BYTES} at most, what fits into a message "
+                f"of TensorFlow. Received: {self.partition_bytes}."
+            )
+        if self.partitions_in_flight < 1 or self.timeout_seconds <= 0:
+            raise ValueError(
+                "partitions_in_flight must be at least 1 and timeout_seconds positive. Received: "
+                f"{self.partitions_in_flight} and {self.timeout_seconds}."
+            )
+
+    def worker_rates(self, num_workers: int) -> tuple[float, ...]:
+        """One rate for each worker."""
+        return _rates("link_rates", self.link_rates, num_workers, "worker")
+
+    def spare_rates(self, num_spare: int) -> tuple[float, ...]:
+        """One rate for each spare machine; the workers' mean where none are given."""
+        rates = self.spare_link_rates
+        if rates is None and self.link_rates:
+            rates = (math.fsum(self.link_rates) / len(self.link_rates),) * num_spare
+        return _rates("spare_link_rates", rates, num_spare, "spare machine")
+
+    def elements_per_message(self, num_elements: int, num_machines: int) -> int:
+        """Largest number of float32 values in a message.
+
+        Args:
+            num_elements: values that are summed in one go.
+            num_machines: machines that sum.
+        """
+        if self.partition_bytes is not None:
+            return self.partition_bytes // 4
+        wanted = 4 * num_elements // (_PARTITIONS_PER_MACHINE * num_machines)
+        return min(max(wanted, SMALLEST_PARTITION_BYTES), LARGEST_MESSAGE_BYTES) // 4
+
+
+def _rates(name: str, rates: Sequence[float] | None, count: int, what: str) -> tuple[float, ...]:
+    if rates is None:
+        return (1.0,) * count
+    if len(rates) != count:
+        raise ValueError(
+            f"`{name}` needs one rate per {what}. Received: {len(rates)} rates {list(rates)}; "
+            f"expected: {count}."
+        )
+    return tuple(float(rate) for rate in rates)
+
+
+def read_aggregation(aggregation: object) -> Summation | None:
+    """The summation that is asked for, None for all-reduce.
+
+    Args:
+        aggregation: "all_reduce", "summation" or a `Summation`.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(aggregation, Summation):
+        return aggregation
+    if aggregation == "all_reduce":
+        return None
+    if aggregation == "summation":
+        return Summation()
+    raise ValueError(
+        "`aggregation` must be 'all_reduce', 'summation' or a keras_het.summation."
+        f"Summation with settings. Received: {aggregation!r}."
+    )

@@ -1,0 +1,329 @@
+"""Gradient descent and Keras optimizers on the center, rates of large and stale mini-batches."""
+
+import functools
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rule_checks import (
+    SIZE,
+    SIZES,
+    Center,
+    Equations,
+    connect,
+    follow,
+    run_in_threads,
+    start_service,
+    start_vector,
+)
+
+from keras_het.asynchronous.rules import AsyncSGD, PushMeta
+from keras_het.asynchronous.rules.server_optimizer import ELEMENTWISE
+from keras_het.planning.roles.push_rates import learning_rate_factor
+
+
+class SGDEquations(Equations):
+    def __init__(self, start, rate, momentum=0.0, samples=None, damps=False, warm_up=0):
+        super().__init__(start)
+        self.rate, self.momentum, self.u = rate, momentum, 0.0
+        self.samples, self.damps, self.warm_up = samples, damps, warm_up
+
+    def factor(self, samples, staleness):
+        reference = self.samples or samples
+        late = staleness if self.damps else 0
+        return learning_rate_factor(samples, reference, late, self.version, self.warm_up)
+
+    def update(self, i, g, samples, staleness):
+        self.u = self.momentum * self.u + g
+        self.c = self.c - self.rate * self.factor(samples, staleness) * self.u
+        return self.c
+
+
+class AdamEquations(SGDEquations):
+    m = v = 0.0
+
+    def update(self, i, g, samples, staleness):
+        t = self.version + 1
+        rate = self.rate * self.factor(samples, staleness)
+        self.m = 0.9 * self.m + 0.1 * g
+        self.v = 0.999 * self.v + 0.001 * g * g
+        rate *= np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+        self.c = self.c - rate * self.m / (np.sqrt(self.v) + 1e-7)
+        return self.c
+
+
+class RMSpropEquations(SGDEquations):
+    v = 0.0
+
+    def update(self, i, g, samples, staleness):
+        self.v = 0.9 * self.v + 0.1 * g * g
+        step = self.rate * self.factor(samples, staleness) * g
+        self.c = self.c - step / np.sqrt(self.v + 1e-7)
+        return self.c
+
+
+SCALED = {"samples": 16, "damps": True, "warm_up": 20}
+SCALED_RULE = {"reference_samples": 16, "damps_staleness": True, "warm_up_pushes": 20}
+CASES = {
+    "plain": (SGDEquations, {"rate": 0.3}, {"learning_rate": 0.3}),
+    "momentum": (
+        SGDEquations,
+        {"rate": 0.1, "momentum": 0.7, **SCALED},
+        {"learning_rate": 0.1, "momentum": 0.7, **SCALED_RULE},
+    ),
+    "keras sgd": (
+        SGDEquations,
+        {"rate": 0.3, **SCALED},
+        {"optimizer": ("SGD", {"learning_rate": 0.3}), **SCALED_RULE},
+    ),
+    "keras momentum": (
+        SGDEquations,
+        {"rate": 0.1, "momentum": 0.7},
+        {"optimizer": ("SGD", {"learning_rate": 0.1, "momentum": 0.7})},
+    ),
+    "adam": (AdamEquations, {"rate": 0.02}, {"optimizer": ("Adam", {"learning_rate": 0.02})}),
+    "adam with all": (
+        AdamEquations,
+        {"rate": 0.02, **SCALED},
+        {"optimizer": ("Adam", {"learning_rate": 0.02}), **SCALED_RULE},
+    ),
+    "rmsprop": (
+        RMSpropEquations,
+        {"rate": 0.02, "samples": 32},
+        {"optimizer": ("RMSprop", {"learning_rate": 0.02}), "reference_samples": 32},
+    ),
+}
+
+
+def make(settings):
+    settings = dict(settings)
+    if "optimizer" in settings:
+        name, options = settings["optimizer"]
+        settings["optimizer"] = getattr(keras.optimizers, name)(**options)
+    return AsyncSGD(**settings)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equations(cpu_devices, name):
+    equations, options, settings = CASES[name]
+    start = start_vector()
+    follow(make(settings), equations(start, **options), start)
+
+
+@pytest.mark.parametrize("name", [kind.__name__ for kind in ELEMENTWISE])
+def test_one_worker_is_the_local_optimizer(cpu_devices, name):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.7, staircase=True)
+    local = getattr(keras.optimizers, name)(schedule)
+    center = Center(AsyncSGD(optimizer=getattr(keras.optimizers, name)(schedule)), start_vector())
+    weights = tf.Variable(start_vector())
+    for step in range(12):
+        gradient = np.random.default_rng(step).normal(size=SIZE).astype("float32")
+        local.apply([tf.constant(gradient)], [weights])
+        center.push(0, 8, center.version, gradient)
+        np.testing.assert_allclose(center.values, weights, rtol=2e-6, atol=1e-6)
+    assert np.abs(center.values - start_vector()).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
+def test_one_worker_that_runs_keras_sgd_of_rate_1(cpu_devices, name):
+    # the worker's optimizer accumulates the mean of two mini-batches; the center's takes the step
+    rule = AsyncSGD(optimizer=getattr(keras.optimizers, name)(0.05))
+    center, local = Center(rule, start_vector()), getattr(keras.optimizers, name)(0.05)
+    alone, weights = tf.Variable(start_vector()), tf.Variable(start_vector())
+    worker = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    for step in range(8):
+        gradients = np.random.default_rng(step).normal(size=(2, SIZE)).astype("float32")
+        seen = weights.numpy()
+        for gradient in gradients:
+            worker.apply([tf.constant(gradient)], [weights])
+        answer = center.push(0, 16, center.version, rule.message(weights, seen))
+        sent = rule.after_sending(weights, seen)
+        weights.assign(rule.receive(sent, sent, answer))
+        local.apply([tf.constant(gradients.mean(0))], [alone])
+        np.testing.assert_allclose(weights, alone, rtol=2e-5, atol=2e-6)
+
+
+def test_state_is_in_the_slots(cpu_devices):
+    # a checkpoint of center, version and slots continues as if there had been no stop
+    def pushes(center, first, last):
+        for step in range(first, last):
+            gradient = np.random.default_rng(step).normal(size=SIZE)
+            center.push(0, 8, center.version, gradient)
+
+    one, other = (
+        Center(AsyncSGD(optimizer=keras.optimizers.Nadam(0.05)), start_vector()) for _ in range(2)
+    )
+    pushes(one, 0, 5)
+    for part in range(len(SIZES)):
+        other.parts[part].assign(one.parts[part])
+        other.versions[part].assign(one.versions[part])
+        assert set(other.slots[part]) == set(one.slots[part])
+        for name, slot in other.slots[part].items():
+            slot.assign(one.slots[part][name])
+    pushes(one, 5, 9)
+    pushes(other, 5, 9)
+    np.testing.assert_array_equal(other.values, one.values)
+
+
+def test_schedule_follows_the_version(cpu_devices):
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [1.0, 0.1])
+    center = Center(AsyncSGD(optimizer=keras.optimizers.SGD(schedule)), np.zeros(SIZE))
+    for version, expected in [(0, -1.0), (1, -2.0), (2, -3.0), (3, -3.1), (4, -3.2)]:
+        assert center.version == version
+        center.push(0, 8, version, np.ones(SIZE))
+        np.testing.assert_allclose(center.values, np.full(SIZE, expected), rtol=1e-5)
+    for version in center.versions:
+        version.assign(0)  # as of a service that begins again
+    center.push(0, 8, 0, np.ones(SIZE))
+    np.testing.assert_allclose(center.values, np.full(SIZE, -4.2), rtol=1e-5)
+
+
+def test_simultaneous_pushes_are_all_counted(cpu_devices):
+    # every push takes a step of 1 / (1 + iterations): only exact counting gives the harmonic sum
+    schedule = keras.optimizers.schedules.InverseTimeDecay(1.0, 1, 1.0)
+    service = start_service(AsyncSGD(optimizer=keras.optimizers.SGD(schedule)), num_clients=4)
+    each = 40
+
+    def work(number):
+        client = connect(service, number)
+        ones = [tf.ones([size]) for size in SIZES]
+        for _ in range(each):
+            answer = client.push(ones, tf.zeros([len(SIZES)], tf.int64), 1.0, ones)
+            assert not answer.statuses.numpy().any()
+
+    run_in_threads(work, 4)
+    assert set(service.versions()) == {4 * each}
+    for slots in service.slots():
+        counts = [int(slot) for slot in slots.values() if slot.dtype == tf.int64]
+        assert counts == [4 * each]
+    harmonic = np.sum(1 / np.arange(1, 4 * each + 1))
+    np.testing.assert_allclose(service.center()[0], np.full(SIZE, -harmonic), rtol=1e-4)
+
+
+def test_a_caller_within_a_strategy_changes_nothing(cpu_devices):
+    # two replicas push one after the other; nothing is summed over them
+    center = Center(AsyncSGD(optimizer=keras.optimizers.SGD(0.1)), np.zeros(SIZE))
+    strategy = tf.distribute.MirroredStrategy(
+        list(cpu_devices[:2]), cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+
+    @tf.function
+    def push():
+        meta = PushMeta(tf.constant(0), tf.constant(1.0), tf.constant(0.0))
+        return center.rule.update(center.parts[0], center.slots[0], tf.ones([SIZES[0]]), meta)
+
+    strategy.run(push)
+    np.testing.assert_allclose(center.parts[0], np.full(SIZES[0], -0.2), rtol=1e-6)
+
+
+def elementwise_probe(optimizer):
+    """Largest difference that it makes to give a matrix whole, or as parts of a vector."""
+    random = np.random.default_rng(0)
+    start = random.normal(size=(4, 6)).astype("float32")
+    whole = keras.Variable(start)
+    parts = [keras.Variable(part) for part in np.split(start.ravel(), [5, 14])]
+    copies = [type(optimizer).from_config(optimizer.get_config()) for _ in parts]
+    for _ in range(3):
+        gradient = random.normal(size=(4, 6)).astype("float32") * np.float32([[1], [3], [9], [27]])
+        optimizer.apply([tf.constant(gradient)], [whole])
+        for part, copy, cut in zip(parts, copies, np.split(gradient.ravel(), [5, 14]), strict=True):
+            copy.apply([tf.constant(cut)], [part])
+    joined = np.concatenate([part.numpy() for part in parts]).reshape(4, 6)
+    return np.abs(joined - whole.numpy()).max()
+
+
+@pytest.mark.parametrize("name", [kind.__name__ for kind in ELEMENTWISE])
+def test_accepted_optimizers_are_elementwise(cpu_devices, name):
+    assert elementwise_probe(getattr(keras.optimizers, name)(0.1)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "match"),
+    [
+        ("Lamb", {}, "Lamb, which needs whole variables"),
+        ("Muon", {}, "Muon, which needs whole variables"),
+        ("Adafactor", {}, "Adafactor, which needs whole variables"),
+        ("SGD", {"clipnorm": 1.0}, "norm of a whole variable"),
+        ("Adam", {"global_clipnorm": 1.0}, "norm of all variables"),
+    ],
+)
+def test_optimizers_that_need_whole_variables_are_refused(cpu_devices, name, settings, match):
+    if not hasattr(keras.optimizers, name):
+        pytest.skip(f"this Keras has no {name}")
+    optimizer = getattr(keras.optimizers, name)(learning_rate=0.1, **settings)
+    with pytest.raises(ValueError, match=match):
+        AsyncSGD(optimizer=optimizer)
+    assert elementwise_probe(optimizer) > 1e-4  # rightly so
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_ema": True}, {"gradient_accumulation_steps": 2}, {"loss_scale_factor": 8.0}],
+)
+def test_settings_without_a_meaning_on_the_center_are_refused(cpu_devices, settings):
+    with pytest.raises(ValueError, match=f"cannot have {next(iter(settings))}"):
+        AsyncSGD(optimizer=keras.optimizers.Adam(**settings))
+
+
+def test_weight_decay_of_named_variables_is_refused(cpu_devices):
+    optimizer = keras.optimizers.AdamW(0.1)
+    AsyncSGD(optimizer=optimizer)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    with pytest.raises(ValueError, match="exclude_from_weight_decay"):
+        AsyncSGD(optimizer=optimizer)
+
+
+def test_own_elementwise_optimizer(cpu_devices):
+    class SignDescent(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign_sub(variable, tf.sign(gradient) * tf.cast(learning_rate, tf.float32))
+
+    with pytest.raises(ValueError, match="is_elementwise = True"):
+        AsyncSGD(optimizer=SignDescent(0.1))
+    SignDescent.is_elementwise = True
+    center = Center(AsyncSGD(optimizer=SignDescent(0.1)), np.zeros(SIZE))
+    center.push(0, 1, 0, np.linspace(-3, 3, SIZE))
+    np.testing.assert_allclose(np.abs(center.values), np.full(SIZE, 0.1), rtol=1e-6)
+
+
+def test_parts_of_an_earlier_training_are_not_kept(cpu_devices):
+    rule = AsyncSGD(optimizer="adam")
+    part = weakref.ref(Center(rule, start_vector()).parts[0])
+    gc.collect()
+    assert part() is None
+
+
+def constant_rate():
+    return 0.1
+
+
+@pytest.mark.parametrize("rate", [lambda: 0.1, constant_rate, functools.partial(float, 0.1)])
+def test_a_rate_that_is_a_function_is_refused(cpu_devices, rate):
+    with pytest.raises(ValueError, match="a function that cannot be copied"):
+        AsyncSGD(optimizer=keras.optimizers.SGD(rate))
+
+
+def test_a_part_that_it_was_not_built_for(cpu_devices):
+    rule = AsyncSGD(optimizer="adam")
+    with pytest.raises(ValueError, match="Call it once for each part"):
+        rule.update(tf.Variable([1.0]), {}, tf.constant([1.0]), PushMeta(0, 1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({}, "either a learning_rate"),
+        ({"learning_rate": 0.1, "optimizer": "adam"}, "either a learning_rate"),
+        ({"learning_rate": 0}, "learning_rate must be positive"),
+        ({"learning_rate": 0.1, "momentum": 1}, "from 0 to below 1"),
+        ({"optimizer": "adam", "momentum": 0.5}, "beside an optimizer"),
+        ({"learning_rate": 0.1, "reference_samples": 0}, "reference_samples must be positive"),
+        ({"learning_rate": 0.1, "warm_up_pushes": 5}, "needs reference_samples"),
+    ],
+)
+def test_settings_out_of_range(cpu_devices, settings, match):
+    with pytest.raises(ValueError, match=match):
+        AsyncSGD(**settings)

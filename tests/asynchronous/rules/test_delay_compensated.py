@@ -1,0 +1,100 @@
+"""DC-ASGD against the authors' equations."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from addresses import free_address
+from rule_checks import PARTITIONS, PROOF, Center, Equations, connect, follow, start_vector
+
+from keras_het.asynchronous.parameter_service import ParameterService, Status
+from keras_het.asynchronous.rules import AsyncSGD, DelayCompensated
+
+
+class DelayCompensatedEquations(Equations):
+    def __init__(self, start, rate, strength, decay):
+        super().__init__(start)
+        self.rate, self.strength, self.decay = rate, strength, decay
+        self.backup, self.mean_square = {}, {}
+
+    def update(self, i, g, samples, staleness):
+        moved = self.c - self.backup[i] if i in self.backup else 0.0
+        strength = self.strength
+        if self.decay is not None:
+            previous = self.mean_square.get(i, 0.0)
+            self.mean_square[i] = self.decay * previous + (1 - self.decay) * g * g
+            strength = strength / np.sqrt(self.mean_square[i] + 1e-7)
+        self.c = self.c - self.rate * (g + strength * g * g * moved)
+        self.backup[i] = self.c
+        return self.c
+
+
+@pytest.mark.parametrize(("strength", "decay"), [(0.4, None), (2.0, 0.95), (1.0, 0.0)])
+def test_equations(cpu_devices, strength, decay):
+    start = start_vector()
+    rule = DelayCompensated(0.3, strength, num_workers=3, decay=decay)
+    follow(rule, DelayCompensatedEquations(start, 0.3, strength, decay), start)
+
+
+def test_corrects_a_stale_gradient_of_a_square_to_first_order(cpu_devices):
+    # f(w) = -log w: g = -1/w and f'' = g g exactly, the case in which the correction is best.
+    def after_two_pushes(rule):
+        center = Center(rule, np.ones(1), sizes=(1,))
+        center.push(0, 1, 0, np.zeros(1))  # both workers get 1, as versions 1 and 2
+        center.push(1, 1, 0, np.zeros(1))
+        center.push(0, 1, 1, -1 / np.ones(1))  # one moves the center,
+        moved = center.values
+        center.push(1, 1, 2, -1 / np.ones(1))  # the other's gradient is stale
+        return moved, moved - center.values
+
+    moved, stale = after_two_pushes(AsyncSGD(0.1))
+    _, corrected = after_two_pushes(DelayCompensated(0.1, 1.0, num_workers=2))
+    right = 0.1 * -1 / moved
+    assert abs(corrected - right) < 0.15 * abs(stale - right)
+
+
+def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(cpu_devices):
+    center = Center(DelayCompensated(0.1, 1.0, num_workers=2), np.ones(1), sizes=(1,))
+    center.push(0, 1, 0, np.zeros(1))
+    for _ in range(20):  # meanwhile the other worker moves the center far away
+        center.push(1, 1, center.version, -np.ones(1))
+    before = center.values
+    center.push(0, 1, center.version, np.ones(1))  # it came back: its gradient is not stale at all
+    np.testing.assert_allclose(center.values, before - 0.1, rtol=1e-6)
+    moved = center.values
+    center.push(1, 1, center.version - 1, np.ones(1))  # that one is, by one step
+    np.testing.assert_allclose(center.values, moved - 0.1 * (1 - 0.1), rtol=1e-5)
+
+
+def test_a_worker_that_was_refused_as_too_stale_starts_from_what_it_got(cpu_devices):
+    service = ParameterService(
+        free_address(), PARTITIONS, DelayCompensated(0.1, 1.0, 2), PROOF, 2, staleness_bound=1
+    )
+    service.start()
+    clients = [connect(service, i) for i in range(2)]
+    ones = [tf.ones([size]) for size in PARTITIONS.sizes]
+    versions = clients[0].push(ones, np.zeros(3, np.int64), 1, ones).versions
+    for _ in range(3):
+        clients[1].push(ones, service.versions(), 1, ones)
+    refused = clients[0].push(ones, versions, 1, ones)
+    assert set(refused.statuses.numpy()) == {Status.STALE}
+    answer = clients[0].push(ones, refused.versions, 1, ones)
+    for after, before in zip(answer.partitions, refused.partitions, strict=True):
+        np.testing.assert_allclose(after, before - 0.1, rtol=1e-5)
+    service.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"learning_rate": 0.0},
+        {"compensation": -1.0},
+        {"num_workers": 0},
+        {"decay": 1.0},
+        {"decay": -0.1},
+    ],
+)
+def test_settings_out_of_range(settings):
+    with pytest.raises(ValueError, match="Expected learning_rate > 0, compensation >= 0"):
+        DelayCompensated(
+            **{"learning_rate": 0.1, "compensation": 1.0, "num_workers": 2, **settings}
+        )

@@ -1,0 +1,131 @@
+"""Every rule trains to the accuracy of one device, with workers of different speed."""
+
+import functools
+
+import keras
+import pytest
+import tensorflow as tf
+from simulated_cluster import (
+    PER_SEED,
+    SEEDS,
+    WORKERS,
+    Simulation,
+    accuracy,
+    initial_weights,
+    train_one_device,
+    train_synchronously,
+)
+
+from keras_het.asynchronous import rules
+from keras_het.asynchronous.parameter_service import TopKWire
+from keras_het.asynchronous.rules import (
+    ASHL,
+    AsyncEASGD,
+    AsyncMEASGD,
+    AsyncSGD,
+    DelayCompensated,
+    Delta,
+    DiLoCo,
+    HogwildEASGD,
+    RoundRobinEASGD,
+    StreamingDiLoCo,
+    SyncEASGD,
+)
+
+STEPS = 1440  # 32 epochs, of all workers together as of one device
+OFTEN = {"periods": (2, 2, 1, 1)}
+MOMENTUM = {"rate": 0.15, "momentum": 0.9}
+# What makes the rule, and how its workers train.
+ASYNCHRONOUS = {
+    "async_sgd": (
+        lambda: AsyncSGD(0.1, reference_samples=32, warm_up_pushes=100),
+        {},
+    ),
+    "async_sgd adam": (lambda: AsyncSGD(optimizer=keras.optimizers.Adam(0.005)), {}),
+    "delay_compensated": (
+        lambda: DelayCompensated(0.2, 2.0, WORKERS, decay=0.95),
+        OFTEN,
+    ),
+    "delta": (Delta, {"rate": 0.2}),
+    "round_robin_easgd": (lambda: RoundRobinEASGD(WORKERS), {"rate": 0.6}),
+    "async_easgd": (lambda: AsyncEASGD(num_workers=WORKERS), {"rate": 0.6}),
+    "async_measgd": (lambda: AsyncMEASGD(num_workers=WORKERS), MOMENTUM),
+    "hogwild_easgd": (lambda: HogwildEASGD(num_workers=WORKERS), {"rate": 0.8}),
+}
+SYNCHRONOUS = {
+    "sync_easgd": (lambda: SyncEASGD(WORKERS, period=2, overlap=1), {"rate": 0.6}),
+    "diloco": (lambda: DiLoCo(4), {"rate": 0.3}),
+    "streaming_diloco": (
+        lambda: StreamingDiLoCo(8, num_fragments=2, overlap=2),
+        {"rate": 0.1, "momentum": 0.9},
+    ),
+}
+
+
+@functools.cache
+def accuracy_of_one_device():
+    """The better of two good settings."""
+    return max(train_one_device(STEPS, 0.1, 0.9), train_one_device(STEPS, 0.5))
+
+
+def assert_as_good_as_one_device(reached):
+    assert accuracy(initial_weights()) < 0.2
+    assert accuracy_of_one_device() > 0.965
+    assert reached >= accuracy_of_one_device() - 0.01
+
+
+def test_every_rule_is_trained():
+    trained = {case.split()[0] for case in [*ASYNCHRONOUS, *SYNCHRONOUS]}
+    assert trained | {"ashl", "elastic_averaging"} == set(rules.RULES)
+
+
+@pytest.mark.quick("async_sgd adam", "async_easgd", "delta")
+@pytest.mark.parametrize("case", ASYNCHRONOUS)
+def test_asynchronous_rules(cpu_devices, case):
+    make, settings = ASYNCHRONOUS[case]
+    simulation = Simulation(make(), STEPS, **settings)
+    reached = simulation.run()
+    assert simulation.largest_staleness >= WORKERS - 1
+    assert (simulation.waits > 0) == simulation.rule.may_wait
+    assert_as_good_as_one_device(reached)
+
+
+@pytest.mark.quick("diloco")
+@pytest.mark.parametrize("case", SYNCHRONOUS)
+def test_synchronous_rules(cpu_devices, case):
+    make, settings = SYNCHRONOUS[case]
+    assert_as_good_as_one_device(train_synchronously(make(), STEPS, **settings))
+
+
+def compression(ratio):
+    """The largest values of each seed."""
+    wire = TopKWire(ratio)
+
+    @tf.function
+    def compress(message):
+        encoded = [wire.encode(row) for row in tf.split(message, SEEDS)]
+        sent = [wire.decode(tensors, PER_SEED) for tensors, _ in encoded]
+        return tf.concat(sent, 0), tf.concat([left for _, left in encoded], 0)
+
+    return compress
+
+
+@pytest.mark.full
+def test_ashl(cpu_devices):
+    rule = ASHL(
+        data_shares=[4 / 11, 4 / 11, 2 / 11, 1 / 11],
+        steps=[8, 8, 4, 2],
+        second_steps=[3, 3, 2, 1],
+        loss_threshold=0.3,
+        compression_ratios=[0.3, 0.3, 0.3, 0.5],
+        largest_lead=1,
+    )
+    by_worker = [compression(ratio) for ratio in rule.compression_ratios]
+    simulation = Simulation(
+        rule, STEPS, rate=0.5, compress=lambda i, message: by_worker[i](message)
+    )
+    reached = simulation.run()
+    pushes = simulation.center.slots[0]["pushes"].numpy()
+    assert 10 < pushes.sum() < simulation.center.version - 10  # both stages
+    assert pushes.max() - pushes.min() <= 1 < simulation.waits
+    assert_as_good_as_one_device(reached)

@@ -1,0 +1,159 @@
+"""DiLoCo and its streaming form against the authors' equations."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from rule_checks import SIZE, Group, start_vector
+
+from keras_het.asynchronous.rules import DiLoCo, StreamingDiLoCo
+
+WORKERS = 3
+
+
+def same_starts():
+    return [start_vector(0)] * WORKERS
+
+
+def moves(step):
+    return np.random.default_rng(step).normal(size=(WORKERS, SIZE))
+
+
+def test_equations_with_unequal_samples(cpu_devices):
+    group = Group(DiLoCo(5), same_starts())
+    c, u = np.float64(start_vector(0)), 0.0
+    for step in range(15):
+        samples = np.random.default_rng(100 + step).integers(0, 64, WORKERS).astype(float)
+        group.weights = [w + np.float32(m) for w, m in zip(group.weights, moves(step), strict=True)]
+        group.exchange(samples)
+        x = c + moves(step)
+        gradient = (samples[:, None] * (c - x)).sum(0) / samples.sum()
+        u = 0.9 * u + gradient
+        c = c - 0.7 * (gradient + 0.9 * u)
+        for weights in group.weights:
+            np.testing.assert_allclose(weights, c, rtol=2e-4, atol=2e-4)
+        group.assert_states_are_identical()
+
+
+def test_outer_step_is_sgd_with_nesterov_momentum_of_keras(cpu_devices):
+    import keras
+
+    group = Group(DiLoCo(5, 0.3, 0.8), same_starts())
+    variable = tf.Variable(start_vector(0))
+    optimizer = keras.optimizers.SGD(0.3, momentum=0.8, nesterov=True)
+    for step in range(6):
+        moved = np.float32(moves(step))
+        group.weights = [w + m for w, m in zip(group.weights, moved, strict=True)]
+        group.exchange([1.0] * WORKERS)
+        optimizer.apply([tf.constant(-moved.mean(0))], [variable])
+        np.testing.assert_allclose(group.weights[0], variable, rtol=1e-4, atol=1e-4)
+
+
+def test_outer_rate_1_without_momentum_is_plain_averaging(cpu_devices):
+    group = Group(DiLoCo(period=1, learning_rate=1.0, momentum=0.0), same_starts())
+    expected = np.float64(start_vector(0))
+    for step in range(5):
+        group.weights = [w + np.float32(m) for w, m in zip(group.weights, moves(step), strict=True)]
+        group.exchange([8.0] * WORKERS)
+        expected = expected + moves(step).mean(0)
+        for weights in group.weights:
+            np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_nobody_used_a_sample(cpu_devices):
+    group = Group(DiLoCo(5), same_starts())
+    group.exchange([0.0] * WORKERS)
+    np.testing.assert_array_equal(group.weights[0], start_vector(0))
+
+
+def test_overlapped_steps_are_added(cpu_devices):
+    rule = DiLoCo(5, overlap=2)
+    np.testing.assert_allclose(rule.receive(tf.constant(7.0), 5.0, 3.0), 5.0)
+
+
+def test_streaming_with_one_fragment_and_no_mixing_is_diloco(cpu_devices):
+    settings = {"period": 4, "learning_rate": 0.7, "momentum": 0.9}
+    streaming = StreamingDiLoCo(num_fragments=1, overlap=0, mixing=0.0, **settings)
+    groups = [Group(streaming, same_starts()), Group(DiLoCo(**settings), same_starts())]
+    for step in range(5):
+        for group in groups:
+            sent = [w + np.float32(m) for w, m in zip(group.weights, moves(step), strict=True)]
+            group.weights = sent
+            group.exchange([3.0, 2.0, 1.0])
+            group.weights = [
+                group.rule.receive(before, before, after)
+                for before, after in zip(sent, group.weights, strict=True)
+            ]
+        np.testing.assert_allclose(groups[0].weights, groups[1].weights, rtol=1e-5, atol=1e-5)
+
+
+def test_fragments_are_strided_and_their_exchanges_spread_evenly(cpu_devices):
+    rule = StreamingDiLoCo(period=12, num_fragments=3, overlap=2)
+    fragments = rule.fragments([10, 20, 30, 40, 50, 60, 70])
+    assert fragments == ((0, 3, 6), (1, 4), (2, 5))
+    assert StreamingDiLoCo().fragments([5, 5]) == ((0,), (1,))
+    assert DiLoCo().fragments([5, 5, 5]) == ((0, 1, 2),)
+    due = {p: [t for t in range(1, 37) if rule.is_due(t, p, 3)] for p in range(3)}
+    assert due == {0: [12, 24, 36], 1: [4, 16, 28], 2: [8, 20, 32]}
+    assert not rule.is_due(0)
+
+
+def test_streaming_equations_over_time(cpu_devices):
+    # two fragments, steps while the sums travel; the reference is written from the paper
+    period, overlap, mixing, rate, momentum = 6, 2, 0.5, 0.4, 0.9
+    rule = StreamingDiLoCo(period, 2, rate, momentum, overlap, mixing)
+    sizes = (SIZE // 2, SIZE // 2)
+    cut = [slice(0, SIZE // 2), slice(SIZE // 2, SIZE)]
+    assert rule.fragments(sizes) == ((0,), (1,))
+    start = start_vector(0)
+    groups = [Group(rule, [start[part]] * WORKERS) for part in cut]
+    in_flight: dict[int, tuple] = {}
+    x = np.tile(np.float64(start), (WORKERS, 1))
+    old, u = np.float64(start), np.zeros(SIZE)
+    pending: dict[int, np.ndarray] = {}
+    exchanges = 0
+    for t in range(1, 31):
+        step = 0.1 * moves(t)
+        x = x + step
+        for p, group in enumerate(groups):
+            group.weights = [
+                w + np.float32(m[cut[p]]) for w, m in zip(group.weights, step, strict=True)
+            ]
+            if rule.is_due(t, p, 2):
+                sent = group.weights
+                group.exchange([1.0] * WORKERS)
+                in_flight[p] = (t + overlap, sent, group.weights)
+                group.weights = sent
+                exchanges += 1
+            if p in in_flight and in_flight[p][0] == t:
+                _, sent, combined = in_flight.pop(p)
+                group.weights = [
+                    rule.receive(*three)
+                    for three in zip(group.weights, sent, combined, strict=True)
+                ]
+            part, offset = cut[p], p * period // 2
+            if (t - offset) % period == 0:
+                pending[p] = (old[part] - x[:, part]).mean(0)
+            if p in pending and (t - overlap - offset) % period == 0:
+                gradient = pending.pop(p)
+                u[part] = momentum * u[part] + gradient
+                old[part] -= rate * (gradient + momentum * u[part])
+                x[:, part] = mixing * x[:, part] + (1 - mixing) * old[part]
+            np.testing.assert_allclose(group.weights, x[:, part], rtol=1e-4, atol=1e-4)
+            group.assert_states_are_identical()
+    assert exchanges == 10
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: DiLoCo(0), "period must be at least 1"),
+        (lambda: DiLoCo(5, overlap=6), "overlap from 0 to period"),
+        (lambda: DiLoCo(5, learning_rate=0), "outer learning_rate must be positive"),
+        (lambda: DiLoCo(5, momentum=1), "momentum from 0 to below 1"),
+        (lambda: StreamingDiLoCo(3, num_fragments=4, overlap=1), "num_fragments must be from 1"),
+        (lambda: StreamingDiLoCo(mixing=1), "mixing from 0 to below 1"),
+    ],
+)
+def test_settings_out_of_range(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()

@@ -1,0 +1,124 @@
+"""EASGD of all workers at once: the paper's equations, the bound, bit-identical centers."""
+
+import keras
+import numpy as np
+import pytest
+from rule_checks import SIZE, Group, start_vector
+
+from keras_het.asynchronous.rules import SyncEASGD
+from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate, overlapped_rate
+
+WORKERS = 4
+
+
+def starts():
+    return [start_vector(i) for i in range(WORKERS)]
+
+
+def test_overlapped_exchange_is_equations_1_and_2(cpu_devices):
+    alpha, rate = 0.2, 0.1
+    rule = SyncEASGD(WORKERS, alpha, period=2, overlap=1)
+    group = Group(rule, starts())
+    x, c = np.float64(starts()), np.float64(start_vector(0))
+    targets = np.random.default_rng(9).normal(size=(WORKERS, SIZE))
+    for _ in range(20):
+        sent = group.weights
+        stepped = [w - np.float32(rate * (w - t)) for w, t in zip(sent, targets, strict=True)]
+        group.exchange([1.0] * WORKERS)
+        group.weights = [
+            rule.receive(now, before, combined)
+            for now, before, combined in zip(stepped, sent, group.weights, strict=True)
+        ]
+        gradients = x - targets
+        x, c = (  # both from the same old values
+            x - rate * gradients - alpha * (x - c),
+            c + alpha * (x - c).sum(0),
+        )
+        np.testing.assert_allclose(group.weights, x, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(group.states[0]["center"], c, rtol=1e-4, atol=1e-5)
+        group.assert_states_are_identical()
+
+
+def test_exchange_after_the_step(cpu_devices):
+    alpha = 0.2
+    group = Group(SyncEASGD(WORKERS, alpha), starts())
+    x, c = np.float64(starts()), np.float64(start_vector(0))
+    for step in range(10):
+        moves = np.random.default_rng(step).normal(size=(WORKERS, SIZE))
+        group.weights = [w + np.float32(m) for w, m in zip(group.weights, moves, strict=True)]
+        group.exchange([1.0] * WORKERS)
+        x = x + moves
+        x, c = x - alpha * (x - c), c + alpha * (x - c).sum(0)
+        np.testing.assert_allclose(group.weights, x, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(group.states[0]["center"], c, rtol=1e-4, atol=1e-5)
+
+
+def distance_after(rule, rate, rounds=300):
+    """Distance to the solution of a quadratic with curvatures up to 1, as in the paper's form."""
+    curvature = np.linspace(0.05, 1, SIZE).astype("float32")
+    group = Group(rule, starts())
+    for _ in range(rounds):
+        sent = group.weights
+        stepped = [w - rate * curvature * w for w in sent]
+        group.exchange([1.0] * WORKERS)
+        group.weights = [
+            rule.receive(*three) for three in zip(stepped, sent, group.weights, strict=True)
+        ]
+    return max(np.abs(np.array(w)).max() for w in [*group.weights, group.states[0]["center"]])
+
+
+@pytest.mark.quick("1.0")
+@pytest.mark.parametrize("rate", [0.5, 1.0, 1.5])
+def test_converges_within_the_bound_and_diverges_beyond(cpu_devices, rate):
+    bound = largest_moving_rate(rate, WORKERS)
+    assert bound == pytest.approx((4 - 2 * rate) / (2 + WORKERS * (2 - rate)))
+    assert distance_after(SyncEASGD(WORKERS, 0.95 * bound, rate), rate) < 0.5
+    rule = SyncEASGD(WORKERS, bound, rate)
+    rule.alpha = 1.1 * bound  # past the check
+    assert distance_after(rule, rate) > 1e3
+
+
+def test_bound_is_checked(cpu_devices):
+    bound = largest_moving_rate(0.5, WORKERS)
+    SyncEASGD(WORKERS, bound, 0.5)
+    with pytest.raises(ValueError, match=r"\(2 \+ n \(2 - eta\)\) = 0.375 for eta = 0.5 and n = 4"):
+        SyncEASGD(WORKERS, bound * 1.01, 0.5)
+    with pytest.raises(ValueError, match="at most"):
+        SyncEASGD(WORKERS, 0.3).check_optimizer(keras.optimizers.SGD(1.5))
+    # a moving rate that is fine in turns is too much for eight at once
+    assert largest_moving_rate(0.0, 8) < 0.3 < largest_moving_rate(0.0, 1)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.9, 1.0, 1.3, 1.9])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_bound_of_overlapped_steps(workers, rate):
+    def radius(alpha, curvature, period, overlap):
+        step = np.diag([1 - rate * curvature, 1.0])
+        alone = step[0, 0] ** (period - overlap) * (step[0, 0] ** overlap - alpha)
+        pull = np.array([[-alpha, alpha], [workers * alpha, -workers * alpha]])
+        matrix = np.linalg.matrix_power(step, overlap) + pull  # the pull comes after these steps
+        matrix = np.linalg.matrix_power(step, period - overlap) @ matrix
+        return max(abs(np.linalg.eigvals(matrix)).max(), abs(alone) if workers > 1 else 0)
+
+    for period in (1, 2, 5, 10):
+        for overlap in range(period + 1):
+            bound = largest_moving_rate(overlapped_rate(rate, overlap), workers)
+            SyncEASGD(workers, bound, rate, period, overlap)
+            with pytest.raises(ValueError, match="at most"):
+                SyncEASGD(workers, bound * 1.01 + 1e-9, rate, period, overlap)
+            for curvature in np.linspace(0, 1, 21):
+                assert radius(bound, curvature, period, overlap) <= 1 + 1e-9
+    # without the overlap in it, the bound would let them swing apart
+    if 0.1 < rate < 1:
+        assert radius(0.99 * largest_moving_rate(rate, workers), 1.0, 10, 10) > 1
+
+
+def test_default_is_the_authors(cpu_devices):
+    for workers in (1, 2, 8, 100):
+        assert SyncEASGD(workers).alpha == pytest.approx(0.9 / workers)
+
+
+@pytest.mark.parametrize(("period", "overlap"), [(0, 0), (2, 3), (1, -1)])
+def test_settings_out_of_range(period, overlap):
+    with pytest.raises(ValueError, match="overlap from 0 to period"):
+        SyncEASGD(2, period=period, overlap=overlap)

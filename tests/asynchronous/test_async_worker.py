@@ -1,0 +1,523 @@
+"""An async worker's exchanges, with a service in the same process."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from addresses import free_address, silent_address
+
+from keras_het.asynchronous.center.return_watch import ReturnWatch
+from keras_het.asynchronous.center.service_connection import CenterClient
+from keras_het.asynchronous.exchange.participant import HybridOptions
+from keras_het.asynchronous.exchange.push_pace import PushPace
+from keras_het.asynchronous.exchange.statistics_averaging import StatisticsAveraging
+from keras_het.asynchronous.hybrid import AsyncWorker
+from keras_het.asynchronous.parameter_service import (
+    NO_ANSWER,
+    ParameterClient,
+    ParameterService,
+    Partitions,
+    Status,
+    credential,
+)
+from keras_het.asynchronous.parameter_service.ledger_client import LedgerClient, ServiceLostError
+from keras_het.asynchronous.parameter_service.sample_ledger import Stage
+from keras_het.asynchronous.rules import AsyncSGD, Delta, serialize
+from keras_het.rpc.function_client import FunctionClient
+
+PARTITIONS = Partitions(((2,),))
+PROOF = credential(b"0123456789abcdef", "model")
+
+
+class Values:
+    """Weights of a model."""
+
+    def __init__(self):
+        self.values = [tf.zeros([2])]
+
+    def read(self):
+        return list(self.values)
+
+    def write(self, values):
+        self.values = list(values)
+
+    def add(self, change):
+        self.values = [own + change for own in self.values]
+
+
+class Ledger:
+    """Hears reports."""
+
+    stage = Stage.RUNNING
+
+    def report(self, presence, used):
+        return SimpleNamespace(stage=self.stage, epoch=0)
+
+
+class LostCall:
+    """A call whose answer never came."""
+
+    def is_ok(self):
+        return tf.constant(False)
+
+    def get_error(self):
+        return tf.constant(4), tf.constant("deadline exceeded")
+
+
+class Worker(AsyncWorker):
+    """An async worker without model and strategy."""
+
+    def __init__(self, service, state_service, client=1, **options):
+        self.rule = service._rule
+        self.options = HybridOptions(self.rule, **({"period": 1} | options))
+        self.vectors = SimpleNamespace(weights=Values(), state=Values())
+        self._center = client_of(service, client, self.rule)
+        self._state = client_of(state_service, client, state_service._rule)
+        self._ledger, self._plan, self._mean_gradient = Ledger(), None, None
+        self._pending = self._pending_state = self._planned_period = self._loss = None
+        self._steps = self._samples = self._unreported = self._stage = self._worker = 0
+        self._is_lost, self.num_clients = False, 2
+        self._claims = self._early_claim = None
+        self._return = ReturnWatch(self._center.greet, self.options.timeout_seconds)
+        self._pace = PushPace()
+        self._start_from_center()
+
+    def train(self, change):
+        self.vectors.weights.add(change)
+        self.steps_done(1, 4)
+
+    def wait_until_answered(self):
+        assert self._return._answered.wait(30)  # the next exchange tries again
+
+
+def start(rule, **options):
+    service = ParameterService(free_address(), PARTITIONS, rule, PROOF, 3, **options)
+    state = ParameterService(free_address(), PARTITIONS, StatisticsAveraging(0.5), PROOF, 3)
+    for each in (service, state):
+        each.start()
+    return service, state
+
+
+def client_of(service, client, rule):
+    return CenterClient(ParameterClient(service.address, PARTITIONS, PROOF, client), rule)
+
+
+def center_of(service):
+    return np.array(service.center_partitions()[0])
+
+
+def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twice(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    other = Worker(service, state, client=2)
+    other.train(10.0)
+    other.meet_center()
+    worker.train(1.0)
+    worker._pending.push.wait()
+    worker._pending_state.push.wait()
+    worker._pending_state.push.calls[:] = [LostCall()]
+    worker.train(2.0)  # the weights are answered, the statistics are not
+    assert worker._is_lost
+    np.testing.assert_array_equal(worker.vectors.weights.values[0], 13)
+    worker.wait_until_answered()
+    worker.train(0.0)
+    worker.meet_center()
+    # of the 2 that it moved alone, each of two workers keeps a half
+    np.testing.assert_array_equal(center_of(service), 12)
+    np.testing.assert_array_equal(worker.vectors.weights.values[0], 12)
+
+
+def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(cpu_devices):
+    """The ledger answers, and a part of the center does not."""
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    connection = worker._center._client
+    push_again = connection.push_again
+    connection.push_again = lambda push, indices: None
+    worker.train(1.0)
+    worker._pending.push.wait()
+    worker._pending.push.calls[:] = [LostCall()]
+    for count in range(1, 5):
+        worker.train(1.0)
+        assert worker._is_lost
+        np.testing.assert_array_equal(worker.vectors.weights.values[0], 1 + count)
+        worker.wait_until_answered()
+    connection.push_again = push_again
+    worker.train(0.0)
+    worker.meet_center()
+    # it sent 1; of the 4 that it moved alone, each of two workers keeps a half
+    np.testing.assert_array_equal(center_of(service), 3)
+
+
+def test_a_service_without_a_leader_is_not_attached_to(cpu_devices):
+    """One that was restarted has no weights yet."""
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    worker.train(1.0)
+    worker._pending.push.wait()
+    worker._pending.push.calls[:] = [LostCall()]
+    worker._ledger.stage = Stage.STARTING
+    for count in (1, 2):
+        worker.train(1.0)
+        assert worker._is_lost
+        np.testing.assert_array_equal(worker.vectors.weights.values[0], 1 + count)
+        worker.wait_until_answered()
+    worker._ledger.stage = Stage.RUNNING
+    worker.train(0.0)
+    assert not worker._is_lost
+    worker.meet_center()
+    np.testing.assert_array_equal(center_of(service), 2)
+
+
+def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    connection = worker._center._client
+    pull = connection.pull
+    lost = SimpleNamespace(statuses=tf.constant([NO_ANSWER]))
+    connection.pull = lambda fallback, exact: lost
+    worker.vectors.weights.add(4.0)
+    for _ in range(3):
+        worker._meet(sends=False)
+        assert worker._is_lost
+        np.testing.assert_array_equal(worker.vectors.weights.values[0], 4)
+    connection.pull = pull
+    worker._meet(sends=False)
+    np.testing.assert_array_equal(worker.vectors.weights.values[0], 2)
+
+
+def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(cpu_devices):
+    """Of 1 it sent, half goes to a center of 0; when that comes, 0.01 is left."""
+    service, state = start(Delta())
+    worker = Worker(service, state)
+    worker.vectors.state.write([tf.ones([2])])
+    worker.train(1.0)
+    worker.vectors.state.write([tf.constant([0.01, 0.01])])
+    worker.train(1.0)
+    worker._pending_state.push.wait()
+    np.testing.assert_allclose(worker.vectors.state.values[0], 0.0)
+    np.testing.assert_allclose(center_of(state), 0.5 * 0.5)
+    assert serialize(state._rule)["class_name"] == "elastic_averaging", "to a service elsewhere"
+
+
+@pytest.mark.quick("True")
+@pytest.mark.parametrize("at_its_end", [False, True])
+def test_a_change_too_stale_is_sent_until_it_is_taken(cpu_devices, at_its_end):
+    service, state = start(Delta(), staleness_bound=0)
+    worker, other = (Worker(service, state, client) for client in (1, 2))
+    other.train(10.0)
+    other.meet_center()
+    worker.vectors.weights.add(1.0)
+    worker._samples = 4
+    if at_its_end:
+        worker._meet(sends=True)
+    else:
+        worker.meet_center()
+    np.testing.assert_array_equal(center_of(service), 11)
+    np.testing.assert_array_equal(worker.vectors.weights.values[0], 11)
+
+
+def test_gradients_that_were_summed_up_are_sent_at_the_end_only(cpu_devices):
+    service, state = start(AsyncSGD(1.0))
+    worker = Worker(service, state)
+    taken = []
+
+    def take():
+        taken.append(1)
+        return [tf.ones([2])]
+
+    worker._mean_gradient = SimpleNamespace(take=take)  # the rate does not matter any more
+    worker._samples = 4  # of steps since the last exchange
+    worker.meet_center()
+    assert not taken
+    worker._meet(sends=True)
+    assert taken == [1]
+    np.testing.assert_array_equal(center_of(service), -1)
+    np.testing.assert_array_equal(worker.vectors.weights.values[0], -1)
+    worker._meet(sends=True)  # nothing is left
+    assert taken == [1]
+
+
+def test_the_statistics_of_one_worker_alone_go_on(cpu_devices):
+    service, _ = start(Delta())
+    state = ParameterService(free_address(), PARTITIONS, StatisticsAveraging(1.0), PROOF, 3)
+    state.start()
+    worker = Worker(service, state)
+    for _ in range(4):
+        worker.vectors.state.add(1.0)
+        worker.train(1.0)
+    worker._pending_state.push.wait()
+    np.testing.assert_array_equal(worker.vectors.state.values[0], 4)
+    np.testing.assert_array_equal(center_of(state), 4)
+
+
+def test_statistics_keep_what_was_learned_while_the_answer_travelled(cpu_devices):
+    rule = StatisticsAveraging(0.5)
+    sent, own, center = (tf.constant([value]) for value in (4.0, 5.0, 3.0))
+    np.testing.assert_allclose(rule.receive(own, sent, center), 4.5)
+
+
+class CountingLedger(Ledger):
+    """Adds up the samples of all reports."""
+
+    used = 0
+
+    def report(self, presence, used):
+        self.used += used
+        return super().report(presence, used)
+
+
+class SumOfOnes:
+    """A mean gradient, at a rate that may not be the first."""
+
+    rate = 1.0
+
+    def take(self):
+        return [tf.ones([2])]
+
+    def check_rate(self, rule):
+        if self.rate != 1.0:
+            raise ValueError(f"{rule}: Received: {self.rate}")
+
+
+def test_a_gradient_at_another_rate_is_not_sent(cpu_devices):
+    service, state = start(AsyncSGD(1.0))
+    worker = Worker(service, state)
+    worker._mean_gradient = SumOfOnes()
+    worker.steps_done(1, 4)
+    worker._mean_gradient.rate = 0.5
+    with pytest.raises(ValueError, match="async_sgd"):
+        worker.steps_done(1, 4)
+    np.testing.assert_array_equal(center_of(service), -1)
+
+
+def test_a_gradient_too_stale_is_told_once_and_does_not_count(cpu_devices, caplog):
+    service, state = start(AsyncSGD(1.0), staleness_bound=0)
+    worker, other = (Worker(service, state, client) for client in (1, 2))
+    for each in (worker, other):
+        each._mean_gradient = SumOfOnes()
+        each._ledger = CountingLedger()
+    for _ in range(2):
+        other.steps_done(1, 4)
+        worker.steps_done(1, 4)  # has not seen the other's
+    np.testing.assert_array_equal(center_of(service), -2)
+    assert (worker._ledger.used, other._ledger.used) == (0, 8)
+    assert caplog.text.count("more updates behind than staleness_bound") == 1
+    worker.steps_done(1, 4)
+    np.testing.assert_array_equal(center_of(service), -3)
+    assert worker._ledger.used == 4
+
+
+def test_samples_that_were_reported_before_are_not_taken_back(cpu_devices):
+    """A claim reports too; the service refuses negative numbers."""
+    service, state = start(AsyncSGD(1.0), staleness_bound=0)
+    worker, other = (Worker(service, state, client) for client in (1, 2))
+    for each in (worker, other):
+        each._mean_gradient = SumOfOnes()
+        each._ledger = CountingLedger()
+    other.steps_done(1, 4)
+    worker._samples = 4
+    worker._meet(sends=True)
+    assert worker._unreported == 0 and worker._ledger.used == 0
+
+
+def wait_for_answers(worker):
+    for under_way in (worker._pending, worker._pending_state):
+        under_way.push._watcher[0].join(30)
+        assert under_way.push.has_answer
+
+
+def test_an_answer_is_taken_after_the_step_in_which_it_comes(cpu_devices):
+    service, state = start(Delta())
+    worker, other = (Worker(service, state, client, period=3) for client in (1, 2))
+    other.vectors.weights.add(10.0)
+    other._samples = 4
+    other.meet_center()
+    for _ in range(3):
+        worker.train(1.0)
+    wait_for_answers(worker)
+    worker.train(1.0)
+    np.testing.assert_array_equal(worker.vectors.weights.values[0], 10 + 4)
+    assert worker._pending is None and worker._pending_state is None
+    for _ in range(2):
+        worker.train(1.0)
+    worker.meet_center()
+    np.testing.assert_array_equal(center_of(service), 10 + 6)  # each step counts once
+
+
+def test_an_answer_that_is_not_there_is_not_waited_for(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, period=3)
+    for _ in range(3):
+        worker.train(1.0)
+    pending = worker._pending
+    pending.push.wait()
+    never = SimpleNamespace(is_alive=lambda: True)
+    pending.push._watcher[:] = [never]
+    for _ in range(2):
+        worker.train(1.0)
+        assert worker._pending is pending
+    worker.train(1.0)  # the next exchange waits for it
+    assert worker._pending is not pending
+    worker.meet_center()
+    np.testing.assert_array_equal(center_of(service), 6)
+
+
+def test_a_lost_answer_that_is_found_before_the_next_exchange(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, period=2, goes_on_without_service=True, timeout_seconds=0.0)
+    worker.train(1.0)
+    worker.train(1.0)
+    wait_for_answers(worker)
+    worker._pending.push.calls[:] = [LostCall()]
+    worker.train(1.0)
+    assert worker._is_lost
+    worker.wait_until_answered()
+    worker.train(1.0)
+    worker.meet_center()
+    # it sent 2; of the 2 that it moved alone, each of two workers keeps a half
+    np.testing.assert_array_equal(center_of(service), 3)
+
+
+class NotedOrder(Ledger):
+    """Notes reports beside what else is noted."""
+
+    def __init__(self, order):
+        self.order = order
+
+    def report(self, presence, used):
+        self.order.append("report")
+        return super().report(presence, used)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [(Delta(), ["report", "send"]), (AsyncSGD(1.0), ["send", "report"])]
+)
+def test_a_report_does_not_wait_behind_weights(cpu_devices, rule, expected):
+    """A gradient's samples are reported when it is known that it was taken."""
+    service, state = start(rule)
+    worker, order = Worker(service, state), []
+    worker._ledger, send = NotedOrder(order), worker._center.send
+    worker._mean_gradient = SumOfOnes() if rule.uses_gradients else None
+
+    def noted_send(*arguments):
+        order.append("send")
+        return send(*arguments)
+
+    worker._center.send = noted_send
+    worker.steps_done(1, 4)
+    worker.steps_done(1, 4)
+    assert order == 2 * expected
+
+
+class Early:
+    """Notes the epochs of which a batch was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, epoch):
+        self.asked.append(epoch)
+
+    def take(self, epoch, after):
+        return Status.OK, after + 1, 1
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(cpu_devices, parts):
+    service, state = start(Delta())
+    worker = Worker(service, state, period=100)
+    worker._early_claim, worker._epoch, worker._latest_batch = Early(), 7, -1
+    worker.num_batches, worker._num_parts = 2, lambda: parts
+    worker._steps_at_hand = 1 - parts  # it is the last batch, not the end of the pass, that ends it
+    worker._claims = SimpleNamespace(left_over=list(range(parts - 1)), is_exhausted=False)
+    assert worker._next_batch() == 0
+    left = worker._claims.left_over
+    while parts > 1 and len(left) > 1:
+        assert not worker._early_claim.asked
+        left.pop()  # the data gives the next part
+        worker.train(0.0)
+    if parts == 2:
+        worker.train(0.0)
+    assert worker._early_claim.asked[:1] == [7]
+    worker._early_claim.asked.clear()
+    assert worker._next_batch() == 1  # the last one of the epoch
+    worker.train(0.0)
+    assert not worker._early_claim.asked
+
+
+def test_no_batch_is_asked_for_that_the_pass_does_not_come_to(cpu_devices):
+    """Keras ends it after 4 steps, of which two batches in parts have as many."""
+    service, state = start(Delta())
+    worker = Worker(service, state, period=100)
+    worker._early_claim, worker._epoch, worker._latest_batch = Early(), 7, -1
+    worker.num_batches, worker._num_parts, worker._steps_at_hand = 4, lambda: 2, 0
+    worker._claims = SimpleNamespace(left_over=[], is_exhausted=False)
+    assert worker._next_batch() == 0
+    worker.train(0.0)
+    assert len(worker._early_claim.asked) == 1
+    assert worker._next_batch() == 1
+    worker.train(0.0)
+    assert len(worker._early_claim.asked) == 1
+
+
+class Question:
+    """A connection to the service that tells while a question is not answered."""
+
+    def __init__(self, address):
+        self.is_open, self._connection = False, FunctionClient(address, PROOF, 2.0)
+
+    def ask(self, *arguments):
+        self.is_open = True
+        try:
+            return self._connection.ask(*arguments)
+        finally:
+            self.is_open = False
+
+
+def test_it_trains_on_while_a_silent_service_is_asked(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=2.0)
+    connection, periods, deadline = worker._center._client, 0, time.monotonic() + 60
+    services = connection._services
+    worker.train(1.0)
+    worker._pending.push.wait()
+    worker._pending.push.calls[:] = [LostCall()]
+    with silent_address() as address:
+        question = Question(address)
+        connection._services = [question]
+        worker._ledger = LedgerClient(address, PROOF, 1, 2.0)
+        worker._ledger._service = question
+        while periods < 20:
+            assert time.monotonic() < deadline, f"{periods} periods while nothing answers"
+            worker.train(0.0)
+            assert worker._is_lost
+            worker.meet_center()
+            assert worker._epoch_of_the_group() == 0
+            periods += question.is_open
+    connection._services, worker._ledger = services, Ledger()
+    worker.wait_until_answered()
+    worker.train(0.0)
+    assert not worker._is_lost
+    worker.meet_center()
+    np.testing.assert_array_equal(center_of(service), 1)
+    worker._return.stop()
+
+
+def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone(cpu_devices):
+    service, state = start(Delta())
+    worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
+    worker._epoch, worker._latest_batch, worker.num_batches = 1, 3, 6
+
+    def report(presence, used):
+        raise ServiceLostError("silent")
+
+    worker._ledger = SimpleNamespace(report=report)
+    waits = lambda epoch, after: (Status.WAIT, 0, 0)  # noqa: E731
+    worker._early_claim = SimpleNamespace(take=waits, service_lost=lambda: None)
+    assert worker._claim() == 4
+    assert worker._is_lost
+    worker._return.stop()

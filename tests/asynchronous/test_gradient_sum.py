@@ -1,0 +1,142 @@
+"""Gradients that are summed up between two exchanges, against numpy."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_het
+from keras_het.asynchronous.exchange.gradient_sum import MeanGradient
+
+FEATURES, SAMPLES = 3, 24
+PARTITION_SIZE = 3  # the four weights of the model travel as two parts
+
+
+def make_model(strategy, **compiled):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **compiled)
+    return model
+
+
+def data():
+    random = np.random.default_rng(1)
+    x = random.normal(size=(SAMPLES, FEATURES)).astype("float32")
+    return x, random.normal(size=(SAMPLES, 1)).astype("float32")
+
+
+def gradient(weights, x, y):
+    """Of the mean squared error, as one vector: the kernel's, then the bias's."""
+    kernel, bias = weights
+    errors = x @ kernel + bias - y
+    return np.append(2 * x.T @ errors / len(x), 2 * errors.mean())
+
+
+def replace_optimizer(model, strategy):
+    mean = MeanGradient(model.trainable_variables, strategy, PARTITION_SIZE)
+    model.optimizer = mean.optimizer
+    model.make_train_function(force=True)
+    return mean
+
+
+@pytest.mark.parametrize("shares", [None, [2, 1]])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_any_number_of_steps_is_one_large_batch(cpu_devices, shares, steps_per_execution):
+    devices = cpu_devices[: len(shares or [1])]
+    strategy = keras_het.HeterogeneousStrategy(devices, shares=shares)
+    model = make_model(strategy, steps_per_execution=steps_per_execution)
+    mean = replace_optimizer(model, strategy)
+    weights, (x, y) = model.get_weights(), data()
+    for first, last in ((0, 12), (12, 24), (0, 24)):  # of 6 samples: 2, 2 and 4 steps
+        model.fit(x[first:last], y[first:last], batch_size=6, verbose=0, shuffle=False)
+        parts = mean.take()
+        assert [len(part) for part in parts] == [2, 2]
+        expected = gradient(weights, x[first:last], y[first:last])
+        np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-5, atol=1e-6)
+    for after, before in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(after, before)
+
+
+def test_what_a_backup_brought_back_is_forgotten(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    model = make_model(strategy)
+    mean = replace_optimizer(model, strategy)
+    weights, (x, y) = model.get_weights(), data()
+    model.fit(x, y, batch_size=6, verbose=0)
+    mean.forget()
+    model.fit(x[:6], y[:6], batch_size=6, verbose=0)
+    expected = gradient(weights, x[:6], y[:6])
+    np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rate_that_a_callback_sets_is_refused_and_scales_nothing(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    model = make_model(strategy)
+    mean = replace_optimizer(model, strategy)
+    weights, (x, y) = model.get_weights(), data()
+    mean.check_rate("async_sgd")
+    model.optimizer.learning_rate = 0.5
+    model.fit(x, y, batch_size=SAMPLES, verbose=0)
+    with pytest.raises(ValueError, match=r"'async_sgd' .* Received: 0\.5"):
+        mean.check_rate("async_sgd")
+    expected = gradient(weights, x, y)
+    np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_float16_gradients_are_scaled(cpu_devices):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = make_model(strategy)
+    finally:
+        keras.config.set_dtype_policy(before)
+    model.set_weights([np.zeros_like(weight) for weight in model.get_weights()])
+    variables = model.trainable_variables
+    mean = MeanGradient(variables, strategy, PARTITION_SIZE, model.optimizer)
+    model.optimizer = mean.optimizer
+    model.make_train_function(force=True)
+    # the gradient 2e-8 is 0 in float16
+    x = np.full((SAMPLES, FEATURES), 1e-3, np.float32)
+    model.fit(x, np.full((SAMPLES, 1), -1e-5), batch_size=SAMPLES, verbose=0, epochs=3)
+    assert isinstance(mean.optimizer, keras.optimizers.LossScaleOptimizer)
+    np.testing.assert_allclose(np.concatenate(mean.take())[:FEATURES], 2e-8, rtol=0.01)
+
+
+def momentum(strategy, scales_loss):
+    """A model whose optimizer has taken steps."""
+    model = make_model(strategy)
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        if scales_loss:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=256.0)
+        model.compile(optimizer, "mse")
+    model.fit(*data(), batch_size=6, verbose=0)
+    return model
+
+
+def state_of(optimizer):
+    return [np.array(variable) for variable in optimizer.variables]
+
+
+@pytest.mark.parametrize("scales_loss", [False, True])
+def test_files_have_the_state_of_the_users_optimizer(cpu_devices, tmp_path, scales_loss):
+    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    model = momentum(strategy, scales_loss)
+    user = model.optimizer
+    model.save_weights(tmp_path / "before.weights.h5")
+    before = state_of(user)
+    mean = MeanGradient(model.trainable_variables, strategy, PARTITION_SIZE, user)
+    model.optimizer = mean.optimizer
+    model.make_train_function(force=True)
+    model.fit(*data(), batch_size=6, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is type(user)
+    for found, expected in zip(state_of(loaded.optimizer), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    user.learning_rate = 0.5
+    model.load_weights(tmp_path / "before.weights.h5")
+    np.testing.assert_allclose(np.array(user.learning_rate), 0.1, rtol=1e-6)
+    assert np.array(mean.optimizer.learning_rate) == 1.0
+    assert not all((part == 0).numpy().all() for part in mean.take())

@@ -1,0 +1,212 @@
+"""The sync group knows its batches before it needs them, whatever its period becomes."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_het.asynchronous.center.host import Grant
+from keras_het.asynchronous.exchange.participant import HybridOptions
+from keras_het.asynchronous.hybrid import sync_group
+from keras_het.asynchronous.hybrid.claims import GroupClaims
+from keras_het.asynchronous.hybrid.sync_group import SyncGroup
+from keras_het.asynchronous.parameter_service.sample_ledger import Stage
+from keras_het.asynchronous.rules import Delta
+from keras_het.loader.input.claimed_run import ClaimedRun
+
+NUM_BATCHES = 200
+
+
+class HostOfBatches:
+    """Hands out the batches of one epoch; each claim of the group is followed by another's."""
+
+    def __init__(self):
+        self.next, self.theirs = 0, []
+
+    def start_epoch(self, epoch):
+        self.next, self.theirs = 0, []
+
+    def exchange(self, weights, state, samples, push, wait=False):
+        return [tf.constant([0.0])]
+
+    def claim(self, epoch, count):
+        first, granted = self.next, min(count, NUM_BATCHES - self.next)
+        self.next += granted
+        if self.next < NUM_BATCHES:
+            self.theirs.append(self.next)
+            self.next += 1
+        return Grant(first, granted, granted < count)
+
+    def add_used(self, samples):
+        pass
+
+
+class Group(SyncGroup):
+    """A sync group of one worker without model and strategy, told its periods by the test."""
+
+    def __init__(self, periods, steps_per_execution):
+        self.options = HybridOptions(Delta(), period=periods[0], adapts_period=True)
+        self.rule, self.first_pass = self.options.rule, 0
+        self.model = SimpleNamespace(steps_per_execution=steps_per_execution)
+        weights = SimpleNamespace(read=lambda: [tf.constant([0.0])], write=lambda values: None)
+        self.vectors = SimpleNamespace(weights=weights, state=None)
+        self._mean_gradient, self._claims = None, None
+        self._pace = SimpleNamespace(computed=lambda steps, samples: None, exchanging=Nothing)
+        self._membership, self._host = SimpleNamespace(), HostOfBatches()
+        self._epoch = self._steps = self._samples = self._num_known = self._counted = 0
+        self._sum = list
+        self._period, self._periods = periods[0], iter(periods)
+
+    def _next_period(self):
+        return next(self._periods, self._period)
+
+
+class Nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+class Batches:
+    """Gives the number of each batch that is wanted."""
+
+    def __init__(self):
+        self.wanted = []
+
+    def order(self, wanted):
+        self.wanted.append(wanted)
+
+    def read(self):
+        if self.given == NUM_BATCHES:
+            raise StopIteration
+        self.given += 1
+        number = self.given - 1
+        return ([number], np.array([1])) if self.wanted[number] else None
+
+    given = 0
+
+    def close(self):
+        pass
+
+
+def train(group, steps_per_execution):
+    """Numbers of the batches of an epoch, taken as `fit` takes them."""
+    run = ClaimedRun(Batches(), group.claims(), lookahead=2, number=0)
+    taken = []
+    while not run.ended:
+        steps = 0
+        for _ in range(steps_per_execution):
+            try:
+                taken += run.next_element()[0]
+            except StopIteration:
+                break
+            steps += 1
+        if steps:
+            group.steps_done(steps, steps)
+    return taken
+
+
+PERIODS = {
+    "fixed": [3],
+    "grows": [1, 1, 1, 3, 3, 8, 8, 25],
+    "grows at once": [1, 25],
+    "shrinks": [25, 8, 3, 1],
+    "up and down": [2, 7] * 20,
+}
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4, 32])
+@pytest.mark.parametrize("periods", PERIODS.values(), ids=PERIODS.keys())
+def test_every_batch_is_taken_once(periods, steps_per_execution):
+    group = Group(periods, steps_per_execution)
+    for epoch in range(2):
+        group.start_epoch(epoch)
+        taken = train(group, steps_per_execution)
+        assert sorted(taken + group._host.theirs) == list(range(NUM_BATCHES))
+
+
+def test_batches_are_not_claimed_further_ahead_than_needed():
+    group = Group(PERIODS["up and down"], 1)
+    group.start_epoch(0)
+    ahead = []
+    for _ in range(60):
+        group.steps_done(1, 1)
+        ahead.append(group._num_known)
+    assert max(ahead) <= 2 * 7
+    assert min(ahead) >= 1
+
+
+def test_a_batch_of_which_nobody_knows_whose_it_is_is_not_passed_over():
+    claims = GroupClaims(())
+    claims.add(Grant(0, 2, False))
+    run = ClaimedRun(Batches(), claims, lookahead=2, number=0)
+    assert [run.next_element()[0] for _ in range(2)] == [[0], [1]]
+    with pytest.raises(RuntimeError, match=r"Batch 2 .* before it was known whose"):
+        run.next_element()
+
+
+class HostOfOneWorker(HostOfBatches):
+    """Has an async worker that trains and waits until the given times, in seconds."""
+
+    def __init__(self, clock, trains_until, waits_until):
+        super().__init__()
+        self._clock, self._trains, self._waits = clock, trains_until, waits_until
+        self.stages, self.concluded = [], None
+
+    def center(self):
+        return [tf.constant([0.0])]
+
+    def set_stage(self, stage):
+        self.stages.append(stage)
+
+    def training_clients(self):
+        return [1] if self._clock.now < self._trains else []
+
+    def waiting_clients(self):
+        return [1] if self._trains <= self._clock.now < self._waits else []
+
+    def conclude(self):
+        self.concluded = self._clock.now
+
+
+class Clock:
+    """Time that passes as it is slept."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    "trains_until, waits_until, concluded",
+    [(1.5, 1.8, 1.8), (0.5, 0.7, 0.7), (0.0, 0.0, 0.0), (99.0, 99.0, 2.0)],
+    ids=["slower than end_seconds", "in time", "nobody", "silent"],
+)
+def test_who_is_still_training_gets_the_final_weights(
+    monkeypatch, trains_until, waits_until, concluded
+):
+    """With `end_seconds` of 1, for the last change and again for the final weights."""
+    clock = Clock()
+    monkeypatch.setattr(sync_group, "time", clock)
+    group = Group([1], 1)
+    group.options = dataclasses.replace(group.options, end_seconds=1.0)
+    group._membership = SimpleNamespace(close=lambda: None)
+    group._host = host = HostOfOneWorker(clock, trains_until, waits_until)
+    group.end()
+    assert host.stages == [Stage.ENDING, Stage.CLOSED]
+    assert host.concluded == pytest.approx(concluded, abs=0.05)
+
+
+@pytest.mark.parametrize("first", [0, 7, 2**20, 2**24 + 1, 3_000_000_001])
+def test_a_grant_of_a_long_epoch_reaches_the_members_as_it_is(first):
+    """In a collective of float32, which does not have all whole numbers above 2**24."""
+    grant = Grant(first, 12, True)
+    assert Grant.of_numbers(np.array(grant.to_numbers(), np.float32).tolist()) == grant

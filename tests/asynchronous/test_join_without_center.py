@@ -1,0 +1,97 @@
+"""An async worker that joins while a part of the service was restarted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from addresses import free_address
+
+from keras_het.asynchronous.center.return_watch import ReturnWatch
+from keras_het.asynchronous.center.service_connection import CenterClient, Connection, NoCenterError
+from keras_het.asynchronous.exchange.participant import HybridOptions
+from keras_het.asynchronous.hybrid import async_worker
+from keras_het.asynchronous.hybrid.async_worker import AsyncWorker
+from keras_het.asynchronous.parameter_service import (
+    ParameterClient,
+    ParameterService,
+    Partitions,
+    credential,
+)
+from keras_het.asynchronous.rules import Delta
+
+PARTITIONS = Partitions(((2,),))
+PROOF = credential(b"0123456789abcdef", "model")
+
+
+class Ledger:
+    """Of a training that runs."""
+
+    def report(self, presence: Any, used: int = 0) -> Any:
+        training = SimpleNamespace(first_pass=0, num_batches=8, fingerprint=0)
+        return SimpleNamespace(training=training, epoch=0)
+
+
+class Worker(AsyncWorker):
+    """Joins a service without model and strategy."""
+
+    num_batches, fingerprint, first_pass = 8, 0, 0
+
+    def __init__(self, connect_seconds: float) -> None:
+        self.options = HybridOptions(Delta(), timeout_seconds=30.0, connect_seconds=connect_seconds)
+        self.written: list[Any] = []
+        weights = SimpleNamespace(write=self.written.append)
+        self.vectors = SimpleNamespace(weights=weights, state=None)
+        self._client, self._unreported, self._heartbeat = 1, 0, None
+        self._return = ReturnWatch(lambda: None, 1.0)
+
+    def _num_parts(self) -> int:
+        return 1
+
+
+def joins(worker: Worker, service: ParameterService, refusals: int) -> int:
+    """Has the worker join a service that gets its center after some refusals; how many came."""
+    center = CenterClient(ParameterClient(service.address, PARTITIONS, PROOF, 1), Delta())
+    pull, met = center.pull, []
+
+    def pull_and_note(*arguments: Any) -> Any:
+        try:
+            return pull(*arguments)
+        except NoCenterError as error:
+            met.append(error)
+            if len(met) == refusals:
+                service.set_partitions([np.full(2, 3.0, np.float32)])
+            raise
+
+    center.pull = pull_and_note  # type: ignore[method-assign]
+    connection = Connection(center, None, Ledger(), Ledger())  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_worker, "open_connection", lambda worker, client: connection)
+        try:
+            worker._join()
+        finally:
+            worker.leave()
+    return len(met)
+
+
+@pytest.fixture
+def service(cpu_devices: Any) -> Any:
+    found = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2, awaits_center=True)
+    found.start()
+    yield found
+    found.close()
+
+
+def test_waits_until_the_leader_has_brought_the_center(service: ParameterService) -> None:
+    worker = Worker(connect_seconds=60.0)
+    assert joins(worker, service, refusals=3) == 3
+    np.testing.assert_array_equal(worker.written[0][0], [3.0, 3.0])
+
+
+def test_a_center_that_never_comes_is_an_error_in_time(service: ParameterService) -> None:
+    worker = Worker(connect_seconds=0.2)
+    with pytest.raises(ConnectionError, match="restarted, and without center"):
+        joins(worker, service, refusals=-1)
+    assert not worker.written

@@ -1,0 +1,186 @@
+"""Bad requests of every kind, while a good worker trains: its result is what it would be alone."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from addresses import free_address
+from wrong_tokens import wrong_token
+
+from keras_het import private_api
+from keras_het.asynchronous.parameter_service import (
+    FloatWire,
+    ParameterClient,
+    ParameterService,
+    Partitions,
+    Status,
+    TopKWire,
+    credential,
+)
+from keras_het.asynchronous.rules import AsyncSGD, RoundRobinEASGD
+from keras_het.rpc.gate import token
+
+PARTITIONS = Partitions(((4, 3), (2,)), partition_size=9)  # 14 elements: two of seven
+GOOD = credential(b"0123456789abcdef", "model")
+NUM_CLIENTS = 3
+LARGEST = np.float32(3.4e38)  # two of them are too large together
+SPECS = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64), tf.TensorSpec(None, tf.float32))
+
+
+class Fuzzer:
+    """Sends random requests, each of which must be refused."""
+
+    def __init__(self, address, seed, wire=None):
+        self.wire = wire or FloatWire()
+        self.random = np.random.default_rng(seed)
+        self.rpc = private_api.RpcClient(address, f"fuzzer_{seed}", timeout_in_ms=20_000)
+        self.accepted = []
+        self.sent = 0
+
+    def request(self):
+        """A method and its arguments; one or more of them are wrong."""
+        part = int(self.random.integers(2))
+        size = PARTITIONS.sizes[part]
+        change = self.random.normal(size=size).astype("float32")
+        arguments = {
+            "token": token(GOOD, f"push_{size}", tf.timestamp()),
+            "part": np.int32(part),
+            "client": np.int32(self.random.integers(NUM_CLIENTS)),
+            "samples": np.float32(self.random.integers(1, 9)),
+            "version": np.int64(0),
+            "sequence": np.int64(0),
+            "change": change,
+        }
+        kind = self.random.integers(11)
+        if kind == 0:
+            arguments["token"] = wrong_token(self.random, GOOD, f"push_{size}")
+        elif kind == 1:
+            arguments["client"] = np.int32(self.random.choice([-1, NUM_CLIENTS, 2**31 - 1]))
+        elif kind == 2:
+            arguments["version"] = np.int64(-self.random.integers(1, 2**62))
+        elif kind == 3:
+            # NaN is not among the largest values
+            bad = [np.inf, -np.inf, *([] if isinstance(self.wire, TopKWire) else [np.nan])]
+            change[self.random.integers(size)] = self.random.choice(bad)
+        elif kind == 4:
+            arguments["samples"] = np.float32(self.random.choice([np.nan, np.inf, -8, LARGEST]))
+        elif kind == 10:
+            change[self.random.integers(size)] = change[-1] = change[0] = LARGEST
+        elif kind == 8:
+            arguments["sequence"] = np.int64(-self.random.integers(1, 2**62))
+        elif kind == 7:
+            arguments.pop(str(self.random.choice(list(arguments))))
+        elif kind == 9 and self.random.integers(4) == 0:
+            return f"push_{size + 1}", self.message(arguments)
+        elif kind == 9:
+            arguments["part"] = self.wrong_number()
+        return f"push_{size}", self.message(arguments, spoils=kind in (5, 6))
+
+    def wrong_number(self):
+        wrong = [-1, 2, 2**31 - 1, -(2**31), [], [0], [[1]], [0, 1]]
+        return np.array(wrong[self.random.integers(len(wrong))], np.int32)
+
+    def message(self, arguments, spoils=False):
+        """What is sent; the change, if it was not left out, in the format of messages."""
+        change = arguments.pop("change", None)
+        sent = [] if change is None else [np.array(t) for t in self.wire.encode(change)[0]]
+        return [*arguments.values(), *(self.spoiled(sent) if spoils else sent)]
+
+    def spoiled(self, sent):
+        """The change in another shape or type, or with places that do not exist."""
+        values, *places = sent
+        kind = self.random.integers(5 if places else 3)
+        if kind == 0:
+            values = np.ones(
+                self.random.choice([0, 1, values.size - 1, values.size + 1]), "float32"
+            )
+        elif kind == 1:
+            values = values.astype(self.random.choice(["float64", "int32"]))
+        elif kind == 2:
+            values = [values[:, None], values[None], values[0]][self.random.integers(3)]
+        elif kind == 3:
+            foreign = self.random.choice([-1, 9, 2**31 - 1, -(2**31)])
+            places[0][self.random.integers(places[0].size)] = foreign
+        else:
+            wrong = [places[0][:-1], np.repeat(places[0], 2), places[0][None], places[0] * 1.0]
+            places = [wrong[self.random.integers(4)]]
+        return [values, *places]
+
+    def run(self, number):
+        for _ in range(number):
+            method, arguments = self.request()
+            tensors = [tf.constant(argument) for argument in arguments]
+            answer = self.rpc.call(method, tensors, output_specs=SPECS)
+            self.sent += 1
+            if bool(answer.is_ok()) and int(answer.get_value()[0]) == Status.OK:
+                self.accepted.append((method, arguments))
+
+
+WIRES = {"float32": FloatWire(), "float16": FloatWire("float16"), "top": TopKWire(0.4)}
+
+
+@pytest.mark.quick("float16")
+@pytest.mark.parametrize(
+    ("wire", "num_bad"), [("float32", 2000), ("float16", 700), ("top", 700)], ids=WIRES
+)
+def test_bad_requests_change_nothing(cpu_devices, wire, num_bad):
+    format_ = WIRES[wire]
+    service = ParameterService(
+        free_address(), PARTITIONS, AsyncSGD(0.1, momentum=0.5), GOOD, NUM_CLIENTS, format_
+    )
+    service.start()
+    fuzzer = Fuzzer(service.address, 11, format_)
+    thread = threading.Thread(target=fuzzer.run, args=(num_bad,))
+    client = ParameterClient(service.address, PARTITIONS, GOOD, 0, wire=format_)
+    random = np.random.default_rng(5)
+    versions = tf.zeros([2], tf.int64)
+    momentum, expected, pushes = np.zeros(14), np.zeros(14), 0
+    thread.start()
+    while thread.is_alive() or pushes < 20:
+        gradient = random.normal(size=14).astype("float32")
+        zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]
+        answer = client.push(tf.split(gradient, PARTITIONS.sizes), versions, 8, zeros)
+        np.testing.assert_array_equal(answer.statuses, [Status.OK] * 2)
+        versions = answer.versions
+        pushes += 1
+        if wire != "float32":  # what a message does not carry is left
+            carried = zip(tf.split(gradient, PARTITIONS.sizes), answer.residuals, strict=True)
+            gradient = np.concatenate([sent - left for sent, left in carried])
+        momentum = 0.5 * momentum + gradient
+        expected = expected - 0.1 * momentum
+    thread.join()
+    assert fuzzer.sent == num_bad
+    assert fuzzer.accepted == []
+    np.testing.assert_array_equal(service.versions(), [pushes] * 2)
+    center = np.concatenate([np.ravel(value) for value in service.center()])
+    np.testing.assert_allclose(center, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bad_requests_hold_up_nobody_who_waits_for_a_turn(cpu_devices):
+    """They may pass a turn on, and change nothing else; who is told to wait gets a later turn."""
+    rule, num_bad = RoundRobinEASGD(NUM_CLIENTS), 700
+    service = ParameterService(free_address(), PARTITIONS, rule, GOOD, NUM_CLIENTS)
+    service.start()
+    fuzzer = Fuzzer(service.address, seed=12)
+    thread = threading.Thread(target=fuzzer.run, args=(num_bad,))
+    clients = [ParameterClient(service.address, PARTITIONS, GOOD, i) for i in range(NUM_CLIENTS)]
+    random, versions, taken = np.random.default_rng(6), tf.zeros([2], tf.int64), []
+    expected = [np.zeros(size) for size in PARTITIONS.sizes]
+    thread.start()
+    alone = 0
+    while alone < 3 * NUM_CLIENTS:
+        alone += not thread.is_alive()
+        number = len(taken) % NUM_CLIENTS
+        weights = [random.normal(size=size).astype("float32") for size in PARTITIONS.sizes]
+        answer = clients[number].push(weights, versions, 8, weights)
+        statuses = answer.statuses.numpy()
+        assert set(statuses) <= {Status.OK, Status.WAIT}
+        for part, status in enumerate(statuses):
+            expected[part] += (status == Status.OK) * rule.alpha * (weights[part] - expected[part])
+        taken.append(statuses == Status.OK)
+    assert fuzzer.sent == num_bad and fuzzer.accepted == []
+    np.testing.assert_array_equal(service.versions(), np.sum(taken, axis=0))
+    assert np.all(taken[-NUM_CLIENTS:])  # the first of them may have waited for their turn
+    for values, own in zip(service.center_partitions(), expected, strict=True):
+        np.testing.assert_allclose(values, own, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,200 @@
+"""What callbacks see of the center, and when a service ends that only async workers use."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from addresses import free_address
+
+from keras_het.asynchronous.exchange.participant import HybridOptions
+from keras_het.asynchronous.hybrid import ServiceTask, service_task
+from keras_het.asynchronous.parameter_service import (
+    FloatWire,
+    ParameterClient,
+    ParameterService,
+    Partitions,
+    TopKWire,
+    credential,
+)
+from keras_het.asynchronous.parameter_service.sample_ledger import Presence
+from keras_het.asynchronous.rules import ASHL, AsyncEASGD, AsyncSGD, Delta
+
+
+class Vectors:
+    """Weights of a model."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def read(self):
+        return list(self.values)
+
+    def write(self, values):
+        self.values = list(values)
+
+
+class Task(ServiceTask):
+    """A participant without model and strategy, whose center is 9."""
+
+    def __init__(self, rule, **options):
+        self.rule, self.options = rule, HybridOptions(rule, **options)
+        self.model = SimpleNamespace(stop_training=False)
+        self.vectors = SimpleNamespace(
+            weights=Vectors([1.0]), state=None, fingerprint=lambda rule: f"model {rule.name}"
+        )
+        self.host, self._own, self._epoch = None, None, 0
+        self._came, self._passed_over = set(), set()
+
+    def meet_center(self):
+        return [9.0]
+
+
+@pytest.mark.parametrize("rule", [Delta(), AsyncEASGD(0.3), AsyncSGD(0.1)])
+def test_callbacks_see_the_center_and_training_goes_on_from_its_own(rule):
+    task = Task(rule)
+    for _ in range(2):
+        task.show_center()
+        assert task.vectors.weights.values == [9.0]
+    task.hide_center()
+    assert task.vectors.weights.values == [1.0]
+
+
+def test_the_service_shows_the_centers_statistics_too():
+    """It takes no step: without them `val_loss` and checkpoints would have those of the start."""
+    task = Task(Delta())
+    task.vectors.state = Vectors([1.0])
+    task.host = SimpleNamespace(center=lambda: [9.0], state_center=lambda: [5.0])
+    assert ServiceTask.meet_center(task) == [9.0]
+    assert (task.vectors.weights.values, task.vectors.state.values) == ([9.0], [5.0])
+
+
+class Ledger:
+    """One async worker that was silent for some seconds, which pass while the service asks."""
+
+    claimed = np.array([3])
+
+    def __init__(self, silences):
+        self.silences, self.asked = list(silences), 0
+
+    def is_handed_out(self, epoch):
+        return False
+
+    def present(self, presence, within_seconds):
+        assert presence == Presence.TRAINING
+        silence = self.silences[min(self.asked, len(self.silences) - 1)]
+        self.asked += 1
+        return [0] if silence < within_seconds else []
+
+
+def serve(monkeypatch, silences):
+    ledger = Ledger(silences)
+    host = SimpleNamespace(
+        ledger=ledger,
+        start_epoch=lambda epoch: None,
+        # what the others go by: silent for two time-outs
+        training_clients=lambda: ledger.present(Presence.TRAINING, 4.0),
+    )
+    monkeypatch.setattr(service_task, "join_service", lambda task: SimpleNamespace(host=host))
+    task = Task(Delta(), timeout_seconds=2.0, end_seconds=60.0)
+    task.start_epoch(0)
+    assert task.model.stop_training
+    return ledger.asked
+
+
+def test_a_silent_worker_may_come_back(monkeypatch):
+    assert serve(monkeypatch, [0.0, 30.0, 0.0, 30.0, 61.0]) == 5
+
+
+def test_who_returns_and_goes_again_is_passed_over_again():
+    given_up, present = [], [[0], [0, 1], [0], [0], [0, 1]]
+    host = SimpleNamespace(
+        ledger=SimpleNamespace(claimed=np.array([3, 2, 0])),
+        training_clients=lambda: present.pop(),
+        waiting_clients=list,
+        pass_over=lambda client: given_up.append(client) or True,
+    )
+    task = Task(Delta())
+    for _ in range(5):
+        task._pass_over_the_gone(host)
+    assert given_up == [1, 1]  # 2 has not come yet
+
+
+def test_who_has_ended_is_waited_for_by_nobody(caplog):
+    given_up = []
+    here = [[0, 1, 2], [0]]  # 2 took no batch
+    host = SimpleNamespace(
+        ledger=SimpleNamespace(claimed=np.array([3, 2, 0, 0])),
+        training_clients=lambda: here.pop(0),
+        waiting_clients=lambda: [1] if not here else [],
+        pass_over=lambda client: given_up.append(client) or True,
+    )
+    task = Task(Delta())
+    for _ in range(2):
+        task._pass_over_the_gone(host)
+    assert sorted(given_up) == [1, 2]
+    assert "worker 2 is gone" in caplog.text and "worker 1 is gone" not in caplog.text
+
+
+def test_who_is_gone_is_passed_over_until_all_of_the_service_knows():
+    answers, asked = [False, False, True, True], []
+    host = SimpleNamespace(
+        ledger=SimpleNamespace(claimed=np.array([3, 2])),
+        training_clients=lambda: [0],
+        waiting_clients=list,
+        pass_over=lambda client: asked.append(client) or answers[len(asked) - 1],
+    )
+    task = Task(Delta())
+    for _ in range(5):
+        task._pass_over_the_gone(host)
+    assert asked == [1, 1, 1]
+
+
+def test_a_worker_that_has_said_its_end_is_not_waited_for(monkeypatch):
+    assert serve(monkeypatch, [0.0, float("inf")]) == 2
+
+
+def proof_of(wire, **options):
+    task = Task(Delta(), wire=wire, **options)
+    return credential(b"0123456789abcdef", task.service_fingerprint)
+
+
+def test_tasks_agree_on_the_format_of_messages(cpu_devices):
+    wires = [FloatWire(dtype) for dtype in ("float32", "float16", "bfloat16")]
+    wires += [TopKWire(ratio) for ratio in (0.1, 0.2)]
+    assert len({proof_of(wire) for wire in wires}) == len(wires)
+    assert proof_of(None) == proof_of(FloatWire("float32"))
+    partitions = Partitions(((3,),))
+    service = ParameterService(
+        free_address(), partitions, Delta(), proof_of(wires[1]), 1, wire=wires[1]
+    )
+    service.start()
+    for wire in wires:
+        connect = (service.address, partitions, proof_of(wire), 0)
+        if wire is wires[1]:
+            ParameterClient(*connect, wire=wire)
+        else:
+            with pytest.raises(PermissionError, match="refused this worker"):
+                ParameterClient(*connect, wire=wire)
+
+
+def test_tasks_agree_on_the_size_of_messages():
+    # the largest values of a part have no size: they would land in other places of the center
+    wire = TopKWire(0.5)
+    assert proof_of(wire, partition_bytes=64) == proof_of(wire, partition_bytes=64)
+    assert proof_of(wire, partition_bytes=64) != proof_of(wire)
+    assert proof_of(TopKWire(0.1)) == proof_of(TopKWire(0.1), partition_bytes=4_096_000)
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "size"),
+    [
+        (Delta(), {}, 1_024_000),
+        (Delta(), {"partition_bytes": 64}, 16),
+        (Delta(), {"wire": TopKWire(0.8), "partition_bytes": 4_096_000}, 640_000),
+        (Delta(), {"wire": TopKWire(0.1), "partition_bytes": 4_096_000}, 1_024_000),
+        # the largest values of all workers, who send all of them before anything is measured
+        (ASHL(loss_threshold=0.5, num_workers=2), {"partition_bytes": 4_096_000}, 512_000),
+    ],
+)
+def test_messages_of_the_largest_partition_fit(rule, given, size):
+    assert HybridOptions(rule, **given).partition_size == size

@@ -1,0 +1,176 @@
+"""How often each task exchanges, from what it measured."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_het.asynchronous.exchange.push_pace import (
+    FIRST_PERIOD,
+    Pace,
+    PushPace,
+    choose_period,
+)
+from keras_het.planning import plan_pushes
+from keras_het.planning.roles.exchange_settings import (
+    LARGEST_OVERHEAD,
+    ExchangeSettings,
+    Pusher,
+    longest_period,
+)
+
+HEARD, LIMITS = 1.0, (20.0, 1000)
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def wait(self, seconds):
+        self.now += seconds
+
+
+def steps(pace, clock, number, seconds, samples=8):
+    for _ in range(number):
+        clock.wait(seconds)
+        pace.computed(1, samples)
+
+
+def exchange(pace, clock, own=0.0, travel=0.0, hidden_by=0.0, measures=False):
+    with pace.exchanging():
+        clock.wait(own)
+        pace.sent()
+        if measures:
+            with pace.waiting(measures=True):
+                clock.wait(travel)
+    if not measures:
+        steps(pace, clock, 1, hidden_by)
+        with pace.exchanging(), pace.waiting():
+            clock.wait(max(travel - hidden_by, 0.0))
+
+
+def test_speed_is_that_of_computation_alone():
+    clock = Clock()
+    pace = PushPace(clock)
+    steps(pace, clock, 2, 5.0)  # traced
+    assert pace.pace is None
+    for _ in range(4):
+        steps(pace, clock, 3, 0.1)
+        exchange(pace, clock, own=0.02, travel=1.0, measures=True)
+    assert pace.pace == pytest.approx(Pace(80.0, 8, 1.0))
+
+
+def test_what_is_done_with_an_early_answer_is_part_of_the_exchange():
+    clock = Clock()
+    pace = PushPace(clock)
+    steps(pace, clock, 2, 5.0)  # traced
+    for _ in range(4):
+        steps(pace, clock, 1, 0.1)
+        with pace.taking_early():
+            clock.wait(0.03)
+        steps(pace, clock, 2, 0.1)
+        exchange(pace, clock, own=0.02, travel=0.1, measures=True)
+    assert pace.pace == pytest.approx(Pace(80.0, 8, 0.05 / LARGEST_OVERHEAD))
+
+
+def test_an_exchange_that_was_waited_for_is_known():
+    clock = Clock()
+    pace = PushPace(clock)
+    steps(pace, clock, 4, 0.1)
+    exchange(pace, clock, travel=0.7, hidden_by=0.1)
+    assert pace.pace.exchange_seconds == pytest.approx(0.7)
+
+
+def test_a_hidden_exchange_still_costs_what_the_task_does_for_it():
+    clock = Clock()
+    pace = PushPace(clock)
+    steps(pace, clock, 4, 0.1)
+    with pace.exchanging():
+        clock.wait(9.0)  # traced
+    exchange(pace, clock, own=0.04, travel=0.05, hidden_by=0.1)
+    # own work of 0.04 s every second time: the median of (0.04, 0) is 0.02, a tenth of 0.2 s
+    assert pace.pace.exchange_seconds == pytest.approx(0.2)
+
+
+def test_an_exchange_that_nothing_hides_costs_all_its_time():
+    clock = Clock()
+    pace = PushPace(clock, waits=True)
+    steps(pace, clock, 4, 0.1)
+    for seconds in (9.0, 0.6, 0.6):  # the first one is traced
+        with pace.exchanging():
+            clock.wait(0.1)
+            pace.sent()
+            with pace.waiting():
+                clock.wait(seconds - 0.1)
+    # a tenth of the time
+    assert pace.pace.exchange_seconds == pytest.approx(6.0)
+
+
+def test_it_is_measured_at_first_and_then_now_and_then():
+    pace = PushPace(Clock())
+    due = []
+    for _ in range(20):
+        due.append(pace.is_due)
+        with pace.exchanging():
+            pass
+    assert [number for number, is_due in enumerate(due) if is_due] == [0, 1, 8, 16]
+
+
+def test_periods_by_hand():
+    # the slow one takes 0.4 s for a batch: the fast one takes 20 of its own meanwhile
+    paces = [(800.0, 16, 0.0), (20.0, 8, 0.1)]
+    assert choose_period(paces, [HEARD] * 2, 0, LIMITS) == 20
+    assert choose_period(paces, [HEARD] * 2, 1, LIMITS) == 1
+    # behind a slow link everybody exchanges less often
+    paces[1] = (20.0, 8, 1.1)
+    assert choose_period(paces, [HEARD] * 2, 0, LIMITS) == 55
+    assert choose_period(paces, [HEARD] * 2, 1, LIMITS) == 3
+
+
+def test_who_is_silent_or_said_nothing_does_not_count():
+    paces = [(800.0, 16, 0.0), (20.0, 8, 0.1), (0.0, 0, 0.0)]
+    assert choose_period(paces, [HEARD, 21.0, HEARD], 0, LIMITS) == 1
+    assert choose_period(paces, [HEARD, 21.0, HEARD], 1, LIMITS) == 1  # itself it always counts
+    assert choose_period(paces, [HEARD] * 3, 2, LIMITS) == FIRST_PERIOD
+
+
+def test_there_are_some_exchanges_in_an_epoch():
+    paces = [(800.0, 16, 0.0), (0.1, 8, 0.1)]
+    assert choose_period(paces, [HEARD] * 2, 0, (20.0, longest_period(80))) == 10
+    assert longest_period(3) == 1
+
+
+def test_what_only_some_rules_measure_changes_nothing():
+    paces = [(800.0, 16, 0.0, 0.5), (20.0, 8, 0.1, 9.0)]
+    assert choose_period(paces, [HEARD] * 2, 0, LIMITS) == 20
+
+
+PACES = st.lists(
+    st.tuples(st.floats(1, 500), st.integers(1, 64), st.floats(0, 3)), min_size=1, max_size=6
+)
+
+
+@given(PACES)
+def test_all_push_as_planned_whoever_computes_it(paces):
+    plan = plan_pushes(*(list(column) for column in zip(*paces, strict=True)))
+    silence, far = np.zeros(len(paces)), (20.0, 1 << 40)
+    periods = [choose_period(paces, silence, client, far) for client in range(len(paces))]
+    samples = [period * batch for period, (_, batch, _) in zip(periods, paces, strict=True)]
+    assert tuple(samples) == plan.samples
+
+
+def test_roles_are_predicted_for_the_periods_that_tasks_plan():
+    group, worker = Pusher(48.0, 0.06, 0.0, 0.015, 1), Pusher(24.0, 0.1, 0.35, 0.008, 2)
+    paces = [
+        Pace(48 / 0.06, 48.0, 0.015 / LARGEST_OVERHEAD),
+        Pace(24 / 0.1, 24.0, 0.35),
+    ]
+    predicted = ExchangeSettings(period=None, num_batches=300).periods([group, worker])
+    for client, parts in enumerate((1, 2)):
+        limits = (20.0, longest_period(300 * parts))
+        assert choose_period(paces, [HEARD] * 2, client, limits) == predicted[client]
+    assert predicted == (6, 4)

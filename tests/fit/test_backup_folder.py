@@ -1,0 +1,195 @@
+"""A backup is there as a whole, or is an error that names the file, wherever a save ends."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import resource
+import shutil
+
+import keras
+import numpy as np
+import pytest
+from file_operations import Watch
+
+from keras_het.callbacks import BackupAndRestore
+from keras_het.fit.backup_folder import BackupFolder
+
+
+@pytest.fixture
+def model():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def set_all(model, value):
+    for variable in (*model.weights, *model.optimizer.variables):
+        variable.assign(np.full(variable.shape, value))
+
+
+def add(folder, model, value):
+    set_all(model, value)
+    folder.add(model, {"number": np.array(value), "service/a/b": np.full(3, value)})
+
+
+def assert_whole(path, model, values):
+    """Weights, optimizer and the rest are of the same save, one of `values`; returns which."""
+    folder = BackupFolder(path, 1)
+    assert folder.find()
+    set_all(model, 99)
+    state = folder.restore(model)
+    assert set(state) == {"number", "service/a/b"}
+    value = int(state["number"])
+    assert value in values
+    np.testing.assert_array_equal(state["service/a/b"], value)
+    for variable in (*model.weights, *model.optimizer.variables):
+        np.testing.assert_array_equal(np.array(variable), value)
+    return value
+
+
+def backups(path):
+    return sorted(path.glob("backup-*"), key=lambda file: int(file.name.split("-")[1]))
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("num_kept", [1, 2])
+def test_what_a_kill_leaves_behind_at_every_file_operation(model, tmp_path, num_kept):
+    path = tmp_path / "backup"
+    folder = BackupFolder(path, num_kept)
+    for value in range(3):
+        add(folder, model, value)
+    with Watch(path, lambda number: shutil.copytree(path, tmp_path / str(number))) as watch:
+        add(folder, model, 3)
+    # It is on the disk before it has its name, and the name is before the one before is removed.
+    order = [name for name in watch.seen if name in ("fsync", "os.rename", "os.remove")]
+    assert order == ["fsync", "os.rename", "fsync", "os.remove"]
+    assert {"open", "posix_fallocate", "after save_weights", "after close"} <= set(watch.seen)
+    found = [assert_whole(tmp_path / str(n), model, {2, 3}) for n in range(1, len(watch.seen))]
+    assert found == sorted(found) and set(found) == {2, 3}
+    assert assert_whole(path, model, {3}) == 3
+    assert len(list(path.iterdir())) == num_kept
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("num_kept", [1, 2])
+def test_an_error_at_every_file_operation(model, tmp_path, num_kept):
+    path = tmp_path / "backup"
+    folder = BackupFolder(path, num_kept)
+    add(folder, model, 1)
+    count = 0
+
+    def fail(number):
+        if number == count:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    watch = Watch(path, fail)
+    whole, refused = 1, 0
+    while len(watch.seen) >= count:
+        count += 1
+        try:
+            with watch:
+                add(folder, model, count + 1)
+        except OSError as error:
+            assert "No space left on device" in str(error)
+            refused += 1
+        whole = assert_whole(path, model, {whole, count + 1})
+    assert refused > 10
+    assert whole == count + 1
+    assert len(list(path.iterdir())) == num_kept
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(model, tmp_path):
+    path = tmp_path / "backup"
+    folder = BackupFolder(path, 1)
+    add(folder, model, 1)
+    (whole,) = path.iterdir()
+    size, (_, hard) = whole.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, 1, size // 2, size - 1, size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(OSError, match="could not be written") as error:
+                add(folder, model, 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        assert str(path / "incomplete.weights.h5") in str(error.value)
+        assert str(whole) in str(error.value)
+        assert list(path.iterdir()) == [whole]
+    assert_whole(path, model, {1})
+    add(folder, model, 3)
+    assert_whole(path, model, {3})
+
+
+def damages(size, num_places):
+    """Changes of a file of so many bytes."""
+    places = sorted({*range(0, size, size // num_places), size - 1})
+    for place in places:
+        yield lambda content, end=place: content[:end]
+        yield (
+            lambda content, at=place: content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
+        )
+    yield lambda content: content + b"\0"
+
+
+def test_a_damaged_backup_is_refused_by_its_name(model, tmp_path):
+    add(BackupFolder(tmp_path, 1), model, 1)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    for damage in damages(len(content), 100):
+        path.write_bytes(damage(content))
+        folder = BackupFolder(tmp_path, 1)
+        with pytest.raises(OSError, match="damaged") as error:
+            folder.find()
+        assert str(path) in str(error.value)
+        assert folder.newest is None
+
+
+def test_the_one_before_a_damaged_backup(model, tmp_path, caplog):
+    folder = BackupFolder(tmp_path, 2)
+    for value in (1, 2):
+        add(folder, model, value)
+    first, second = backups(tmp_path)
+    content = second.read_bytes()
+    for damage in damages(len(content), 5):
+        second.write_bytes(damage(content))
+        with caplog.at_level(logging.WARNING, logger="keras_het"):
+            assert_whole(tmp_path, model, {1})
+        assert str(first) in caplog.text and str(second) in caplog.text
+        caplog.clear()
+    # nobody has changed anything: of several workers each one reads, and only the chief writes
+    assert backups(tmp_path) == [first, second]
+    folder = BackupFolder(tmp_path, 2)
+    folder.find()
+    add(folder, model, 3)
+    assert [file.name.split("-")[1] for file in backups(tmp_path)] == ["1", "3"]
+    assert_whole(tmp_path, model, {3})
+
+
+def test_what_else_lies_in_the_folder_is_left_alone(model, tmp_path):
+    others = [tmp_path / name for name in ("backup-notes.txt", "backup-7-.weights.h5", "x.h5")]
+    for other in others:
+        other.write_text("mine")
+    folder = BackupFolder(tmp_path, 1)
+    assert folder.find() == "" and folder.newest is None and folder.state() == {}
+    for value in (1, 2):
+        add(folder, model, value)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(other.name for other in others), folder.newest.name
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["latest.weights.h5", "training_metadata.json", "data_position.json"]
+)
+def test_another_format_is_refused(model, tmp_path, name):
+    add(BackupFolder(tmp_path, 1), model, 1)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match="another backup_dir") as error:
+        BackupFolder(tmp_path, 1).find()
+    assert str(tmp_path / name) in str(error.value)
+
+
+def test_a_url_is_refused():
+    with pytest.raises(ValueError, match="gs://bucket/backup"):
+        BackupAndRestore("gs://bucket/backup")

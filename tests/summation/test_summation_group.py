@@ -1,0 +1,143 @@
+"""Workers agree about the place of every sum, whatever else one of them has traced."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_het.launch.local.free_ports import ReservedPorts
+from keras_het.rpc.admission import credential
+from keras_het.summation import (
+    Summation,
+    SummationGroup,
+    SummationService,
+    place_partitions,
+)
+
+PROOF = credential(b"a secret of these tests", "summation")
+RUN = 78
+NUM_SLOTS = 16
+TIMEOUT = 60.0
+# Of float32 values: several partitions for each machine.
+OPTIONS = Summation(partition_bytes=16, partitions_in_flight=2)
+
+
+@pytest.fixture
+def groups(cpu_devices):
+    """Two workers in one process, and a spare machine."""
+    with ReservedPorts(3) as ports:
+        ports.release()
+        services = [SummationService(address, 2, PROOF, NUM_SLOTS) for address in ports.addresses]
+        for service in services:
+            service.start()
+        yield [
+            SummationGroup(OPTIONS, services[worker], ports.addresses, 2, worker, PROOF, RUN)
+            for worker in range(2)
+        ]
+        for service in services:
+            service.close()
+
+
+@pytest.fixture
+def step(groups):
+    """Makes the step of one worker: a sum outside and one inside of a branch."""
+
+    def make(worker):
+        group = groups[worker]
+
+        @tf.function
+        def step(values, version):
+            del version  # another one is traced again
+            first = group.sum([values])[0]
+            second = tf.cond(values[0] > 0, lambda: group.sum([2.0 * values])[0], lambda: values)
+            return first, second
+
+        return step
+
+    return make
+
+
+def assert_sums(steps, versions):
+    values = [np.arange(1, 24, dtype="float32"), np.arange(24, 1, -1, dtype="float32")]
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(steps[w], tf.constant(values[w]), versions[w]) for w in range(2)]
+        results = [answer.result(TIMEOUT) for answer in both]
+    for first, second in results:
+        np.testing.assert_array_equal(first, values[0] + values[1])
+        np.testing.assert_array_equal(second, 2.0 * (values[0] + values[1]))
+
+
+def test_a_worker_that_traces_again_needs_no_other_place(groups, step):
+    steps = [step(0), step(1)]
+    assert_sums(steps, (1, 1))
+    places = groups[0].num_partitions
+    assert_sums(steps, (2, 1))
+    assert groups[0].num_partitions == groups[1].num_partitions == places
+
+
+@pytest.mark.full
+def test_graphs_that_never_run_take_no_place(groups, step):
+    class InfersItsShape(keras.layers.Layer):
+        def call(self, values):
+            assert not groups[0].can_sum(values)
+            return values
+
+    InfersItsShape()(keras.Input(batch_shape=(23,)))
+    assert_sums([step(0), step(1)], (1, 1))
+
+
+def test_sums_are_made_in_functions_of_float32_values_of_known_shape(groups):
+    group, answers = groups[0], []
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
+    def traced(unknown):
+        known = tf.ones([3])
+        answers.extend(group.can_sum(v) for v in (known, unknown, tf.cast(known, tf.float64)))
+        tf.cond(unknown[0] > 0, lambda: answers.append(group.can_sum(tf.ones([3]))), lambda: None)
+
+    traced.get_concrete_function()
+    assert answers == [True, False, False, True]
+    assert not group.can_sum(tf.ones([3]))
+
+
+def test_a_message_waits_for_what_it_is_placed_behind(groups, monkeypatch):
+    placement = place_partitions(23, [1.0] * 2, [1.0], 4, in_flight=2)
+    totals = []
+
+    def exchange(owner, slot, step, values, before):
+        number = len(totals)
+        assert owner == placement.owners[number]
+        expected = [id(totals[earlier]) for earlier in placement.waits[number]]
+        assert [id(total) for total in before] == expected
+        totals.append(tf.identity(values))
+        return totals[-1]
+
+    monkeypatch.setattr(groups[0], "_exchange", exchange)
+    tf.function(lambda values: groups[0].sum([values])[0]).get_concrete_function(tf.ones([23]))
+    assert len(totals) == len(placement.owners)
+    assert any(placement.waits)
+
+
+def test_a_message_waits_for_nothing_else(groups):
+    """As TensorFlow would have it, in the order of the graph, if nothing was said."""
+    function = tf.function(lambda values: groups[0].sum([values])[0])
+    operations = function.get_concrete_function(tf.ones([23])).graph.get_operations()
+    calls = [op for op in operations if op.type == "StatefulPartitionedCall"]
+    waits = place_partitions(23, [1.0] * 2, [1.0], 4, in_flight=2).waits
+    assert len(calls) == len(waits)
+    behind = []
+    for call, earlier in zip(calls, waits, strict=True):
+        behind.append(set(earlier).union(*(behind[number] for number in earlier)))
+        assert ancestors(call) & set(calls) == {calls[number] for number in behind[-1]}
+
+
+def ancestors(operation):
+    found, front = set(), [operation]
+    while front:
+        current = front.pop()
+        earlier = {tensor.op for tensor in current.inputs} | set(current.control_inputs)
+        front.extend(earlier - found)
+        found |= earlier
+    return found
