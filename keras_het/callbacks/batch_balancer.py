@@ -33,6 +33,7 @@ from keras_het.planning.balance import POLICIES
 from keras_het.planning.bounded_shares import MAX_TOTAL
 from keras_het.strategy.measure.compute_times import StepTimes
 from keras_het.strategy.measure.reading_interval import ReadingInterval
+from keras_het.training_strategy import TrainingStrategy
 
 _WARM_UP = 2.0
 _FIXED_POLICIES = ("even", "static")
@@ -237,7 +238,7 @@ class BatchBalancer(SessionCallback):
         predict = getattr(self._policy, "predicted_step_seconds", None)
         return None if predict is None else predict(samples)
 
-    def _observe(self, strategy: Any, steps: list[StepTimes]) -> None:
+    def _observe(self, strategy: TrainingStrategy, steps: list[StepTimes]) -> None:
         """Takes note of steps with the same shares, which count as one."""
         shares = steps[-1].shares
         total = int(shares.sum())
@@ -259,7 +260,7 @@ class BatchBalancer(SessionCallback):
             median = unknown if is_warm_up else np.median(seconds, axis=0)
             self._policy.observe(self._step - 1, shares, median)
 
-    def _start(self, strategy: Any, total: int) -> None:
+    def _start(self, strategy: TrainingStrategy, total: int) -> None:
         """The first plan, which depends on nothing measured: the same on all workers."""
         self._global_batch_size = total
         self.global_batch_sizes = [total]
@@ -274,7 +275,7 @@ class BatchBalancer(SessionCallback):
             strategy.set_shares(plan.shares)
             strategy.compute_times.want(plan.shares)
 
-    def _go_on(self, strategy: Any, total: int) -> None:
+    def _go_on(self, strategy: TrainingStrategy, total: int) -> None:
         """Another fit with this balancer: its shares count again, for batches of that size."""
         if self._used_shares:
             strategy.set_shares(self._used_shares)
@@ -292,7 +293,7 @@ class BatchBalancer(SessionCallback):
             self.global_batch_sizes.append(batch)
             self._policy.set_global_batch_size(batch)
 
-    def _decided(self, strategy: Any, plan: BalancePlan | None) -> None:
+    def _decided(self, strategy: TrainingStrategy, plan: BalancePlan | None) -> None:
         """The chief's decision goes to all workers with the next step."""
         if plan is None:
             return
@@ -302,7 +303,7 @@ class BatchBalancer(SessionCallback):
             self._used_shares = plan.shares
             strategy.set_shares(plan.shares)
 
-    def _follow(self, strategy: Any, wanted: tuple[int, ...]) -> None:
+    def _follow(self, strategy: TrainingStrategy, wanted: tuple[int, ...]) -> None:
         """Applies what the chief wants, on all workers after the same step."""
         if strategy.num_workers == 1 or not any(wanted) or wanted == self._used_shares:
             return
@@ -312,11 +313,11 @@ class BatchBalancer(SessionCallback):
             name = self._policy.name if self._policy is not None else ""
             self._note(strategy, BalancePlan(self._step - 1, name, wanted, "the chief's decision"))
 
-    def _note(self, strategy: Any, plan: BalancePlan) -> None:
+    def _note(self, strategy: TrainingStrategy, plan: BalancePlan) -> None:
         self.plans.append(plan)
         tell(plan, strategy, self._verbose)
 
-    def _make_policy(self, strategy: Any, total: int) -> BalancePolicy:
+    def _make_policy(self, strategy: TrainingStrategy, total: int) -> BalancePolicy:
         num_replicas = len(strategy.shares)
         # a later global batch may be larger than this one
         upper = each_bound(self._max_share, num_replicas, MAX_TOTAL, MAX_TOTAL)
@@ -339,7 +340,7 @@ class BatchBalancer(SessionCallback):
             options.setdefault("weights", strategy.shares)
         return make_policy(self._given_policy, num_replicas, total, **options)
 
-    def _least_share(self, strategy: Any, total: int) -> int:
+    def _least_share(self, strategy: TrainingStrategy, total: int) -> int:
         """Samples that every replica gets unless told otherwise.
 
         A real device without a share computes a row of zeros, which takes as long as one sample:

@@ -15,6 +15,7 @@ from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning.global_batch import choose_global_batch, learning_rate_factor
 from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
 from keras_het.strategy.measure.compute_times import StepTimes
+from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
 
@@ -54,7 +55,7 @@ class GlobalBatchGrowth:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: TrainingStrategy,
         model: Any,
         largest: int | None,
         step_seconds: Callable[[int], float | None],
@@ -184,7 +185,7 @@ class GlobalBatchGrowth:
         self._shorter_epochs.end()
 
 
-def _check(strategy: Any, model: Any, data: Any) -> None:
+def _check(strategy: TrainingStrategy, model: Any, data: Any) -> None:
     if strategy.num_replicas_in_sync < 2:
         raise ValueError(
             'global_batch="adaptive" compares the gradients of replicas, and needs two at least. '
@@ -213,7 +214,7 @@ def _innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def _check_cluster(strategy: Any) -> None:
+def _check_cluster(strategy: TrainingStrategy) -> None:
     if strategy.num_async_workers:
         raise ValueError(
             "Async workers take global batches by their number, which must mean the same samples "

@@ -28,6 +28,7 @@ from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
 from keras_het.strategy.measure.compute_times import CAPACITY
+from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
 _PERIOD = 8
@@ -329,7 +330,7 @@ class HybridAggregation(SessionCallback):
             self.model.make_train_function(force=True)
         self._participant = None
 
-    def _measures_first(self, strategy: Any) -> bool:
+    def _measures_first(self, strategy: TrainingStrategy) -> bool:
         """Whether the roles are still to be chosen; tells those that were."""
         chosen = os.environ.get(CHOSEN_ROLES)
         if chosen and strategy.is_chief:

@@ -14,6 +14,7 @@ from keras_het.local_training import (
     PeriodicExchange,
     adopt_variables_of_the_chief,
 )
+from keras_het.training_strategy import TrainingStrategy
 
 
 class LocalTraining(SessionCallback):
@@ -104,7 +105,7 @@ class LocalTraining(SessionCallback):
         if self._steps is not None:
             self._steps.take_samples()
 
-    def _start(self, strategy: Any) -> None:
+    def _start(self, strategy: TrainingStrategy) -> None:
         """Starts from the weights that a backup may have brought back meanwhile."""
         self._exchange = PeriodicExchange(self.model, strategy, self._rule_of_training)
         if strategy.training_state.restored is not None:
@@ -157,7 +158,7 @@ class LocalTraining(SessionCallback):
         self._exchange = self._steps = None
 
 
-def _combine_logs(strategy: Any, logs: Any, samples: int) -> None:
+def _combine_logs(strategy: TrainingStrategy, logs: Any, samples: int) -> None:
     """Makes logs the mean over the workers' samples, where they are not the same anyway.
 
     Metrics are: Keras reads their sums over all replicas. What a train step of one's own has logged
@@ -183,7 +184,7 @@ def _synchronous(rule: Any, num_workers: int) -> SynchronousRule:
     return found
 
 
-def _check_cluster(strategy: Any) -> None:
+def _check_cluster(strategy: TrainingStrategy) -> None:
     if strategy.num_async_workers:
         raise ValueError(
             "Workers of the job `async` exchange with a parameter service, not with each other. "

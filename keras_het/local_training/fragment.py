@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_het.asynchronous.rules import SynchronousRule
 from keras_het.local_training.packed_variables import PackedVariables
 from keras_het.local_training.variables_of_the_chief import adopt_vector_of_the_chief
+from keras_het.training_strategy import TrainingStrategy
 
 _STATE = "state/"
 
@@ -51,7 +52,7 @@ class Fragment:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: TrainingStrategy,
         rule: SynchronousRule,
         weights: PackedVariables,
         statistics: PackedVariables,

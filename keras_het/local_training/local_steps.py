@@ -6,6 +6,7 @@ from typing import Any
 
 from keras_het.fit.session import FitSession, Rank, StepFunction
 from keras_het.local_training.variables_of_the_chief import adopt_variables_of_the_chief
+from keras_het.training_strategy import TrainingStrategy
 
 
 class LocalSteps:
@@ -16,7 +17,7 @@ class LocalSteps:
         strategy: the model's `HeterogeneousStrategy`.
     """
 
-    def __init__(self, fit: FitSession, strategy: Any) -> None:
+    def __init__(self, fit: FitSession, strategy: TrainingStrategy) -> None:
         self._fit, self._strategy = fit, strategy
         self._samples = 0
         self._is_left = False
@@ -70,7 +71,7 @@ class _FromTheChief:
 
     adopts_the_chiefs = True
 
-    def __init__(self, model: Any, strategy: Any) -> None:
+    def __init__(self, model: Any, strategy: TrainingStrategy) -> None:
         self._model, self._strategy = model, strategy
 
     def __call__(self, batches: Any) -> Any:

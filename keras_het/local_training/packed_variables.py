@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het.training_strategy import TrainingStrategy
+
 
 class PackedVariables:
     """Reads and writes Keras variables as one vector, whatever the number of local replicas.
@@ -19,7 +21,7 @@ class PackedVariables:
     """
 
     def __init__(
-        self, variables: Sequence[Any], strategy: Any, dtype: tf.DType = tf.float32
+        self, variables: Sequence[Any], strategy: TrainingStrategy, dtype: tf.DType = tf.float32
     ) -> None:
         self._dtype = dtype
         self._variables = list(variables)

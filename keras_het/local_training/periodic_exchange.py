@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_het.asynchronous.rules import SynchronousRule
 from keras_het.local_training.fragment import Fragment
 from keras_het.local_training.packed_variables import PackedVariables
+from keras_het.training_strategy import TrainingStrategy
 
 _PREFIX = "local_training/"
 
@@ -32,7 +33,7 @@ class PeriodicExchange:
         ValueError: if nothing is trained.
     """
 
-    def __init__(self, model: Any, strategy: Any, rule: SynchronousRule) -> None:
+    def __init__(self, model: Any, strategy: TrainingStrategy, rule: SynchronousRule) -> None:
         variables = list(model.trainable_variables)
         if not model.built or not variables:
             raise ValueError(

@@ -7,9 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het.local_training.packed_variables import PackedVariables
+from keras_het.training_strategy import TrainingStrategy
 
 
-def adopt_variables_of_the_chief(model: Any, strategy: Any) -> None:
+def adopt_variables_of_the_chief(model: Any, strategy: TrainingStrategy) -> None:
     """Gives every worker the chief's weights, moving statistics and optimizer state.
 
     Synchronous steps keep workers equal and do not make them so: with optimizer states of their own
@@ -34,7 +35,7 @@ def _kind(dtype: Any) -> Any:
     return tf.int64 if dtype.is_integer else None
 
 
-def adopt_vector_of_the_chief(variables: PackedVariables, strategy: Any) -> None:
+def adopt_vector_of_the_chief(variables: PackedVariables, strategy: TrainingStrategy) -> None:
     """Gives every worker the chief's values, bit by bit.
 
     Args:

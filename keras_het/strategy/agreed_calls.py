@@ -22,6 +22,7 @@ from keras_het.strategy.described_call import (
     workers_with_other_weights,
 )
 from keras_het.strategy.exact.created_in_scope import move_optimizer
+from keras_het.training_strategy import TrainingStrategy
 
 _LOOPS = ("fit", "evaluate", "predict")
 # Compared in the first call only: they may be as short as a step.
@@ -31,7 +32,7 @@ _clusters: weakref.WeakSet[Any] = weakref.WeakSet()
 _called: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
-def install_agreement(strategy: Any) -> None:
+def install_agreement(strategy: TrainingStrategy) -> None:
     """Makes the calls of models of this strategy agree; those of other models are Keras's own.
 
     Args:
@@ -51,7 +52,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def agreed_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy: Any = getattr(self, "distribute_strategy", None)
+        strategy: TrainingStrategy = getattr(self, "distribute_strategy", None)  # type: ignore[assignment]
         if name in _TRAINING:
             _check_was_made_in_scope(self, name)
         if not hasattr(strategy, "agree"):
@@ -107,7 +108,7 @@ def _check_was_made_in_scope(model: Any, name: str) -> None:
         )
 
 
-def _agree(strategy: Any, model: Any, name: str, given: dict[str, Any]) -> None:
+def _agree(strategy: TrainingStrategy, model: Any, name: str, given: dict[str, Any]) -> None:
     described = describe_call(model, given)
     weights = [weight / sum(strategy.shares) for weight in strategy.shares]
     described["shares"] = str([float(f"{weight:.4g}") for weight in weights])

@@ -14,6 +14,7 @@ from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeat
 from keras_het.planning import ReplicaLayout
 from keras_het.strategy.batches.uneven_per_replica import wrap_shares, wrapped_spec
 from keras_het.strategy.cluster import agreement
+from keras_het.training_strategy import TrainingStrategy
 
 
 class DataPath:
@@ -23,7 +24,7 @@ class DataPath:
         strategy: the `HeterogeneousStrategy`.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: TrainingStrategy) -> None:
         self._strategy = weakref.ref(strategy)
         self._latest: weakref.ref[Any] | None = None
         self.latest_shares: tuple[int, ...] = ()
@@ -162,7 +163,7 @@ class DataPath:
         return strategy
 
 
-def with_own_batches(dataset: Any, strategy: Any) -> Any:
+def with_own_batches(dataset: Any, strategy: TrainingStrategy) -> Any:
     """Makes data whose replicas bring batches of their own refuse what cannot apply to it.
 
     Args:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from keras_het.asynchronous.exchange.model_vectors import VariableVectors
+from keras_het.training_strategy import TrainingStrategy
 
 _RATE = 1.0
 
@@ -64,7 +65,11 @@ class MeanGradient:
     """
 
     def __init__(
-        self, variables: list[Any], strategy: Any, partition_size: int, user_optimizer: Any = None
+        self,
+        variables: list[Any],
+        strategy: TrainingStrategy,
+        partition_size: int,
+        user_optimizer: Any = None,
     ) -> None:
         with strategy.scope():
             self._sum = GradientSum()

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_het.asynchronous.parameter_service import Partitions, model_fingerprint
 from keras_het.asynchronous.rules import serialize
+from keras_het.training_strategy import TrainingStrategy
 
 
 class VariableVectors:
@@ -24,7 +25,9 @@ class VariableVectors:
         partition_size: float32 elements of a partition.
     """
 
-    def __init__(self, variables: Sequence[Any], strategy: Any, partition_size: int) -> None:
+    def __init__(
+        self, variables: Sequence[Any], strategy: TrainingStrategy, partition_size: int
+    ) -> None:
         self._variables = list(variables)
         self._strategy = strategy
         self.partitions = Partitions(tuple(tuple(v.shape) for v in variables), partition_size)
@@ -79,7 +82,7 @@ class ModelVectors:
         ValueError: if nothing is trained.
     """
 
-    def __init__(self, model: Any, strategy: Any, partition_size: int) -> None:
+    def __init__(self, model: Any, strategy: TrainingStrategy, partition_size: int) -> None:
         if not model.built or not model.trainable_variables:
             raise ValueError(
                 "Weights are shared before the first step, and there are none. Received: a model "

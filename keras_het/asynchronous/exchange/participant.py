@@ -14,6 +14,8 @@ from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH
 from keras_het.asynchronous.rules import UpdateRule
 from keras_het.rpc.admission import read_secret
 from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
+from keras_het.strategy.cluster.cluster_config import config_of
+from keras_het.training_strategy import TrainingStrategy
 
 WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
 
@@ -110,7 +112,7 @@ class Participant(abc.ABC):
         options: the same on all tasks.
     """
 
-    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+    def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
         self.vectors = ModelVectors(model, strategy, options.partition_size)
@@ -216,9 +218,9 @@ class Participant(abc.ABC):
             self.vectors.weights.write(own)
 
 
-def first_async_client(strategy: Any) -> int:
+def first_async_client(strategy: TrainingStrategy) -> int:
     """Number of the first async worker among the service's clients; a sync group is client 0."""
-    return int(strategy.cluster_config.has_sync_group)
+    return int(config_of(strategy).has_sync_group)
 
 
 def check_can_be_shared(data: Any) -> None:

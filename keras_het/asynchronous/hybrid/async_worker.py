@@ -30,6 +30,8 @@ from keras_het.asynchronous.parameter_service.ledger_client import LedgerFacts, 
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
 from keras_het.asynchronous.rules import Signal
 from keras_het.planning.roles.exchange_settings import longest_period
+from keras_het.strategy.cluster.cluster_config import config_of
+from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.02
@@ -52,9 +54,9 @@ class AsyncWorker(Participant):
         options: the same on all tasks.
     """
 
-    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+    def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
-        self._worker = int(strategy.cluster_config.task_index)
+        self._worker = int(config_of(strategy).task_index)
         self._client = first_async_client(strategy) + self._worker
         self._stage = 0
         self._loss: float | None = None
@@ -314,7 +316,7 @@ class AsyncWorker(Participant):
         whole = int(self.data.global_batch_size or 0)
         size = self.options.async_batch_size
         if size is None:
-            config = self.strategy.cluster_config
+            config = config_of(self.strategy)
             group = len(config.workers) + (config.chief is not None)
             return max(group, 1)
         if not whole:
@@ -327,7 +329,7 @@ class AsyncWorker(Participant):
     def _warn_of_unused_batches(self) -> None:
         """Keras ends an epoch after as many steps as there are batches."""
         parts, workers = self._num_parts(), self.strategy.num_async_workers
-        if not self.strategy.cluster_config.has_sync_group and parts > workers:
+        if not config_of(self.strategy).has_sync_group and parts > workers:
             _logger.warning(
                 "Keras ends an epoch after %d steps, and a batch takes %d of them with "
                 "async_batch_size=%s: %d async workers alone use at most %d %% of the data. Make "

@@ -11,6 +11,7 @@ from keras_het.asynchronous.center.open_service import Membership, join_service
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
 from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
+from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.05
@@ -30,7 +31,7 @@ class ServiceTask(Participant):
         options: the same on all tasks.
     """
 
-    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+    def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
         self.host: Host | None = None
         self._membership = Membership()

@@ -16,6 +16,7 @@ from keras_het.asynchronous.exchange.push_pace import PushPace, choose_period
 from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.planning.roles.exchange_settings import longest_period
+from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.02
@@ -34,7 +35,7 @@ class SyncGroup(Participant):
         options: the same on all tasks.
     """
 
-    def __init__(self, model: Any, strategy: Any, options: HybridOptions) -> None:
+    def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
         self._host: Host | None = None
         self._membership: Membership | None = None

@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_het.asynchronous.exchange.model_vectors import ModelVectors
 from keras_het.strategy.measure.compute_times import StepTimes
+from keras_het.training_strategy import TrainingStrategy
 
 _TIMES = 15
 _PARTS = 4
@@ -30,7 +31,7 @@ class ExchangeTimes(NamedTuple):
 
 
 def measure_exchange(
-    model: Any, strategy: Any, partition_size: int, steps: Sequence[StepTimes]
+    model: Any, strategy: TrainingStrategy, partition_size: int, steps: Sequence[StepTimes]
 ) -> ExchangeTimes:
     """Measures reading the weights, and what collectives took; all workers must call it.
 

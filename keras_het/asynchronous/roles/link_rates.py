@@ -14,6 +14,8 @@ from keras_het.rpc.admission import read_secret
 from keras_het.rpc.function_client import FunctionClient
 from keras_het.rpc.function_server import FunctionServer
 from keras_het.rpc.gate import Gate
+from keras_het.strategy.cluster.cluster_config import config_of
+from keras_het.training_strategy import TrainingStrategy
 
 _ABOUT = "keras_het link rates 1"
 _MESSAGE_BYTES = 1 << 20
@@ -21,7 +23,7 @@ _MESSAGES = 3
 _TIMEOUT_SECONDS = 60.0
 
 
-def measure_link_rates(strategy: Any) -> tuple[float, ...]:
+def measure_link_rates(strategy: TrainingStrategy) -> tuple[float, ...]:
     """Measures one worker after the other; all workers of the sync group must call it.
 
     The leader's own link is taken to be as fast as the fastest of the others.
@@ -33,7 +35,7 @@ def measure_link_rates(strategy: Any) -> tuple[float, ...]:
         Bytes per second of every worker.
     """
     proof = credential(read_secret(), _ABOUT)
-    address = strategy.cluster_config.service_address()
+    address = config_of(strategy).service_address()
     server = _start_server(address, proof) if strategy.is_chief else None
     seconds = 0.0
     for worker in range(strategy.num_workers):

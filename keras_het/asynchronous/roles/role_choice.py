@@ -21,9 +21,15 @@ from keras_het.planning.noise_scale import (
     SmoothedNoiseScale,
     noise_scale_estimate,
 )
-from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, TF_CONFIG, ClusterConfig
+from keras_het.strategy.cluster.cluster_config import (
+    CHOSEN_ROLES,
+    TF_CONFIG,
+    ClusterConfig,
+    config_of,
+)
 from keras_het.strategy.cluster.departure import leave_together
 from keras_het.strategy.measure.compute_times import StepTimes
+from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
 _ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
@@ -51,7 +57,7 @@ class RoleChoice:
     def __init__(
         self,
         model: Any,
-        strategy: Any,
+        strategy: TrainingStrategy,
         options: HybridOptions,
         measured_steps: int,
         noise_scale: float | None = None,
@@ -191,7 +197,7 @@ def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str
     return {TF_CONFIG: json.dumps({"cluster": cluster, "task": task})}
 
 
-def start_again(strategy: Any, plan: RolePlan) -> None:
+def start_again(strategy: TrainingStrategy, plan: RolePlan) -> None:
     """Starts this process's script again in its new role, or ends it if it is left out.
 
     What the measured steps trained is forgotten.
@@ -200,7 +206,7 @@ def start_again(strategy: Any, plan: RolePlan) -> None:
         strategy: the strategy of the present cluster.
         plan: which roles all workers have.
     """
-    environment = environment_of(strategy.cluster_config, plan.roles)
+    environment = environment_of(config_of(strategy), plan.roles)
     leave_together(lambda: strategy)
     sys.stdout.flush()
     sys.stderr.flush()

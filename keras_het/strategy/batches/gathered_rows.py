@@ -7,8 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het.training_strategy import TrainingStrategy
 
-def gather_rows(strategy: Any, value: Any) -> Any:
+
+def gather_rows(strategy: TrainingStrategy, value: Any) -> Any:
     """Concatenates the rows of all replicas, replica by replica; dense or ragged tensors."""
     local = strategy.experimental_local_results(value)
     if isinstance(local[0], tf.RaggedTensor):
@@ -21,7 +23,7 @@ def gather_rows(strategy: Any, value: Any) -> Any:
     return _gather_dense_rows(strategy, local)
 
 
-def _gather_ragged_rows(strategy: Any, ragged: Any) -> Any:
+def _gather_ragged_rows(strategy: TrainingStrategy, ragged: Any) -> Any:
     lengths = _gather_over_workers(strategy, ragged.row_lengths())
     values = ragged.values
     if isinstance(values, tf.RaggedTensor):
@@ -31,7 +33,7 @@ def _gather_ragged_rows(strategy: Any, ragged: Any) -> Any:
     return tf.RaggedTensor.from_row_lengths(values, lengths)
 
 
-def _gather_dense_rows(strategy: Any, parts: Sequence[Any]) -> Any:
+def _gather_dense_rows(strategy: TrainingStrategy, parts: Sequence[Any]) -> Any:
     shapes = [part.shape for part in parts]
     # eagerly every shape is known, but not that of the other workers
     is_eager = tf.executing_eagerly() and shapes[0].rank > 1
@@ -42,7 +44,7 @@ def _gather_dense_rows(strategy: Any, parts: Sequence[Any]) -> Any:
     return _gather_over_workers(strategy, tf.concat(parts, axis=0))
 
 
-def _with_equal_inner_shapes(strategy: Any, parts: Sequence[Any]) -> list[Any]:
+def _with_equal_inner_shapes(strategy: TrainingStrategy, parts: Sequence[Any]) -> list[Any]:
     """Gives parts without rows the inner shape of the others, which must be equal.
 
     A model that pads to the longest of its samples makes other shapes of other shares. What one
@@ -77,7 +79,7 @@ def _reshaped_if_empty(part: Any, inner: Any) -> Any:
     return result
 
 
-def _gather_over_workers(strategy: Any, value: Any) -> Any:
+def _gather_over_workers(strategy: TrainingStrategy, value: Any) -> Any:
     if strategy.num_workers == 1:
         return value
     return strategy.extended.gather_rows_over_workers(value)

@@ -13,9 +13,10 @@ import tensorflow as tf
 from keras_het.loader.order import rows
 from keras_het.planning import apportion
 from keras_het.strategy.batches.uneven_per_replica import wrap_shares
+from keras_het.training_strategy import TrainingStrategy
 
 
-def share_out(strategy: Any, data: Any) -> Any:
+def share_out(strategy: TrainingStrategy, data: Any) -> Any:
     """Cuts a plain batch by the share weights that the strategy has when the step runs.
 
     Args:
@@ -74,7 +75,7 @@ def _has_rows(leaf: Any) -> bool:
     return rows.is_sliceable(leaf) and leaf.shape.rank != 0
 
 
-def _sizes(strategy: Any, total: Any) -> Any:
+def _sizes(strategy: TrainingStrategy, total: Any) -> Any:
     num_replicas = strategy.layout.num_replicas
     if num_replicas == 1:
         return tf.reshape(total, [1])

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from keras_het.loader import iterator_adapter
 from keras_het.strategy.cluster.peer_watch import message_in
+from keras_het.training_strategy import TrainingStrategy
 
 PATIENCE_SECONDS = 30.0
 """How long a worker that has left a loop early waits for the others to do so too."""
@@ -215,7 +216,7 @@ def share_random_seed(extended: Any) -> None:
         np.random.set_state(numpy)
 
 
-def check_same_pass(strategy: Any, dataset: Any, shares: str) -> None:
+def check_same_pass(strategy: TrainingStrategy, dataset: Any, shares: str) -> None:
     """Compares the data that the workers are about to read, and its order.
 
     Args:
@@ -248,7 +249,7 @@ def check_same_pass(strategy: Any, dataset: Any, shares: str) -> None:
     )
 
 
-def check_same_end(strategy: Any, steps: int) -> None:
+def check_same_end(strategy: TrainingStrategy, steps: int) -> None:
     """Compares how many steps there were, where nobody could know before.
 
     Args:

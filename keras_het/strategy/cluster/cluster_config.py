@@ -11,9 +11,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_het.strategy.cluster.cluster_address import check_address
+
+if TYPE_CHECKING:
+    from keras_het.training_strategy import TrainingStrategy
 
 TF_CONFIG = "TF_CONFIG"
 
@@ -239,6 +242,24 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
         parameter_services=jobs.get("ps", ()),
         summation_machines=jobs.get("summation", ()),
     )
+
+
+def config_of(strategy: TrainingStrategy) -> ClusterConfig:
+    """The configuration of a strategy of several tasks.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+
+    Raises:
+        ValueError: if it belongs to no cluster.
+    """
+    config = strategy.cluster_config
+    if config is None:
+        raise ValueError(
+            "This needs a cluster of several tasks. Received: a strategy of this process alone. "
+            "Start the script on all machines with TF_CONFIG, or with `keras-het run`."
+        )
+    return config
 
 
 def _decode(text: str) -> dict[str, Any]:

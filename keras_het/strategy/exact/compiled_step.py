@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from keras_het.training_strategy import TrainingStrategy
 
-def check_can_compile(strategy: Any, model: Any) -> None:
+
+def check_can_compile(strategy: TrainingStrategy, model: Any) -> None:
     """Refuses a model whose step XLA is asked to compile and cannot.
 
     Args:

@@ -12,11 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.training_strategy import TrainingStrategy
 
 _MOST_NAMES = 5
 
 
-def check_created_in_scope(strategy: Any, variables: Sequence[Any]) -> None:
+def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Any]) -> None:
     """Raises an error if variables that the step changes are not the strategy's own.
 
     One local replica is the only one that changes them, and may, where no worker has several: all
@@ -41,7 +42,7 @@ def check_created_in_scope(strategy: Any, variables: Sequence[Any]) -> None:
     )
 
 
-def move_optimizer(strategy: Any, model: Any) -> None:
+def move_optimizer(strategy: TrainingStrategy, model: Any) -> None:
     """Lets an optimizer that was made outside of the scope update variables of it.
 
     Args:
@@ -52,7 +53,7 @@ def move_optimizer(strategy: Any, model: Any) -> None:
         private_api.move_optimizer(optimizer, strategy)
 
 
-def adopt_compiled(strategy: Any, model: Any) -> None:
+def adopt_compiled(strategy: TrainingStrategy, model: Any) -> None:
     """Makes the variables of a model's optimizer and metrics the strategy's own, with their values.
 
     They are not where `compile` was called outside of the scope, or was given an optimizer or
@@ -79,7 +80,7 @@ def _optimizers(optimizer: Any) -> list[Any]:
     return [optimizer, *_optimizers(getattr(optimizer, "inner_optimizer", None))]
 
 
-def _is_own(strategy: Any, variable: Any) -> bool:
+def _is_own(strategy: TrainingStrategy, variable: Any) -> bool:
     is_of_keras = isinstance(variable, private_api.KerasTensorFlowVariable)
     value = variable.value if is_of_keras else variable
     return bool(strategy.extended.variable_created_in_scope(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -27,11 +27,15 @@ from keras_het.strategy.exact.own_state import changed_state, finish_prediction,
 from keras_het.strategy.exact.replica_threads import as_replica
 from keras_het.strategy.exact.step import ExactStep
 from keras_het.strategy.measure.step_clock import StepClock
+from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.strategy.cluster.stop_request import StopRequest
 
 Run = Callable[..., Any]
 
 
-def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
+def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, data: Any) -> Any:
     """Runs `model.train_step` or `model.test_step` on every replica.
 
     Args:
@@ -85,7 +89,7 @@ def run_train_or_test_step(strategy: Any, run: Run, function: Any, data: Any) ->
     return tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], logs)
 
 
-def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
+def run_predict_step(strategy: TrainingStrategy, run: Run, function: Any, data: Any) -> Any:
     """Runs Keras's predict step and returns the outputs of all replicas in global order.
 
     Args:
@@ -123,14 +127,14 @@ def run_predict_step(strategy: Any, run: Run, function: Any, data: Any) -> Any:
         outputs = run(run_step, (data, find_sizes(data)))
     if model is not None:
         tell(model, remarks)
-    if strategy.steps_carry_wishes:
+    if (request := _carried_request(strategy)) is not None:
         # of a type that no summation machine sums
-        wishes = strategy.stop_request.contribution(True, tf.int64)
-        strategy.stop_request.record(strategy.extended.sum_over_workers(wishes))
+        wishes = request.contribution(True, tf.int64)
+        request.record(strategy.extended.sum_over_workers(wishes))
     return tf.nest.map_structure(lambda leaf: gather_rows(strategy, leaf), outputs)
 
 
-def _check_is_not_measured(strategy: Any) -> None:
+def _check_is_not_measured(strategy: TrainingStrategy) -> None:
     if strategy.compute_times.is_measuring:
         raise ValueError(
             "Compute times travel in the collective of each step, which local training does not "
@@ -141,7 +145,7 @@ def _check_is_not_measured(strategy: Any) -> None:
         )
 
 
-def _make_step(strategy: Any, replica_data: Any, sizes: Any) -> ExactStep:
+def _make_step(strategy: TrainingStrategy, replica_data: Any, sizes: Any) -> ExactStep:
     context = tf.distribute.get_replica_context()
     replica_id = context.replica_id_in_sync_group
     if tf.is_tensor(replica_id):
@@ -177,7 +181,9 @@ def _num_rows(data: Any) -> Any:
     )
 
 
-def _start_clock(strategy: Any, step: ExactStep, data: Any, is_measuring: bool = False) -> Any:
+def _start_clock(
+    strategy: TrainingStrategy, step: ExactStep, data: Any, is_measuring: bool = False
+) -> Any:
     """Starts timing the replica if its time is measured, or its device emulated.
 
     Returns:
@@ -193,7 +199,7 @@ def _start_clock(strategy: Any, step: ExactStep, data: Any, is_measuring: bool =
     return step.clock.inputs
 
 
-def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
+def _synchronise(strategy: TrainingStrategy, step: ExactStep, model: Any, logs: Any) -> Any:
     """Combines logs, moving statistics and pending gradients of all replicas in one collective."""
     logs = tf.nest.map_structure(lambda leaf: _value_of(step, leaf), logs)
     changes = changed_state(step, model, flatten_metrics(model.metrics))
@@ -219,12 +225,13 @@ def _synchronise(strategy: Any, step: ExactStep, model: Any, logs: Any) -> Any:
     if times and step.clock and step.replica_id == strategy.layout.local_replicas.start:
         waited = step.clock.seconds_since_stop(times)
         strategy.compute_times.record(step.sizes, times[0], waited, step.global_gradient_square)
-    if wishes and step.replica_id == strategy.layout.local_replicas.start:
-        strategy.stop_request.record(summed[-1])
+    request = _carried_request(strategy)
+    if request and wishes and step.replica_id == strategy.layout.local_replicas.start:
+        request.record(summed[-1])
     return logs
 
 
-def _compute_time(strategy: Any, step: ExactStep) -> list[Any]:
+def _compute_time(strategy: TrainingStrategy, step: ExactStep) -> list[Any]:
     """This replica's measurement, to be summed over all; none where nobody asked for it."""
     times = strategy.compute_times
     if not step.is_measured or step.sizes is None or step.clock is None:
@@ -236,15 +243,20 @@ def _compute_time(strategy: Any, step: ExactStep) -> list[Any]:
     ]
 
 
-def _wishes(strategy: Any, step: ExactStep, logs: Any) -> list[Any]:
+def _wishes(strategy: TrainingStrategy, step: ExactStep, logs: Any) -> list[Any]:
     """What workers were asked to end by, to be summed over all; none where no worker waits."""
-    if not strategy.steps_carry_wishes:
+    request = _carried_request(strategy)
+    if request is None:
         return []
     is_first = step.replica_id == strategy.layout.local_replicas.start
     # of a type that travels anyway: another one would be a collective of its own
     types = [leaf.dtype for leaf in _tensors(logs) if leaf.dtype.is_floating]
     dtype = types[0] if types else tf.float32
-    return [strategy.stop_request.contribution(is_first, dtype)]
+    return [request.contribution(is_first, dtype)]
+
+
+def _carried_request(strategy: TrainingStrategy) -> StopRequest | None:
+    return strategy.stop_request if strategy.steps_carry_wishes else None
 
 
 def _tensors(structure: Any) -> list[Any]:
