@@ -7,6 +7,8 @@ fix it. Standard library only.
 Reference: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Mapping
