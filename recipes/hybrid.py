@@ -70,7 +70,7 @@ def train(directory: Path, mode: str, rule: str, seed: int) -> None:
             self.started = self.started or time.perf_counter()
             self.ended = time.perf_counter()
             if strategy.is_chief and hybrid.participant is not None:
-                used["samples"] = hybrid.participant.host.ledger.used.tolist()
+                used["samples"] = hybrid.participant.center.ledger.used.tolist()
 
     notes = Notes()
     batches = global_batches(images, labels, BATCH_SIZE)

@@ -12,7 +12,7 @@ import keras
 
 from keras_het.fit.model_strategy import data_of_fit
 from keras_het.fit.shorter_epochs import ShorterEpochs
-from keras_het.planning.global_batch import choose_global_batch, learning_rate_factor
+from keras_het.planning.global_batch import choose_global_batch, rate_factor_of_batch
 from keras_het.planning.noise_scale import SmoothedNoiseScale, noise_scale_estimate
 from keras_het.strategy.measure.compute_times import StepTimes
 from keras_het.training_strategy import TrainingStrategy
@@ -131,7 +131,7 @@ class GlobalBatchGrowth:
         )
         chosen = min(max(chosen, self.current), 2 * self.current)
         rate = functools.partial(
-            learning_rate_factor,
+            rate_factor_of_batch,
             base_batch_size=self.base,
             estimate=estimate,
             adaptive_optimizer=self._is_adaptive,

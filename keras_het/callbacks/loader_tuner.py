@@ -162,7 +162,7 @@ class LoaderTuner(SessionCallback):
         self._last_start = self._fit = None
         self._best = self._settings() or self._best
         if self._ends is not None:
-            self._ends.let_go()
+            self._ends.release()
             self._ends = None
         if self._session is not None:
             self._last_reason = self._session.observes_only
@@ -261,7 +261,7 @@ class LoaderTuner(SessionCallback):
     def keep_host(self) -> None:
         """Keeps this training's part of the host: a long validation is no silence."""
         if self._session is not None:
-            self._session.share.stay()
+            self._session.share.heartbeat()
 
     # --- what it found
 
@@ -423,7 +423,7 @@ class _Evaluation:
     def end(self) -> None:
         """Lets go of what it reads."""
         if self._live is not None:
-            self._live.let_go()
+            self._live.release()
 
 
 _FIXED = 'controller="fixed" measures, and changes nothing'

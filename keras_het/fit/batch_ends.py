@@ -40,7 +40,7 @@ class BatchEnds:
         number, seconds = self._last
         return seconds if number >= batch else None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Leaves Keras as it was."""
         if self._history is not None:
             vars(self._history).pop("on_train_batch_end", None)

@@ -40,7 +40,7 @@ def gain(scale: float, estimate: NoiseScaleEstimate) -> float:
     return 1.0 / (noise / scale + (1.0 - noise))
 
 
-def learning_rate_factor(
+def rate_factor_of_batch(
     global_batch_size: int,
     base_batch_size: int,
     estimate: NoiseScaleEstimate,

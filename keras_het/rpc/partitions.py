@@ -86,7 +86,7 @@ class Partitions:
         return sum(self.sizes) - self.size
 
 
-def place_partitions(sizes: Sequence[int], num_services: int) -> tuple[int, ...]:
+def spread_partitions(sizes: Sequence[int], num_services: int) -> tuple[int, ...]:
     """Which service holds each partition: the largest first, each where least is.
 
     Every task finds the same places by itself.

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_het.asynchronous.center.host import Grant
+from keras_het.asynchronous.center.center import Grant
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.hybrid import sync_group
 from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.asynchronous.hybrid.sync_group import SyncGroup
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.asynchronous.rules import Delta
-from keras_het.loader.input.claimed_run import ClaimedRun
+from keras_het.loader.input.claimed_pass import ClaimedPass
 
 NUM_BATCHES = 200
 
 
-class HostOfBatches:
+class CenterOfBatches:
     """Hands out the batches of one epoch; each claim of the group is followed by another's."""
 
     def __init__(self):
@@ -54,7 +54,7 @@ class Group(SyncGroup):
         self.vectors = SimpleNamespace(weights=weights, state=None)
         self._mean_gradient, self._claims = None, None
         self._pace = SimpleNamespace(computed=lambda steps, samples: None, exchanging=Nothing)
-        self._membership, self._host = SimpleNamespace(), HostOfBatches()
+        self._open_service, self._center = SimpleNamespace(), CenterOfBatches()
         self._epoch = self._steps = self._samples = self._num_known = self._counted = 0
         self._sum = list
         self._period, self._periods = periods[0], iter(periods)
@@ -95,7 +95,7 @@ class Batches:
 
 def train(group, steps_per_execution):
     """Numbers of the batches of an epoch, taken as `fit` takes them."""
-    run = ClaimedRun(Batches(), group.claims(), lookahead=2, number=0)
+    run = ClaimedPass(Batches(), group.claims(), lookahead=2, number=0)
     taken = []
     while not run.ended:
         steps = 0
@@ -126,7 +126,7 @@ def test_every_batch_is_taken_once(periods, steps_per_execution):
     for epoch in range(2):
         group.start_epoch(epoch)
         taken = train(group, steps_per_execution)
-        assert sorted(taken + group._host.theirs) == list(range(NUM_BATCHES))
+        assert sorted(taken + group._center.theirs) == list(range(NUM_BATCHES))
 
 
 def test_batches_are_not_claimed_further_ahead_than_needed():
@@ -143,13 +143,13 @@ def test_batches_are_not_claimed_further_ahead_than_needed():
 def test_a_batch_of_which_nobody_knows_whose_it_is_is_not_passed_over():
     claims = GroupClaims(())
     claims.add(Grant(0, 2, False))
-    run = ClaimedRun(Batches(), claims, lookahead=2, number=0)
+    run = ClaimedPass(Batches(), claims, lookahead=2, number=0)
     assert [run.next_element()[0] for _ in range(2)] == [[0], [1]]
     with pytest.raises(RuntimeError, match=r"Batch 2 .* before it was known whose"):
         run.next_element()
 
 
-class HostOfOneWorker(HostOfBatches):
+class CenterOfOneWorker(CenterOfBatches):
     """Has an async worker that trains and waits until the given times, in seconds."""
 
     def __init__(self, clock, trains_until, waits_until):
@@ -157,7 +157,7 @@ class HostOfOneWorker(HostOfBatches):
         self._clock, self._trains, self._waits = clock, trains_until, waits_until
         self.stages, self.concluded = [], None
 
-    def center(self):
+    def weights(self):
         return [tf.constant([0.0])]
 
     def set_stage(self, stage):
@@ -198,11 +198,11 @@ def test_who_is_still_training_gets_the_final_weights(
     monkeypatch.setattr(sync_group, "time", clock)
     group = Group([1], 1)
     group.options = dataclasses.replace(group.options, end_seconds=1.0)
-    group._membership = SimpleNamespace(close=lambda: None)
-    group._host = host = HostOfOneWorker(clock, trains_until, waits_until)
+    group._open_service = SimpleNamespace(close=lambda: None)
+    group._center = center = CenterOfOneWorker(clock, trains_until, waits_until)
     group.end()
-    assert host.stages == [Stage.ENDING, Stage.CLOSED]
-    assert host.concluded == pytest.approx(concluded, abs=0.05)
+    assert center.stages == [Stage.ENDING, Stage.CLOSED]
+    assert center.concluded == pytest.approx(concluded, abs=0.05)
 
 
 @pytest.mark.parametrize("first", [0, 7, 2**20, 2**24 + 1, 3_000_000_001])

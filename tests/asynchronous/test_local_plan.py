@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_het.asynchronous.exchange.local_plan import LocalPlan
+from keras_het.asynchronous.exchange.local_step_tuner import LocalStepTuner
 from keras_het.asynchronous.exchange.push_pace import Pace
 from keras_het.asynchronous.rules import ASHL
 from keras_het.planning import plan_local_steps
@@ -37,7 +37,7 @@ def push(plan, clock, seconds, at_once=True):
 
 def test_the_time_of_a_full_push_is_that_without_the_pull():
     clock = Clock()
-    plan = LocalPlan(rule(), 0, clock)
+    plan = LocalStepTuner(rule(), 0, clock)
     push(plan, clock, 50.0)  # traced
     assert plan.pace(STEPS) is None and plan.steps(0) is None
     plan.pull(lambda: clock.wait(0.2))
@@ -49,7 +49,7 @@ def test_the_time_of_a_full_push_is_that_without_the_pull():
 
 def test_a_compressed_push_says_what_a_full_one_would_take():
     clock = Clock()
-    plan = LocalPlan(rule(), 1, clock)
+    plan = LocalStepTuner(rule(), 1, clock)
     plan.pull(lambda: clock.wait(0.2))
     paces = [(80, 8, 1.0, 0.2), (20, 8, 3.0, 1.0), (0, 0, 0, 0)]
     plan.choose(paces, [1.0] * 3, 10.0)
@@ -64,7 +64,7 @@ def test_a_compressed_push_says_what_a_full_one_would_take():
 @pytest.mark.parametrize("client", [0, 1, 2])
 def test_every_worker_has_its_place_in_the_same_plan(client):
     clock = Clock()
-    plan = LocalPlan(rule(), client, clock)
+    plan = LocalStepTuner(rule(), client, clock)
     paces = np.array([(80, 8, 1.0, 0.2), (40, 16, 2.8, 1.0), (10, 8, 4.0, 1.0)])
     plan.choose(paces, [1.0] * 3, 10.0)
     times = (paces[:, 1] / paces[:, 0], paces[:, 2] - paces[:, 3], paces[:, 3])
@@ -76,7 +76,7 @@ def test_every_worker_has_its_place_in_the_same_plan(client):
 
 
 def test_who_is_silent_or_said_nothing_does_not_count():
-    plan = LocalPlan(rule(), 1, Clock())
+    plan = LocalStepTuner(rule(), 1, Clock())
     paces = [(1.0, 8, 1.0, 0.2), (40, 8, 3.0, 1.0), (0, 0, 0, 0)]
     plan.choose(paces, [11.0, 99.0, 1.0], 10.0)
     assert [plan.steps(0), plan.steps(1), plan.next_ratio(0)] == pytest.approx([8, 2, 0.1])

@@ -42,7 +42,7 @@ class Task(ServiceTask):
         self.vectors = SimpleNamespace(
             weights=Vectors([1.0]), state=None, fingerprint=lambda rule: f"model {rule.name}"
         )
-        self.host, self._own, self._epoch = None, None, 0
+        self.center, self._own, self._epoch = None, None, 0
         self._came, self._passed_over = set(), set()
 
     def meet_center(self):
@@ -63,7 +63,7 @@ def test_the_service_shows_the_centers_statistics_too():
     """It takes no step: without them `val_loss` and checkpoints would have those of the start."""
     task = Task(Delta())
     task.vectors.state = Vectors([1.0])
-    task.host = SimpleNamespace(center=lambda: [9.0], state_center=lambda: [5.0])
+    task.center = SimpleNamespace(weights=lambda: [9.0], state=lambda: [5.0])
     assert ServiceTask.meet_center(task) == [9.0]
     assert (task.vectors.weights.values, task.vectors.state.values) == ([9.0], [5.0])
 
@@ -88,13 +88,13 @@ class Ledger:
 
 def serve(monkeypatch, silences):
     ledger = Ledger(silences)
-    host = SimpleNamespace(
+    center = SimpleNamespace(
         ledger=ledger,
         start_epoch=lambda epoch: None,
         # what the others go by: silent for two time-outs
         training_clients=lambda: ledger.present(Presence.TRAINING, 4.0),
     )
-    monkeypatch.setattr(service_task, "join_service", lambda task: SimpleNamespace(host=host))
+    monkeypatch.setattr(service_task, "join_service", lambda task: SimpleNamespace(center=center))
     task = Task(Delta(), timeout_seconds=2.0, end_seconds=60.0)
     task.start_epoch(0)
     assert task.model.stop_training
@@ -107,45 +107,45 @@ def test_a_silent_worker_may_come_back(monkeypatch):
 
 def test_who_returns_and_goes_again_is_passed_over_again():
     given_up, present = [], [[0], [0, 1], [0], [0], [0, 1]]
-    host = SimpleNamespace(
+    center = SimpleNamespace(
         ledger=SimpleNamespace(claimed=np.array([3, 2, 0])),
         training_clients=lambda: present.pop(),
         waiting_clients=list,
-        pass_over=lambda client: given_up.append(client) or True,
+        skip=lambda client: given_up.append(client) or True,
     )
     task = Task(Delta())
     for _ in range(5):
-        task._pass_over_the_gone(host)
+        task._pass_over_the_gone(center)
     assert given_up == [1, 1]  # 2 has not come yet
 
 
 def test_who_has_ended_is_waited_for_by_nobody(caplog):
     given_up = []
     here = [[0, 1, 2], [0]]  # 2 took no batch
-    host = SimpleNamespace(
+    center = SimpleNamespace(
         ledger=SimpleNamespace(claimed=np.array([3, 2, 0, 0])),
         training_clients=lambda: here.pop(0),
         waiting_clients=lambda: [1] if not here else [],
-        pass_over=lambda client: given_up.append(client) or True,
+        skip=lambda client: given_up.append(client) or True,
     )
     task = Task(Delta())
     for _ in range(2):
-        task._pass_over_the_gone(host)
+        task._pass_over_the_gone(center)
     assert sorted(given_up) == [1, 2]
     assert "worker 2 is gone" in caplog.text and "worker 1 is gone" not in caplog.text
 
 
 def test_who_is_gone_is_passed_over_until_all_of_the_service_knows():
     answers, asked = [False, False, True, True], []
-    host = SimpleNamespace(
+    center = SimpleNamespace(
         ledger=SimpleNamespace(claimed=np.array([3, 2])),
         training_clients=lambda: [0],
         waiting_clients=list,
-        pass_over=lambda client: asked.append(client) or answers[len(asked) - 1],
+        skip=lambda client: asked.append(client) or answers[len(asked) - 1],
     )
     task = Task(Delta())
     for _ in range(5):
-        task._pass_over_the_gone(host)
+        task._pass_over_the_gone(center)
     assert asked == [1, 1, 1]
 
 

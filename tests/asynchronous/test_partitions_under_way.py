@@ -1,6 +1,8 @@
 """Many partitions: few are under way at a time, and all of one size share their functions."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -94,6 +96,19 @@ def test_a_push_goes_on_beside_what_the_worker_does(cpu_devices, monkeypatch):
     assert len(push.calls) == COUNT
     for part, change in zip(service.center_partitions(), ramp(), strict=True):
         np.testing.assert_array_equal(part, change)
+
+
+def test_a_push_that_travels_keeps_its_client(cpu_devices):
+    """TensorFlow would crash while the answer is waited for."""
+    service = start()
+    client = connect(service)
+    kept = weakref.ref(client)
+    push = client.start_push(ramp(), VERSIONS, 1, 1)
+    push.watch()
+    del client
+    gc.collect()
+    assert kept() is push.client
+    push.wait()
 
 
 def operations_before(operation):

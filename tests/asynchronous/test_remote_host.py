@@ -8,7 +8,7 @@ import tensorflow as tf
 from addresses import free_address, silent_address
 
 from keras_het.asynchronous.center import remote_parts
-from keras_het.asynchronous.center.remote_host import RemoteHost
+from keras_het.asynchronous.center.remote_center import RemoteCenter
 from keras_het.asynchronous.center.remote_parts import RemoteParts
 from keras_het.asynchronous.center.return_watch import ReturnWatch
 from keras_het.asynchronous.center.service_connection import CenterClient
@@ -35,7 +35,7 @@ class LostCall:
         return tf.constant(4), tf.constant("deadline exceeded")
 
 
-class Leader(RemoteHost):
+class Leader(RemoteCenter):
     """The leader of a group of one worker, beside one async worker; without model and strategy."""
 
     def __init__(self, service, seconds=0.0):

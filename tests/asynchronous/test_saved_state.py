@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
-from keras_het.asynchronous.center.remote_host import RemoteHost
+from keras_het.asynchronous.center.remote_center import RemoteCenter
 from keras_het.asynchronous.center.remote_parts import RemoteParts
 from keras_het.asynchronous.center.return_watch import ReturnWatch
 from keras_het.asynchronous.exchange.participant import HybridOptions
@@ -120,33 +120,33 @@ def leader_of(client, goes_on):
     """As a leader is whose service other processes hold, as far as backups are concerned."""
     parts = object.__new__(RemoteParts)
     parts.weights, parts.state = client, None
-    host = object.__new__(RemoteHost)
-    host._parts, host._is_lost, host._is_given_up = parts, False, False
-    host._options = HybridOptions(AsyncSGD(0.1), goes_on_without_service=goes_on)
-    host._return = ReturnWatch(lambda: None, timeout_seconds=3600.0)  # it asks after the test
-    return host
+    center = object.__new__(RemoteCenter)
+    center._parts, center._is_lost, center._is_given_up = parts, False, False
+    center._options = HybridOptions(AsyncSGD(0.1), goes_on_without_service=goes_on)
+    center._return = ReturnWatch(lambda: None, timeout_seconds=3600.0)  # it asks after the test
+    return center
 
 
 def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
     cpu_devices, tmp_path, monkeypatch
 ):
     service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
-    host, backup = leader_of(client, goes_on=True), BackupAndRestore(str(tmp_path))
-    strategy = SimpleNamespace(training_state=TrainingState(host.exported))
+    center, backup = leader_of(client, goes_on=True), BackupAndRestore(str(tmp_path))
+    strategy = SimpleNamespace(training_state=TrainingState(center.exported))
     monkeypatch.setattr(backup, "_strategy", lambda: strategy)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd")
     before = backup._service_state()
     assert set(before) == {f"service/{name}" for name in to_arrays(client.export())}
     # nobody needs to wait long for one that is gone
-    host._parts.weights = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
+    center._parts.weights = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
     service.close()
     for _ in range(2):  # the second time nobody is asked
         backup._folder.add(model, {"position": np.array("{}"), **before})
         found = backup._service_state()
-        assert host._is_lost
+        assert center._is_lost
         np.testing.assert_equal(found, before)
-    host._return.stop()
+    center._return.stop()
     strategy.training_state.export = None  # a training without a service
     assert backup._service_state() == {}
 
@@ -154,11 +154,11 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
 def test_a_backup_ends_a_training_that_shall_not_go_on_alone(cpu_devices):
     service, _ = start(AsyncSGD(0.1, momentum=0.5), SMALL)
     client = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
-    host = leader_of(client, goes_on=False)
+    center = leader_of(client, goes_on=False)
     service.close()
     with pytest.raises(ServiceLostError, match="did not answer in time"):
-        host.exported()
-    assert host._is_given_up
+        center.exported()
+    assert center._is_given_up
 
 
 def test_small_state_is_one_piece_a_variable(cpu_devices):

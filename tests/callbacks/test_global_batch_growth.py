@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 from keras_het import HeterogeneousStrategy
 from keras_het.callbacks import BatchBalancer, global_batch_growth
 from keras_het.callbacks.global_batch_growth import GlobalBatchGrowth
-from keras_het.planning.global_batch import learning_rate_factor
+from keras_het.planning.global_batch import rate_factor_of_batch
 from keras_het.planning.noise_scale import NoiseScaleEstimate, noise_scale_estimate
 from keras_het.strategy.measure import reading_interval
 
@@ -221,7 +221,7 @@ def test_measured_norms_are_those_of_the_shares(strategy, own_step):
 
 def test_rate_factor_is_the_one_of_planning():
     estimate = NoiseScaleEstimate(squared_norm=1.0, variance=64.0)
-    assert learning_rate_factor(32, 16, estimate) == pytest.approx((4 + 1) / (2 + 1))
+    assert rate_factor_of_batch(32, 16, estimate) == pytest.approx((4 + 1) / (2 + 1))
 
 
 @pytest.mark.parametrize(

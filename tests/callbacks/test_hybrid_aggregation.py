@@ -78,14 +78,14 @@ class Used(keras.callbacks.Callback):
         self.samples = []
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.host = self.hybrid.participant.host
-        exchange = self.host._weights.exchange_locally
+        self.center = self.hybrid.participant.center
+        exchange = self.center._weights.exchange_locally
 
         def exchange_and_note(client, samples, changes):
             self.samples.append(samples)
             return exchange(client, samples, changes)
 
-        self.host._weights.exchange_locally = exchange_and_note
+        self.center._weights.exchange_locally = exchange_and_note
 
 
 @pytest.mark.full
@@ -169,7 +169,7 @@ def test_what_callbacks_predict_is_not_trained(strategy, rule):
     used = Used(hybrid)
     looks = Acts(lambda model: model.predict(arrays()[0], verbose=0), step=0)
     model.fit(data(), verbose=0, callbacks=[hybrid, used, looks])
-    assert used.host.ledger.used.tolist() == [SAMPLES, 0]
+    assert used.center.ledger.used.tolist() == [SAMPLES, 0]
     assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
 
 
@@ -329,7 +329,7 @@ def test_one_worker_alone_takes_every_batch(strategy, period, steps_per_executio
     hybrid = HybridAggregation("delta", period=period)
     used = Used(hybrid)
     model.fit(data(), epochs=2, validation_data=data(), verbose=0, callbacks=[hybrid, used])
-    assert used.host.ledger.used.tolist() == [2 * SAMPLES, 0]
+    assert used.center.ledger.used.tolist() == [2 * SAMPLES, 0]
     alone = make_model(keras_het.HeterogeneousStrategy(), steps_per_execution=steps_per_execution)
     alone.fit(data(), epochs=2, verbose=0)
     np.testing.assert_allclose(flat(model), flat(alone), rtol=1e-4, atol=1e-6)
@@ -343,7 +343,7 @@ class ClaimsTwo(keras.callbacks.Callback):
         self.hybrid = hybrid
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.ledger = self.hybrid.participant.host.ledger
+        self.ledger = self.hybrid.participant.center.ledger
         assert self.ledger.claim(1, epoch, 2)[1] == 2
 
 
@@ -396,7 +396,7 @@ def test_what_callbacks_evaluate_of_the_data_of_training_is_not_trained(strategy
     used = Used(hybrid)
     looks = Acts(lambda model: model.evaluate(both, verbose=0), step=0)
     model.fit(both, verbose=0, callbacks=[hybrid, used, looks])
-    assert used.host.ledger.used.tolist() == [SAMPLES, 0]
+    assert used.center.ledger.used.tolist() == [SAMPLES, 0]
     assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
 
 
@@ -462,7 +462,7 @@ def test_samples_that_were_read_ahead_count_when_they_are_trained(strategy, numb
     hybrid = HybridAggregation(AsyncSGD(0.1), period=2)
     used, ahead = Used(hybrid), ReadsAhead(number)
     model.fit(data(), verbose=0, callbacks=[hybrid, *(make() for make in others), used, ahead])
-    assert used.host.ledger.used.tolist() == [SAMPLES, 0]
+    assert used.center.ledger.used.tolist() == [SAMPLES, 0]
     assert [samples for samples in used.samples if samples] == [2 * BATCH] * 3
 
 

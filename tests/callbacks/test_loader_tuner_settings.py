@@ -152,7 +152,9 @@ def test_settings_are_code():
 @pytest.mark.parametrize("is_built", [True, False])
 def test_the_priority_that_was_measured_is_in_the_settings(is_built, monkeypatch):
     nices = []
-    monkeypatch.setattr(LoaderThreads, "give_way", lambda threads, nice: nices.append(nice) or True)
+    monkeypatch.setattr(
+        LoaderThreads, "lower_priority", lambda threads, nice: nices.append(nice) or True
+    )
     codes = {}
     for nice in (7, 0):
         tuner = LoaderTuner(EveryStep, nice=nice, share_host=False)

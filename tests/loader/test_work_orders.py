@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_het.loader.order.work_orders import WorkOrders
+from keras_het.loader.order.share_queue import ShareQueue
 
 PASSES = 40
 
@@ -16,7 +16,7 @@ def batches() -> tf.data.Dataset:
     return tf.data.Dataset.range(8).shuffle(8, seed=3).repeat().batch(4)
 
 
-def pipeline(orders: WorkOrders) -> tf.data.Dataset:
+def pipeline(orders: ShareQueue) -> tf.data.Dataset:
     def cut(batch: tf.Tensor) -> tf.Tensor:
         sizes, _ = orders.sizes(orders.take(), tf.constant(4, tf.int64))
         return batch[: sizes[0]]
@@ -28,7 +28,7 @@ def pipeline(orders: WorkOrders) -> tf.data.Dataset:
 
 @pytest.mark.usefixtures("cpu_devices")
 def test_nothing_is_read_while_it_is_let_go() -> None:
-    of_one_device, orders = batches(), WorkOrders(2, lookahead=2, admits=True)
+    of_one_device, orders = batches(), ShareQueue(2, lookahead=2, admits=True)
     data = pipeline(orders)
     for _ in range(PASSES):
         for _ in range(2):
@@ -40,7 +40,7 @@ def test_nothing_is_read_while_it_is_let_go() -> None:
 
 @pytest.mark.usefixtures("cpu_devices")
 def test_a_closed_queue_ends_the_wait() -> None:
-    orders = WorkOrders(2, lookahead=1, admits=True)
+    orders = ShareQueue(2, lookahead=1, admits=True)
     iterator = iter(pipeline(orders))
     orders.close()
     with pytest.raises(tf.errors.OpError):

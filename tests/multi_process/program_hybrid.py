@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.asynchronous import rules
-from keras_het.asynchronous.exchange.local_plan import LocalPlan
+from keras_het.asynchronous.exchange.local_step_tuner import LocalStepTuner
 from keras_het.asynchronous.parameter_service.wire import wire_named
 from keras_het.callbacks import HybridAggregation
 
@@ -89,14 +89,16 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
 def keep_plans() -> list[Any]:
     """What each plan of ASHL was made from and what it says; filled while training goes on."""
     plans: list[Any] = []
-    choose = LocalPlan.choose
+    choose = LocalStepTuner.choose
 
-    def choose_and_keep(plan: LocalPlan, paces: Any, silence: Any, longest_silence: float) -> None:
+    def choose_and_keep(
+        plan: LocalStepTuner, paces: Any, silence: Any, longest_silence: float
+    ) -> None:
         choose(plan, paces, silence, longest_silence)
         chosen = [(plan.steps(stage), plan.next_ratio(stage)) for stage in (0, 1)]
         plans.append((paces.tolist(), (silence < longest_silence).tolist(), chosen))
 
-    LocalPlan.choose = choose_and_keep  # type: ignore[method-assign]
+    LocalStepTuner.choose = choose_and_keep  # type: ignore[method-assign]
     return plans
 
 
@@ -162,12 +164,12 @@ def main() -> None:
                 "step_fraction": getattr(rule, "step_fraction", None),
                 "period": getattr(self.participant, "period", None),
             }
-            host = getattr(self.participant, "host", None)
-            if host is not None:
+            center = getattr(self.participant, "center", None)
+            if center is not None:
                 self.counts |= {
-                    "claimed": host.ledger.claimed.tolist(),
-                    "used": host.ledger.used.tolist(),
-                    "versions": host.versions().tolist(),
+                    "claimed": center.ledger.claimed.tolist(),
+                    "used": center.ledger.used.tolist(),
+                    "versions": center.versions().tolist(),
                 }
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

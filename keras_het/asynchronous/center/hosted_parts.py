@@ -13,7 +13,7 @@ from keras_het.asynchronous.parameter_service.sample_ledger import SampleLedger
 from keras_het.rpc.admission import Status
 from keras_het.rpc.function_server import FunctionServer
 from keras_het.rpc.gate import Gate
-from keras_het.rpc.partitions import place_partitions
+from keras_het.rpc.partitions import spread_partitions
 
 DIRECTORY, CLOSE = "directory", "close"
 
@@ -84,7 +84,7 @@ class HostedParts:
 
     def _service(self, shapes: Any, rule: Any, prefix: str, **options: Any) -> ParameterService:
         partitions = Partitions(shapes, self.spec.partition_size)
-        places = place_partitions(partitions.sizes, self.spec.num_services)
+        places = spread_partitions(partitions.sizes, self.spec.num_services)
         return ParameterService(
             self.address,
             partitions,

@@ -7,35 +7,35 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.asynchronous.center.host import Host
+from keras_het.asynchronous.center.center import Center
 from keras_het.asynchronous.center.hosted_parts import HostedParts
-from keras_het.asynchronous.center.remote_host import RemoteHost
-from keras_het.asynchronous.center.service_host import ServiceHost
+from keras_het.asynchronous.center.local_center import LocalCenter
+from keras_het.asynchronous.center.remote_center import RemoteCenter
 from keras_het.asynchronous.center.service_spec import spec_of
 from keras_het.strategy.cluster.cluster_address import free_port
 
 
 @dataclasses.dataclass
-class Membership:
+class OpenService:
     """What one participant has of the service.
 
     Args:
-        host: the service, for its leader alone.
+        center: the service, for its leader alone.
         parts: partitions in this process, where the service is spread.
     """
 
-    host: Host | None = None
+    center: Center | None = None
     parts: HostedParts | None = None
 
     def close(self) -> None:
         """Ends what this participant has."""
-        if self.host is not None:
-            self.host.close()
+        if self.center is not None:
+            self.center.close()
         if self.parts is not None:
             self.parts.close()
 
 
-def join_service(participant: Any) -> Membership:
+def join_service(participant: Any) -> OpenService:
     """Starts the parts of the service that belong to this task; the leader then connects.
 
     Args:
@@ -52,16 +52,16 @@ def join_service(participant: Any) -> Membership:
         return _spread(participant, tasks)
     if not config.has_sync_group and len(tasks) > 1:
         parts = _start_parts(participant, tasks[0], 0, len(tasks))
-        return Membership(RemoteHost(participant, tasks, tasks[1:]), parts)
+        return OpenService(RemoteCenter(participant, tasks, tasks[1:]), parts)
     if not strategy.is_chief:
-        return Membership()
+        return OpenService()
     if config.has_sync_group and tasks:
-        return Membership(RemoteHost(participant, tasks, tasks))
+        return OpenService(RemoteCenter(participant, tasks, tasks))
     address = config.service_address()
-    return Membership(ServiceHost(participant, address, participant.secret))
+    return OpenService(LocalCenter(participant, address, participant.secret))
 
 
-def _spread(participant: Any, tasks: list[str]) -> Membership:
+def _spread(participant: Any, tasks: list[str]) -> OpenService:
     """Every member of the sync group holds a part, and so do the tasks of the job `ps`."""
     strategy = participant.strategy
     config, extended = strategy.cluster_config, strategy.extended
@@ -77,8 +77,8 @@ def _spread(participant: Any, tasks: list[str]) -> Membership:
     everyone = [*tasks, *members]
     place = len(tasks) + strategy.worker_index
     parts = _start_parts(participant, everyone[place], place, len(everyone))
-    host = RemoteHost(participant, everyone, tasks) if strategy.is_chief else None
-    return Membership(host, parts)
+    center = RemoteCenter(participant, everyone, tasks) if strategy.is_chief else None
+    return OpenService(center, parts)
 
 
 def _start_parts(participant: Any, address: str, place: int, count: int) -> HostedParts:

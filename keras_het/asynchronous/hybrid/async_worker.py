@@ -15,7 +15,7 @@ from keras_het.asynchronous.center.service_connection import (
     connect,
     open_connection,
 )
-from keras_het.asynchronous.exchange.local_plan import LocalPlan
+from keras_het.asynchronous.exchange.local_step_tuner import LocalStepTuner
 from keras_het.asynchronous.exchange.participant import (
     HybridOptions,
     Participant,
@@ -76,7 +76,7 @@ class AsyncWorker(Participant):
         self._return = ReturnWatch(lambda: self._center.greet(), options.timeout_seconds)
         self._pace = PushPace(waits=options.waits_for_answer)
         self._planned_period: int | None = None
-        self._plan = LocalPlan(self.rule, self._client) if self.rule.is_measured else None
+        self._plan = LocalStepTuner(self.rule, self._client) if self.rule.is_measured else None
         self._warn_of_unused_batches()
 
     def start_epoch(self, epoch: int) -> None:
@@ -175,7 +175,7 @@ class AsyncWorker(Participant):
         self._tell_loss()
         self._report(Presence.TRAINING)
 
-    def _make_plan(self, plan: LocalPlan) -> None:
+    def _make_plan(self, plan: LocalStepTuner) -> None:
         """Says how fast this worker is, asks how fast the others are, and plans by it."""
         if self._pace.is_due:
             plan.pull(self._center.pull)

@@ -7,7 +7,7 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from keras_het.asynchronous.center.host import Grant
+from keras_het.asynchronous.center.center import Grant
 
 
 class GroupClaims:

@@ -6,8 +6,8 @@ import logging
 import time
 from typing import Any
 
-from keras_het.asynchronous.center.host import Grant, Host
-from keras_het.asynchronous.center.open_service import Membership, join_service
+from keras_het.asynchronous.center.center import Center, Grant
+from keras_het.asynchronous.center.open_service import OpenService, join_service
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
 from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
@@ -33,40 +33,40 @@ class ServiceTask(Participant):
 
     def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
-        self.host: Host | None = None
-        self._membership = Membership()
+        self.center: Center | None = None
+        self._open_service = OpenService()
         self._epoch = 0
         self._came: set[int] = set()
         self._passed_over: set[int] = set()
 
     def start_epoch(self, epoch: int) -> None:
         """Serves until training has ended; Keras then runs one epoch without a step."""
-        if self.host is not None:
+        if self.center is not None:
             return
         self._epoch = epoch
-        self._membership = join_service(self)
-        self.host = self._membership.host
-        if self.host is None:
+        self._open_service = join_service(self)
+        self.center = self._open_service.center
+        if self.center is None:
             return
-        self.host.start_epoch(epoch)
-        while not self._all_have_ended(self.host):
-            if self.host.ledger.is_handed_out(self._epoch):
+        self.center.start_epoch(epoch)
+        while not self._all_have_ended(self.center):
+            if self.center.ledger.is_handed_out(self._epoch):
                 self._epoch += 1
-                self.host.start_epoch(self._epoch)
+                self.center.start_epoch(self._epoch)
             if self.rule.may_wait:
-                self._pass_over_the_gone(self.host)
+                self._pass_over_the_gone(self.center)
             time.sleep(_POLL_SECONDS)
         self.model.stop_training = True
 
-    def _pass_over_the_gone(self, host: Host) -> None:
+    def _pass_over_the_gone(self, center: Center) -> None:
         """Lets nobody wait for the turn of a worker that took batches and is silent now."""
-        here, ended = {*host.training_clients()}, {*host.waiting_clients()}
-        self._came |= here | ended | {int(client) for client in host.ledger.claimed.nonzero()[0]}
+        here, ended = {*center.training_clients()}, {*center.waiting_clients()}
+        self._came |= here | ended | {int(client) for client in center.ledger.claimed.nonzero()[0]}
         # what a worker says at its end may not have come: nobody waits for one that has ended
         gone = self._came - here
         self._passed_over &= gone  # who is here again may go again
         for client in gone - self._passed_over:
-            if host.pass_over(client):
+            if center.skip(client):
                 self._passed_over.add(client)
                 if client not in ended:
                     _logger.warning(
@@ -84,32 +84,32 @@ class ServiceTask(Participant):
 
     def meet_center(self) -> list[Any]:
         """The center, which the model gets."""
-        center = self.host.center() if self.host is not None else self.vectors.weights.read()
+        center = self.center.weights() if self.center is not None else self.vectors.weights.read()
         self.vectors.weights.write(center)
-        if self.host is not None and self.vectors.state is not None:
-            self.vectors.state.write(self.host.state_center())
+        if self.center is not None and self.vectors.state is not None:
+            self.vectors.state.write(self.center.state())
         return center
 
     def end(self) -> None:
         """Gives the final weights to the workers that wait for them, and to the model."""
-        host = self.host
-        if host is None:
+        center = self.center
+        if center is None:
             return
-        host.set_stage(Stage.CLOSED)
+        center.set_stage(Stage.CLOSED)
         deadline = time.monotonic() + self.options.end_seconds
-        while host.waiting_clients() and time.monotonic() < deadline:
+        while center.waiting_clients() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         self.meet_center()
-        host.conclude()
+        center.conclude()
         self.leave()
 
     def leave(self) -> None:
         """Ends the service."""
-        membership, self._membership = self._membership, Membership()
+        membership, self._open_service = self._open_service, OpenService()
         membership.close()
 
-    def _all_have_ended(self, host: Host) -> bool:
+    def _all_have_ended(self, center: Center) -> bool:
         """Whether every worker that came has said so; one that is silent may come back."""
-        came = host.ledger.claimed.sum() > 0
+        came = center.ledger.claimed.sum() > 0
         patience = max(self.options.presence_seconds, self.options.end_seconds)
-        return bool(came and not host.ledger.present(Presence.TRAINING, patience))
+        return bool(came and not center.ledger.present(Presence.TRAINING, patience))

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.asynchronous.center.host import Grant, Host
-from keras_het.asynchronous.center.open_service import Membership, join_service
+from keras_het.asynchronous.center.center import Center, Grant
+from keras_het.asynchronous.center.open_service import OpenService, join_service
 from keras_het.asynchronous.exchange.participant import HybridOptions, Participant
 from keras_het.asynchronous.exchange.push_pace import PushPace, choose_period
 from keras_het.asynchronous.hybrid.claims import GroupClaims
@@ -37,8 +37,8 @@ class SyncGroup(Participant):
 
     def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
-        self._host: Host | None = None
-        self._membership: Membership | None = None
+        self._center: Center | None = None
+        self._open_service: OpenService | None = None
         self._claims: GroupClaims | None = None
         self._epoch = 0
         self._steps = self._samples = 0
@@ -54,17 +54,17 @@ class SyncGroup(Participant):
         return self._period
 
     @property
-    def host(self) -> Host | None:
+    def center(self) -> Center | None:
         """The parameter service, on the leader."""
-        return self._host
+        return self._center
 
     def start_epoch(self, epoch: int) -> None:
         """Opens the service before the first epoch, and claims the first batches of this one."""
-        if self._membership is None:
-            self._membership = join_service(self)
-            self._host = self._membership.host
-        if self._host is not None:
-            self._host.start_epoch(epoch)
+        if self._open_service is None:
+            self._open_service = join_service(self)
+            self._center = self._open_service.center
+        if self._center is not None:
+            self._center.start_epoch(epoch)
         self._epoch = epoch
         self._claims = GroupClaims(self.passes_before(epoch))
         self._num_known = 0
@@ -88,31 +88,31 @@ class SyncGroup(Participant):
     def meet_center(self) -> list[Any]:
         """Exchanges now; gradients that are still being accumulated stay where they are."""
         self._exchange(push=self._steps > 0 and not self.rule.uses_gradients, wait=True)
-        return self._agreed(self._host.center() if self._host is not None else None)
+        return self._agreed(self._center.weights() if self._center is not None else None)
 
     def end(self) -> None:
         """Waits for the async workers that are here; all end with the center's weights."""
         if self._steps:  # gradients too, that will not become more
             self._exchange(push=True, wait=True)
         self.meet_center()
-        host = self._host
-        if host is not None:
-            host.set_stage(Stage.ENDING)
-            self._wait_until(lambda: not host.training_clients(), "to send their last changes")
-            host.set_stage(Stage.CLOSED)
-        self.vectors.weights.write(self._agreed(host.center() if host else None))
+        center = self._center
+        if center is not None:
+            center.set_stage(Stage.ENDING)
+            self._wait_until(lambda: not center.training_clients(), "to send their last changes")
+            center.set_stage(Stage.CLOSED)
+        self.vectors.weights.write(self._agreed(center.weights() if center else None))
         if self.vectors.state is not None:
             self.vectors.state.write(self._agreed_state())
-        if host is not None:
-            self._wait_until(lambda: not _are_here(host), "to fetch the final weights")
-            host.conclude()
-        if self._membership is not None:
+        if center is not None:
+            self._wait_until(lambda: not _are_here(center), "to fetch the final weights")
+            center.conclude()
+        if self._open_service is not None:
             self._sum([tf.zeros([1])])  # members hold parts until the last worker has fetched them
         self.leave()
 
     def leave(self) -> None:
         """Ends the service: async workers learn that nobody leads them."""
-        membership, self._membership = self._membership, None
+        membership, self._open_service = self._open_service, None
         if membership is not None:
             membership.close()
 
@@ -134,13 +134,13 @@ class SyncGroup(Participant):
         claims = self._claims if self._claims is not None and not self._claims.is_complete else None
         header = [0, 0, 0, 0, 0]
         answer = [tf.zeros_like(part) for part in (*weights, *state)]
-        if self._host is not None:
-            answer = self._host.exchange(weights, state, self._samples, push, wait)
+        if self._center is not None:
+            answer = self._center.exchange(weights, state, self._samples, push, wait)
             if claims is not None:
                 period = self._next_period()
-                grant = self._claim(self._host, period)
+                grant = self._claim(self._center, period)
                 header = [period, *grant.to_numbers()]
-            self._host.add_used(self._samples - self._counted)
+            self._center.add_used(self._samples - self._counted)
         *values, header = self._sum([*answer, tf.constant(header, tf.float32)])
         self._counted = self._samples
         if push or not self.rule.uses_gradients:  # gradients may be half accumulated
@@ -152,20 +152,22 @@ class SyncGroup(Participant):
             claims.add(grant)
             self._num_known += grant.count
 
-    def _claim(self, host: Host, period: int) -> Grant:
+    def _claim(self, center: Center, period: int) -> Grant:
         """Batches for `period` steps, and for those by which the exchange after them may be late.
 
         Keras calls back after whole executions. The group cannot wait within one until it knows
         more batches.
         """
         wanted = period + max(period, int(self.model.steps_per_execution)) - self._num_known
-        return host.claim(self._epoch, wanted) if wanted > 0 else Grant(0, 0, False)
+        return center.claim(self._epoch, wanted) if wanted > 0 else Grant(0, 0, False)
 
     def _next_period(self) -> int:
         """The leader's choice, from the pace of all tasks, or the one that it has."""
-        pace, host = self._pace.pace, self._host
+        pace, center = self._pace.pace, self._center
         may_choose = self.options.adapts_period and self._pace.is_due
-        found = host.pace(pace) if may_choose and pace is not None and host is not None else None
+        found = (
+            center.pace(pace) if may_choose and pace is not None and center is not None else None
+        )
         if found is None:
             return self._period
         limits = self.options.presence_seconds, longest_period(self.num_batches)
@@ -179,7 +181,7 @@ class SyncGroup(Participant):
 
     def _agreed(self, values: list[Any] | None) -> list[Any]:
         """The leader's partitions, on all members."""
-        if self._host is None:
+        if self._center is None:
             values = [tf.zeros([size]) for size in self.vectors.weights.partitions.sizes]
         return list(self._sum(list(values or [])))
 
@@ -187,8 +189,8 @@ class SyncGroup(Participant):
         state = self.vectors.state
         if state is None:
             return []
-        if self._host is not None:
-            return list(self._sum(self._host.state_center()))
+        if self._center is not None:
+            return list(self._sum(self._center.state()))
         return list(self._sum([tf.zeros([size]) for size in state.partitions.sizes]))
 
     def _sum_over_members(self, values: list[Any]) -> list[Any]:
@@ -199,6 +201,6 @@ class SyncGroup(Participant):
         return list(tf.split(self.strategy.extended.sum_over_workers(packed), sizes))
 
 
-def _are_here(host: Host) -> bool:
+def _are_here(center: Center) -> bool:
     """Whether any async worker is; one that ends meanwhile trains first, then it waits."""
-    return bool(host.training_clients() or host.waiting_clients())
+    return bool(center.training_clients() or center.waiting_clients())

@@ -25,7 +25,7 @@ from keras_het.rpc.function_client import (
     NoAnswerError,
     error_of,
 )
-from keras_het.rpc.partitions import Partitions, place_partitions
+from keras_het.rpc.partitions import Partitions, spread_partitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ParameterClient:
 
     Args:
         address: "host:port" of the service, or of each of several that share the partitions
-            (`place_partitions` says which has which).
+            (`spread_partitions` says which has which).
         partitions: how the weights are cut, as the service has it.
         credential: as the service has it.
         client: number of this worker, from 0.
@@ -106,7 +106,7 @@ class ParameterClient:
         self.partitions = partitions
         self._client = tf.constant(client, tf.int32)
         addresses = [address] if isinstance(address, str) else list(address)
-        self._places = place_partitions(partitions.sizes, len(addresses))
+        self._places = spread_partitions(partitions.sizes, len(addresses))
         self._loads = [self._places.count(place) for place in range(len(addresses))]
         self._services = [FunctionClient(at, credential, timeout_seconds) for at in addresses]
         self.greet()
@@ -342,7 +342,7 @@ class ParameterClient:
             for index, (sent, _) in enumerate(encoded)
         ]
         residuals = [residual for _, residual in encoded]
-        push = PendingPush([], list(changes), residuals, self._wire, messages)
+        push = PendingPush(self, [], list(changes), residuals, self._wire, messages)
 
         def send() -> None:
             self._call_each("push", messages, _VALUES, push.calls)
@@ -428,7 +428,10 @@ class ParameterClient:
 class PendingPush:
     """A push whose answer travels.
 
+    It keeps its client: TensorFlow crashes where one is freed while an answer is waited for.
+
     Args:
+        client: the one that sent it.
         calls: one for each partition.
         changes: what was to be sent.
         residuals: what the format did not carry; zero where it carries all.
@@ -436,6 +439,7 @@ class PendingPush:
         messages: what was sent for each partition.
     """
 
+    client: ParameterClient
     calls: list[Any]
     changes: list[Any]
     residuals: list[Any]

@@ -58,7 +58,7 @@ class LoaderThreads:
                 return None
         return runs / 1e9, queues / 1e9
 
-    def give_way(self, nice: int) -> bool:
+    def lower_priority(self, nice: int) -> bool:
         """Lets everything else go first where CPUs are short: the training step above all.
 
         Args:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het.loader.input.pipeline_run import Weights
-from keras_het.loader.input.run import Element
+from keras_het.loader.input.data_pass import Element
+from keras_het.loader.input.pipeline_pass import Weights
 from keras_het.loader.iterators.held_iterator import HeldIterator
 from keras_het.loader.order import rows
-from keras_het.loader.order.work_orders import WorkOrders
+from keras_het.loader.order.share_queue import ShareQueue
 from keras_het.planning.shares import apportion
 
 
@@ -29,7 +29,7 @@ class PipelineSource:
     """
 
     def __init__(
-        self, pipeline: Any, orders: WorkOrders, weights: Weights, batch_rows: int, keep_alive: Any
+        self, pipeline: Any, orders: ShareQueue, weights: Weights, batch_rows: int, keep_alive: Any
     ) -> None:
         self._orders, self._weights, self._rows = orders, weights, batch_rows
         self._wanted: collections.deque[bool] = collections.deque()

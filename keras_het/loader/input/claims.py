@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Protocol
 
-from keras_het.loader.input.run import Element
+from keras_het.loader.input.data_pass import Element
 
 
 class Claims(Protocol):

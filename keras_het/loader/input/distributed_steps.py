@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.input.data_pass import DataPass
 from keras_het.loader.input.in_graph import GraphDataset, InputSpec, number_of
-from keras_het.loader.input.run import Run
 from keras_het.loader.input.step_iterator import StepIterator, Wrap
 from keras_het.loader.order.pass_counter import Pass, PassCounter
 
@@ -69,8 +69,8 @@ class DistributedSteps(adapter.DistributedDataset):
         self._draws_once = draws_once
         self._passes = passes or PassCounter()
         self._first_step = 0
-        self._looked_at: Run | None = None
-        self._last: Run | None = None
+        self._looked_at: DataPass | None = None
+        self._last: DataPass | None = None
         self._last_fingerprint: int | None = None
         self._runs_started = 0
 
@@ -144,7 +144,7 @@ class DistributedSteps(adapter.DistributedDataset):
         return int(self._steps)
 
     @property
-    def running(self) -> Run | None:
+    def running(self) -> DataPass | None:
         """The pass that was started last, None before it or once nobody iterates it any more."""
         return self._last
 
@@ -228,10 +228,10 @@ class DistributedSteps(adapter.DistributedDataset):
         """Lets passes go by before the next one."""
 
     @abc.abstractmethod
-    def _new_run(self, number: int, first_step: int) -> Run:
+    def _new_run(self, number: int, first_step: int) -> DataPass:
         """Starts a pass."""
 
-    def _go_on_at(self, run: Run, passes: tuple[Pass, ...], step: int) -> None:
+    def _go_on_at(self, run: DataPass, passes: tuple[Pass, ...], step: int) -> None:
         """Makes the pass that was looked at the one after `passes`, and goes on in it."""
         if step < run.first_step:
             raise ValueError(
@@ -245,7 +245,7 @@ class DistributedSteps(adapter.DistributedDataset):
         self._passes.give_back(run.number)
         run.on_end = functools.partial(self._passes.finish, run.number)
 
-    def _open(self, number: int) -> Run:
+    def _open(self, number: int) -> DataPass:
         run, self._looked_at = self._looked_at, None
         if run is None:
             self._runs_started += 1
@@ -263,7 +263,7 @@ class DistributedSteps(adapter.DistributedDataset):
         """The pass that an iterator starts, by default the one that it was numbered with."""
         return number
 
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: DataPass) -> None:
         # With a single step a look and a whole epoch are the same; only the first is a look.
         single = self._steps == 1 and self._runs_started > 1
         # So may be the rest of a resumed pass; Keras executes nothing where it looks.

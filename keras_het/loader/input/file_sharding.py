@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.input.distributed_steps import DistributedSteps
-from keras_het.loader.input.file_run import FileRun
-from keras_het.loader.input.pipeline_run import Weights
+from keras_het.loader.input.file_pass import FilePass
+from keras_het.loader.input.pipeline_pass import Weights
 from keras_het.loader.input.step_iterator import Wrap
 from keras_het.loader.order import rows
 from keras_het.loader.order.pass_counter import Pass
@@ -136,9 +136,9 @@ class FileShardedDataset(DistributedSteps):
             chunks = chunks.map(function)
         return chunks.prefetch(2)
 
-    def _new_run(self, number: int, first_step: int) -> FileRun:
+    def _new_run(self, number: int, first_step: int) -> FilePass:
         remaining, own_skipped = self._after(first_step)
-        return FileRun(
+        return FilePass(
             iter(self._chunks(self._own.skip(own_skipped))),
             self._empty,
             self._layout,

@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.input.batch_sources import PipelineSource, SlicedSource, repeated
-from keras_het.loader.input.claimed_run import BatchSource, ClaimedRun
+from keras_het.loader.input.claimed_pass import BatchSource, ClaimedPass
 from keras_het.loader.input.claims import Claims
+from keras_het.loader.input.data_pass import DataPass
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.input.local_pipeline import (
     build_local_pipeline,
@@ -22,9 +23,8 @@ from keras_het.loader.input.local_pipeline import (
     whole_batches,
 )
 from keras_het.loader.input.order_tuning import OrderTuning
-from keras_het.loader.input.pipeline_run import PipelineRun, Weights
-from keras_het.loader.input.run import Run
-from keras_het.loader.input.sliced_run import SlicedRun
+from keras_het.loader.input.pipeline_pass import PipelinePass, Weights
+from keras_het.loader.input.sliced_pass import SlicedPass
 from keras_het.loader.input.step_iterator import Wrap
 from keras_het.loader.iterators.source_memory import recall, remember
 from keras_het.loader.order import rows
@@ -33,7 +33,7 @@ from keras_het.loader.order.keras_arrays import seeds_of_orders
 from keras_het.loader.order.pass_counter import Pass
 from keras_het.loader.order.pipeline_form import PipelineForm, with_batch_size
 from keras_het.loader.order.replay import advance, fresh_copy, nests_shuffles, starts_once
-from keras_het.loader.order.work_orders import WorkOrders
+from keras_het.loader.order.share_queue import ShareQueue
 from keras_het.planning.replica_layout import ReplicaLayout
 
 logger = logging.getLogger("keras_het")
@@ -110,7 +110,7 @@ class GlobalOrderDataset(DistributedSteps):
         self._claims: Claims | None = None
         self._row_functions = (batch_map,) if callable(batch_map) else tuple(batch_map)
         self.only_slices = self.form.only_slices and not self._row_functions
-        self._idle: list[tuple[Any, WorkOrders]] = []
+        self._idle: list[tuple[Any, ShareQueue]] = []
         self.pipelines_built = 0
         self.tuning = OrderTuning(self, dataset)
         upstream = list(adapter.upstream_of(self.form.stream))
@@ -192,11 +192,11 @@ class GlobalOrderDataset(DistributedSteps):
         own = sum(weights[local.start : local.stop])
         return float(own / sum(weights) * self.layout.num_workers) if any(weights) else 1.0
 
-    def passes_before(self, run: Run) -> tuple[Pass, ...]:
+    def passes_before(self, run: DataPass) -> tuple[Pass, ...]:
         """The passes before a running one, each with whether it was iterated."""
         return self._passes.before(run.number)
 
-    def has_lost_count(self, run: Run) -> bool:
+    def has_lost_count(self, run: DataPass) -> bool:
         """Whether it is not known which orders of its shuffles a running pass takes.
 
         That is so where a pass takes several, and one was left half-way, or another input of the
@@ -291,7 +291,7 @@ class GlobalOrderDataset(DistributedSteps):
                 self._passes.is_at(shuffle, len(before))
         return len(before)
 
-    def _new_run(self, number: int, first_step: int) -> Run:
+    def _new_run(self, number: int, first_step: int) -> DataPass:
         if self._claims is not None:
             return self._claimed_run(self._claims, number)
         arguments: dict[str, Any] = {
@@ -305,13 +305,13 @@ class GlobalOrderDataset(DistributedSteps):
             self.pipelines_built += 1
             pipeline = whole_batches(self.form, self.lookahead, first_step)
             layout, lookahead = self.layout, self.lookahead
-            run = SlicedRun(pipeline, layout, self._weights, lookahead, **arguments)
+            run = SlicedPass(pipeline, layout, self._weights, lookahead, **arguments)
             self.tuning.start_moved(run)
             return run
         fits = bool(self._idle) and first_step == 0
         pipeline, orders = self._idle.pop() if fits else self.build(first_step)
         idle = None if first_step else weakref.ref(self)
-        return PipelineRun(
+        return PipelinePass(
             pipeline,
             orders,
             self._weights,
@@ -322,7 +322,7 @@ class GlobalOrderDataset(DistributedSteps):
             **arguments,
         )
 
-    def _claimed_run(self, claims: Claims, number: int) -> Run:
+    def _claimed_run(self, claims: Claims, number: int) -> DataPass:
         """A pass of which others take some of the batches."""
         parts = claims.num_parts
         weights = repeated(self._weights, parts)
@@ -334,15 +334,15 @@ class GlobalOrderDataset(DistributedSteps):
             source: BatchSource = SlicedSource(whole, weights, layout.local_replicas, self.form)
         else:
             admits = not self.form.reads_ahead
-            orders = WorkOrders(layout.num_replicas, self.lookahead, admits)
+            orders = ShareQueue(layout.num_replicas, self.lookahead, admits)
             pipeline = build_local_pipeline(
                 self.form, layout, orders, self.lookahead, 0, self._row_functions
             )
             batch_rows = self.form.batch_size or 0
             source = PipelineSource(pipeline, orders, weights, batch_rows, self.form)
-        return ClaimedRun(source, claims, self.lookahead, number)
+        return ClaimedPass(source, claims, self.lookahead, number)
 
-    def build(self, skip: int, form: PipelineForm | None = None) -> tuple[Any, WorkOrders]:
+    def build(self, skip: int, form: PipelineForm | None = None) -> tuple[Any, ShareQueue]:
         """Builds what this worker runs.
 
         Args:
@@ -354,7 +354,7 @@ class GlobalOrderDataset(DistributedSteps):
         """
         self.pipelines_built += 1
         form = form or self.form
-        orders = WorkOrders(self.layout.num_replicas, self.lookahead, not form.reads_ahead)
+        orders = ShareQueue(self.layout.num_replicas, self.lookahead, not form.reads_ahead)
         pipeline = build_local_pipeline(
             form,
             self.layout,
@@ -416,7 +416,7 @@ def _keep_idle(
     owner: weakref.ref[GlobalOrderDataset] | None,
     form: PipelineForm,
     pipeline: Any,
-    orders: WorkOrders,
+    orders: ShareQueue,
 ) -> None:
     """Keeps a pipeline whose iterator is gone for a later epoch."""
     dataset = owner() if owner else None

@@ -11,7 +11,7 @@ from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.order import rows
 from keras_het.loader.order.pipeline_form import PipelineForm
-from keras_het.loader.order.work_orders import WorkOrders
+from keras_het.loader.order.share_queue import ShareQueue
 from keras_het.planning.replica_layout import ReplicaLayout
 
 Dataset = adapter.Dataset
@@ -45,7 +45,7 @@ def whole_batches(form: PipelineForm, lookahead: int, skip: int = 0, prefetch: i
 def build_local_pipeline(
     form: PipelineForm,
     layout: ReplicaLayout,
-    orders: WorkOrders,
+    orders: ShareQueue,
     lookahead: int,
     skip: int = 0,
     row_functions: tuple[Callable[..., Any], ...] = (),
@@ -85,7 +85,7 @@ def build_local_pipeline(
 
 
 def _cut_function(
-    element_spec: Any, form: PipelineForm, layout: ReplicaLayout, orders: WorkOrders
+    element_spec: Any, form: PipelineForm, layout: ReplicaLayout, orders: ShareQueue
 ) -> Callable[..., Any]:
     # map() spreads a tuple over the arguments of its function, and nothing else
     is_tuple = type(element_spec) is tuple
@@ -117,7 +117,7 @@ def _finish_function(
 
 
 def _own_rows(
-    batch: Any, form: PipelineForm, layout: ReplicaLayout, orders: WorkOrders
+    batch: Any, form: PipelineForm, layout: ReplicaLayout, orders: ShareQueue
 ) -> tuple[Any, Any, Any]:
     """Own rows of a global batch before their maps, the sizes, and the batch's fingerprint."""
     cut, rest = batch if form.gathers_indices else (batch, None)

@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import LoaderThreads
-from keras_het.loader.input.claimed_run import ClaimedRun
+from keras_het.loader.input.claimed_pass import ClaimedPass
+from keras_het.loader.input.knob_change import JoiningPreparation, KnobChange, SlicedPreparation
 from keras_het.loader.input.local_pipeline import whole_batches
-from keras_het.loader.input.pipeline_run import PipelineRun
-from keras_het.loader.input.preparation import JoiningPreparation, Preparation, SlicedPreparation
-from keras_het.loader.input.sliced_run import SlicedRun
+from keras_het.loader.input.pipeline_pass import PipelinePass
+from keras_het.loader.input.sliced_pass import SlicedPass
 from keras_het.loader.inspection.inspection import PipelineReport, read_report
 from keras_het.loader.inspection.kept_reports import with_own_rows_named
 from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, prefetch_size
@@ -76,7 +76,7 @@ class OrderTuning:
     def refusal(self) -> str | None:
         """Why nothing can be changed, None if something can."""
         data, form = self.data, self.data.form
-        if isinstance(data.running, ClaimedRun):
+        if isinstance(data.running, ClaimedPass):
             return "async workers take a part of its batches"
         if data.only_slices:
             return _why_slices_stay(form, self.is_plain)
@@ -104,7 +104,7 @@ class OrderTuning:
     def batch_bytes(self) -> int:
         """Size of a batch that waits, 0 if buffers are as large as they are."""
         run = self.data.running
-        return run.batch_bytes if isinstance(run, SlicedRun) else 0
+        return run.batch_bytes if isinstance(run, SlicedPass) else 0
 
     @property
     def threads(self) -> LoaderThreads | None:
@@ -116,12 +116,12 @@ class OrderTuning:
         """What the running pipeline does, None if there is none that can be shown."""
         data = self._data()
         run = data.running if data is not None else None
-        if not isinstance(run, (PipelineRun, SlicedRun)) or run.is_over:
+        if not isinstance(run, (PipelinePass, SlicedPass)) or run.is_over:
             return None
         report = read_report(run.iterator)
-        return with_own_rows_named(report) if isinstance(run, PipelineRun) else report
+        return with_own_rows_named(report) if isinstance(run, PipelinePass) else report
 
-    def give_way(self, nice: int) -> bool:
+    def lower_priority(self, nice: int) -> bool:
         """Sets the priority of the pipeline's own threads.
 
         Args:
@@ -131,9 +131,9 @@ class OrderTuning:
             Whether it was permitted.
         """
         threads = self.threads
-        return threads is None or threads.give_way(nice)
+        return threads is None or threads.lower_priority(nice)
 
-    def prepare(self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor) -> Preparation:
+    def prepare(self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor) -> KnobChange:
         """Begins to put other knobs into effect.
 
         Args:
@@ -235,7 +235,7 @@ class OrderTuning:
         """
         return whole_batches(form, self.data.lookahead, skip, knobs.prefetch)
 
-    def start_moved(self, run: SlicedRun) -> None:
+    def start_moved(self, run: SlicedPass) -> None:
         """Hands a new pass over to the knobs in effect, before its first element.
 
         Its shuffle takes the order from the sequence of the user's data set, as on every worker.

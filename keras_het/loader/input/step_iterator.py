@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.loader.input.data_pass import DataPass
 from keras_het.loader.input.in_graph import GraphIterator, InputSpec, number_of
-from keras_het.loader.input.run import Run
 
 Wrap = Callable[[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"], Any]
 """Makes what the training step gets from the local batches and all sizes."""
@@ -42,8 +42,8 @@ class StepIterator(private_api.IteratorInterface):
 
     def __init__(
         self,
-        open_run: Callable[[], Run],
-        drop_run: Callable[[Run], None],
+        open_run: Callable[[], DataPass],
+        drop_run: Callable[[DataPass], None],
         wrap: Wrap,
         source: Any = None,
     ) -> None:
@@ -51,7 +51,7 @@ class StepIterator(private_api.IteratorInterface):
         self._open_run = open_run
         self._drop_run = drop_run
         self._wrap = wrap
-        self._run: Run | None = None
+        self._run: DataPass | None = None
         self._first_of_execution = False
         self._delivered = 0
         self._has_ended = False

@@ -14,7 +14,7 @@ from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.cpus import own_cpus
 from keras_het.loader.inspection.limits import Limit, awaited_of, limits_of, slowest_of
-from keras_het.loader.inspection.stages import Stage, read_stages
+from keras_het.loader.inspection.stages import PipelineStage, read_stages
 from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.iterators.handover import was_handed_over
 from keras_het.loader.iterators.iterator_functions import hold_functions_of
@@ -41,7 +41,7 @@ class PipelineReport:
         seen: when this was so, if it is not the present.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     batches: int = 0
     consumer_seconds: float | None = None
     algorithm: str | None = None
@@ -68,7 +68,7 @@ class PipelineReport:
         return bool(self.stages) and all(stage.is_recorded for stage in self.stages)
 
     @property
-    def bottleneck(self) -> Stage | None:
+    def bottleneck(self) -> PipelineStage | None:
         """The operation that takes the most of it; None if nothing is known."""
         return self.limit.largest if self.limit is not None else None
 
@@ -296,7 +296,7 @@ def _table(report: PipelineReport) -> Table:
     return table
 
 
-def _calls(stage: Stage) -> str:
+def _calls(stage: PipelineStage) -> str:
     if max(stage.parallelism, stage.most_parallelism) == 1:
         return ""
     text = str(stage.parallelism)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from keras_het.loader.inspection.stages import CONSUMER, Stage
+from keras_het.loader.inspection.stages import CONSUMER, PipelineStage
 
 _NAMED = 0.1  # least part of a limit's time for which a stage is named
 _NOTICEABLE = 0.05  # part of the consumer's time; less in its own thread is no wait
@@ -20,7 +20,7 @@ class Limit:
         at_once: threads that do this at the same time.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     at_once: int
 
     @property
@@ -29,7 +29,7 @@ class Limit:
         return sum(stage.seconds_per_batch for stage in self.stages) / self.at_once
 
     @property
-    def largest(self) -> Stage:
+    def largest(self) -> PipelineStage:
         """The stage that takes the most of it."""
         return max(self.stages, key=lambda stage: stage.seconds_per_batch)
 
@@ -39,7 +39,7 @@ class Limit:
         return self.stages[0].thread == CONSUMER
 
     @property
-    def named(self) -> tuple[Stage, ...]:
+    def named(self) -> tuple[PipelineStage, ...]:
         """The stages that take a noticeable part of it."""
         least = _NAMED * sum(stage.seconds_per_batch for stage in self.stages)
         return tuple(stage for stage in self.stages if stage.seconds_per_batch >= least)
@@ -61,14 +61,14 @@ class Limit:
         return text
 
 
-def limits_of(stages: Iterable[Stage]) -> tuple[Limit, ...]:
+def limits_of(stages: Iterable[PipelineStage]) -> tuple[Limit, ...]:
     """All that bounds a pipeline.
 
     Args:
         stages: its operations.
     """
-    threads: dict[int, list[Stage]] = {}
-    pool: list[Stage] = []
+    threads: dict[int, list[PipelineStage]] = {}
+    pool: list[PipelineStage] = []
     for stage in stages:
         if stage.thread is None:
             pool.append(stage)

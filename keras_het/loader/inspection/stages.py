@@ -11,7 +11,7 @@ CONSUMER = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One operation of a pipeline.
 
     Args:
@@ -73,7 +73,7 @@ class _Input(NamedTuple):
     is_inner: bool  # an iterator that an interleave opened
 
 
-def read_stages(model: Any, pool_threads: int) -> tuple[Stage, ...]:
+def read_stages(model: Any, pool_threads: int) -> tuple[PipelineStage, ...]:
     """The stages of a pipeline, the consumer's end first.
 
     Times are of one element, times the elements that a batch needs: iterators before a `repeat`,
@@ -91,7 +91,7 @@ def read_stages(model: Any, pool_threads: int) -> tuple[Stage, ...]:
 
 class _StageReader:
     def __init__(self, nodes: Any, pool_threads: int):
-        self.stages: list[Stage] = []
+        self.stages: list[PipelineStage] = []
         self._nodes = nodes
         self._pool_threads = pool_threads
         self._threads = CONSUMER
@@ -155,12 +155,12 @@ class _StageReader:
         return bool(children) or is_source
 
 
-def _stage(parts: list[_Part], depth: int, thread: _Thread, has_inputs: bool) -> Stage:
+def _stage(parts: list[_Part], depth: int, thread: _Thread, has_inputs: bool) -> PipelineStage:
     node = parts[0].node
     parameters = _parameters(node)
     buffer = parameters.get("buffer_size")
     used = [part for part in parts if part.per_batch > 0.0]
-    return Stage(
+    return PipelineStage(
         name=re.sub(r"V\d+$", "", node.name),
         depth=depth,
         parallelism=_calls(node) if "parallelism" in parameters else 1,

@@ -1,4 +1,4 @@
-"""What a training loop really reads from: the iterator it was given, or that one's successor."""
+"""What a training loop really reads from: the iterator it was given, or the next pipeline's."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ class LiveIterator:
         self._use(new)
         release(old)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Ends the pipeline in the background; the loop may still hold its iterator, unused."""
         if self.is_tf_data and self.iterator is not None:
             iterator, self.iterator, self.given = self.iterator, None, None
             self._read = _ended
             release(iterator)
 
-    def give_way(self, nice: int) -> bool:
+    def lower_priority(self, nice: int) -> bool:
         """Sets the priority of the pipeline's own threads, and of those of its successors.
 
         Args:
@@ -112,11 +112,11 @@ class LiveIterator:
         """
         self._nice = nice
         threads = threads_of(self.iterator)
-        return threads is None or threads.give_way(nice)
+        return threads is None or threads.lower_priority(nice)
 
     def _use(self, iterator: Any) -> None:
         self._read = adapter.element_reader(iterator) if self.is_tf_data else iterator.__next__
-        self.give_way(self._nice)
+        self.lower_priority(self._nice)
 
 
 def _ended() -> Any:

@@ -12,13 +12,13 @@ from typing import Any
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.budget import HostBudget
+from keras_het.loader.host.cpu_part import CpuPart
 from keras_het.loader.host.cpus import usable_cpus
 from keras_het.loader.host.priority import LoaderPriority
-from keras_het.loader.host.share import HostShare
 from keras_het.loader.host.sums import HostSums
 from keras_het.loader.host.threads import LoaderThreads, threads_of
+from keras_het.loader.input.knob_change import KnobChange
 from keras_het.loader.input.order_tuning import OrderTuning
-from keras_het.loader.input.preparation import Preparation
 from keras_het.loader.input.step_iterator import StepIterator
 from keras_het.loader.inspection.inspection import PipelineReport, is_unread, read_report
 from keras_het.loader.inspection.kept_reports import KeptReports
@@ -106,11 +106,11 @@ class TuningSession:
     ) -> None:
         self._make_controller = make_controller
         self._priority = LoaderPriority(nice)
-        self.share = HostShare(budget)
+        self.share = CpuPart(budget)
         self._plain: tuple[Any, AdjustablePipeline] | None = None
         self.pipeline: AdjustablePipeline | None = None
         self.order: OrderTuning | None = None
-        self._preparation: tuple[Preparation, Move | None] | None = None
+        self._preparation: tuple[KnobChange, Move | None] | None = None
         self.live: LiveIterator | None = None
         self.controller: LoaderController | None = None
         self.observes_only = observes_only
@@ -156,7 +156,7 @@ class TuningSession:
         """
         if self.live is not None:
             self._pause(_STEPS_TO_START)
-            self.live.let_go()
+            self.live.release()
         self._epochs += 1
         self._batch_bytes = None
         live = LiveIterator(iterator, self.nice)
@@ -207,11 +207,11 @@ class TuningSession:
         """
         self._steps += steps
         self._reports.after_step(self._steps)
-        self._use(self.share.stay())
+        self._use(self.share.heartbeat())
         if self._end.is_near(seconds, steps) and not is_last:
             self._make_spares()
         if self.order is not None:
-            self._give_way()
+            self._lower_priority()
         if self._preparation is not None:
             self._poll(*self._preparation)
             return
@@ -240,7 +240,7 @@ class TuningSession:
     def close(self) -> None:
         """Ends the session; iterators go in the background."""
         if self.live is not None:
-            self.live.let_go()
+            self.live.release()
             self.live = None
         self.share.leave()
         if self._executor is not None:
@@ -421,7 +421,7 @@ class TuningSession:
         plan = controller.observe(window)
         self._confirmed = getattr(controller, "confirmed_plan", None)
         changes = self._priority.observe(self.share.processes)
-        is_stuck = changes and not self._give_way() and not self.nice
+        is_stuck = changes and not self._lower_priority() and not self.nice
         if is_stuck and self.observes_only is None:
             self._priority.cost_threads()
             # new threads have the priority that these cannot have back
@@ -431,10 +431,10 @@ class TuningSession:
         else:
             self._build(plan, window)
 
-    def _give_way(self) -> bool:
+    def _lower_priority(self) -> bool:
         """Sets the priority of the loader's threads; returns whether it was permitted."""
         reader = self.order or self.live
-        return reader is None or reader.give_way(self._priority.value)
+        return reader is None or reader.lower_priority(self._priority.value)
 
     def _measured(self, sums: StepSums) -> LoaderWindow:
         self._host.add(self._threads())
@@ -500,7 +500,7 @@ class TuningSession:
             self._executor = concurrent.futures.ThreadPoolExecutor(1, "loader_tuner")
         return self._executor
 
-    def _poll(self, preparation: Preparation, move: Move | None) -> None:
+    def _poll(self, preparation: KnobChange, move: Move | None) -> None:
         """Goes on with a move under the strategy; without a move it is the first thread pool."""
         start = time.perf_counter()
         try:

@@ -229,11 +229,11 @@ def test_the_new_threads_are_known_and_give_way():
     new = hand_over(iterator, build_tuned(plain, Knobs(4, 2, 5)))
     threads = threads_of(new)
     assert len(threads.ids) == 5
-    assert threads.give_way(7)
+    assert threads.lower_priority(7)
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads.ids} == {own + 7}
     is_permitted = os.geteuid() == 0
-    assert threads.give_way(0) == is_permitted
+    assert threads.lower_priority(0) == is_permitted
     nices = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads.ids}
     assert nices == {own if is_permitted else own + 7}
     assert threads.cpu_seconds() >= 0.0

@@ -21,7 +21,7 @@ from keras_het.callbacks import LoaderTuner
 from keras_het.loader.host import budget as host_budget
 from keras_het.loader.host import files as host_files
 from keras_het.loader.host.budget import HostBudget
-from keras_het.loader.host.share import HostShare
+from keras_het.loader.host.cpu_part import CpuPart
 from keras_het.planning.loader import JobModel, ReadingNeed
 
 HUNGRY = JobModel(0.040, 0.002, cpu_seconds=0.040)
@@ -437,7 +437,7 @@ def test_what_is_in_the_place_of_a_file_is_not_followed(kind, suffix, path, tmp_
         place.symlink_to(victim)
     else:
         os.mkfifo(place)
-    share = HostShare(job_on(path))
+    share = CpuPart(job_on(path))
     share.update(HUNGRY)
     share.update(HUNGRY)
     assert victim.read_text() == "mine"

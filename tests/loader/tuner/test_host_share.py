@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_het.loader import pipeline
 from keras_het.loader.host.budget import LONGEST_SILENCE_SECONDS
-from keras_het.loader.host.share import HostShare
+from keras_het.loader.host.cpu_part import CpuPart
 from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import FixedController, JobModel, LoaderPlan, ReadingNeed
 
@@ -53,7 +53,7 @@ def clock():
 
 def test_models_are_written_once_a_second(clock):
     budget = Budget(clock)
-    share = HostShare(budget, clock)
+    share = CpuPart(budget, clock)
     answers = []
     for _ in range(10):
         answers.append(share.update(JOB))
@@ -64,7 +64,7 @@ def test_models_are_written_once_a_second(clock):
 
 def test_a_job_is_known_before_anything_was_measured(clock):
     budget = Budget(clock)
-    share = HostShare(budget, clock)
+    share = CpuPart(budget, clock)
     share.announce()
     assert budget.written == [1000.0]
     assert share.update(JOB) == 3.0, "its model does not wait for a second"
@@ -73,7 +73,7 @@ def test_a_job_is_known_before_anything_was_measured(clock):
 
 
 def test_what_cannot_be_announced_is_said_once_by_the_first_update(clock, caplog):
-    share = HostShare(Budget(clock, OSError("disk is full")), clock)
+    share = CpuPart(Budget(clock, OSError("disk is full")), clock)
     share.announce()
     assert caplog.messages == []
     share.update(JOB)
@@ -83,7 +83,7 @@ def test_what_cannot_be_announced_is_said_once_by_the_first_update(clock, caplog
 def test_a_session_announces_its_job_with_the_first_batch(clock):
     budget = Budget(clock)
     session = TuningSession(lambda plan, cpus, most: FixedController(plan))
-    session.share = HostShare(budget, clock)
+    session.share = CpuPart(budget, clock)
     session.open(iter(pipeline(lambda knobs: tf.data.Dataset.range(9).batch(3))))
     assert budget.written == [1000.0]
     session.close()
@@ -94,7 +94,7 @@ def test_threads_give_way_to_the_jobs_that_share_the_host(clock):
     budget.processes = frozenset({7})
     friends = []
     session = TuningSession(lambda plan, cpus, most: FixedController(plan))
-    session.share = HostShare(budget, clock)
+    session.share = CpuPart(budget, clock)
     session._priority = SimpleNamespace(value=0, observe=friends.append)
     session.open(iter(pipeline(lambda knobs: tf.data.Dataset.range(9).batch(3))))
     for _ in range(3):
@@ -105,25 +105,25 @@ def test_threads_give_way_to_the_jobs_that_share_the_host(clock):
 
 def test_the_latest_need_is_told(clock):
     budget = Budget(clock)
-    share = HostShare(budget, clock)
+    share = CpuPart(budget, clock)
     needs = [ReadingNeed(threads, 2000.0) for threads in (4.0, 5.0, 6.0)]
     for need in [*needs, None]:
         share.update(JOB, need)
         clock.now += 0.5
     assert budget.needs == [needs[0], needs[2]]
     clock.now += 60.0
-    share.stay()
+    share.heartbeat()
     assert budget.needs[2:] == [None]
 
 
 def test_a_job_with_long_steps_is_never_silent_for_long(clock):
     budget = Budget(clock)
-    share = HostShare(budget, clock)
-    assert share.stay() is None, "there is no model yet"
+    share = CpuPart(budget, clock)
+    assert share.heartbeat() is None, "there is no model yet"
     share.update(JOB)
     for _ in range(200):
         clock.now += 20.0
-        share.stay()
+        share.heartbeat()
     gaps = [after - before for before, after in itertools.pairwise(budget.written)]
     assert len(gaps) > 50
     assert max(gaps) <= 80.0 < LONGEST_SILENCE_SECONDS
@@ -131,7 +131,7 @@ def test_a_job_with_long_steps_is_never_silent_for_long(clock):
 
 
 def test_a_file_that_cannot_be_written_is_told_once(clock, caplog):
-    share = HostShare(Budget(clock, OSError("disk is full")), clock)
+    share = CpuPart(Budget(clock, OSError("disk is full")), clock)
     for _ in range(3):
         assert share.update(JOB) is None
         clock.now += 100.0
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_written_is_told_once(clock, caplog):
 
 
 def test_who_is_alone_asks_nobody(clock):
-    share = HostShare(None, clock)
+    share = CpuPart(None, clock)
     assert share.update(JOB) is None
     share.leave()
 
@@ -157,7 +157,7 @@ class NeverReady:
 def test_every_step_keeps_the_part_also_while_a_move_is_prepared(clock):
     budget = Budget(clock)
     session = TuningSession(lambda plan, cpus, most: FixedController(plan))
-    session.share = HostShare(budget, clock)
+    session.share = CpuPart(budget, clock)
     session.share.update(JOB)
     controller = session.controller = FixedController(LoaderPlan(2, 2))
     parts = []
@@ -175,7 +175,7 @@ def test_every_step_keeps_the_part_also_while_a_move_is_prepared(clock):
 def test_a_file_that_fails_later_gives_back_what_the_job_had_left(clock):
     budget = Budget(clock)
     budget.reading_loaders = 2
-    share = HostShare(budget, clock)
+    share = CpuPart(budget, clock)
     assert share.update(JOB) == 3.0
     budget._error = OSError("disk is full")
     clock.now += 2.0

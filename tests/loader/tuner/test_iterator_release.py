@@ -60,7 +60,7 @@ def build(knobs):
 def test_who_lets_go_does_not_wait(ends):
     live = LiveIterator(iter(pipeline(build, Knobs(2, 2, 2))))
     live.take(3)
-    live.let_go()
+    live.release()
     assert ends.ended == 0, "the end was waited for"
     with pytest.raises(StopIteration):
         live.take(1)

@@ -20,8 +20,8 @@ from workers import _one_step, make_workers
 
 from keras_het.asynchronous.hybrid.claims import GroupClaims
 from keras_het.loader import HandoverError, Knobs, pipeline
-from keras_het.loader.input.claimed_run import ClaimedRun
-from keras_het.loader.input.successor import Successor
+from keras_het.loader.input.claimed_pass import ClaimedPass
+from keras_het.loader.input.next_pipeline import NextPipeline
 
 COUNTS = (1, 2)
 WEIGHTS = [[1, 2, 1]] * 3 + [[0, 1, 5]] * 4 + [[3, 1, 1]] * 2 + [[1, 0, 2]]
@@ -289,8 +289,8 @@ def test_a_pass_that_ends_before_is_followed_by_another_attempt(executor):
 
 def test_what_is_given_up_is_dropped(executor, monkeypatch):
     dropped = []
-    drop = Successor.drop
-    monkeypatch.setattr(Successor, "drop", lambda self: (dropped.append(self), drop(self)))
+    drop = NextPipeline.drop
+    monkeypatch.setattr(NextPipeline, "drop", lambda self: (dropped.append(self), drop(self)))
     (worker,) = make_workers(ELEMENT["map"], (1,), [[1]])
     iterator = iter(worker)
     next(iterator)
@@ -307,7 +307,7 @@ def test_settled_shares_cannot_be_taken_over():
     iterator = iter(worker)
     next(iterator)
     form, position = worker.form, worker.running.ordered - 1
-    late = Successor(*worker.build(position, form), 1, position, form, lambda: None)
+    late = NextPipeline(*worker.build(position, form), 1, position, form, lambda: None)
     with pytest.raises(ValueError, match="steps are ordered"):
         worker.running.join(late)
     late.drop()
@@ -380,7 +380,7 @@ def test_a_cache_in_files_is_refused(tmp_path):
 
 def test_a_pass_of_which_others_take_a_part_is_refused():
     (worker,) = make_workers(ELEMENT["map"], (1,), [[1]])
-    worker._last = ClaimedRun(None, GroupClaims(()), 1, 0)
+    worker._last = ClaimedPass(None, GroupClaims(()), 1, 0)
     assert "async workers" in worker.tuning.refusal()
 
 

@@ -42,7 +42,7 @@ def epochs_of(build, moves=(), epochs=EPOCHS):
                 break
             elements.append(tf.nest.map_structure(lambda leaf: leaf.numpy().tolist(), element))
         result.append(elements)
-        live.let_go()
+        live.release()
     return result
 
 

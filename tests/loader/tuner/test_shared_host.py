@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from workers import make_workers
 
 from keras_het.loader import Knobs, pipeline
-from keras_het.loader.host import share as host_share
+from keras_het.loader.host import cpu_part as host_share
 from keras_het.loader.host.budget import HostBudget
 from keras_het.loader.tuning.session import TuningSession
 from keras_het.planning.loader import (

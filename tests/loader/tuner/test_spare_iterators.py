@@ -47,7 +47,7 @@ def epochs_of(build, executor=None, moves=False):
             source.adopt(OTHER, other)
         result.append(values(elements) + values(live.iterator))
         iter(source)  # Keras makes one that it does not use
-        live.let_go()
+        live.release()
     return result
 
 

@@ -28,7 +28,7 @@ class OwnPlan(NamedTuple):
     ratio: float
 
 
-class LocalPlan:
+class LocalStepTuner:
     """The plan of this worker, by a rule that makes it from measured times.
 
     Until a step and an exchange were measured it takes the rule's preset steps and sends all

@@ -8,11 +8,11 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
+from keras_het.loader.input.data_pass import DataPass
 from keras_het.loader.input.local_pipeline import global_batches
-from keras_het.loader.input.pipeline_run import PipelineRun
-from keras_het.loader.input.run import Run
-from keras_het.loader.input.sliced_run import SlicedRun
-from keras_het.loader.input.successor import Successor
+from keras_het.loader.input.next_pipeline import NextPipeline
+from keras_het.loader.input.pipeline_pass import PipelinePass
+from keras_het.loader.input.sliced_pass import SlicedPass
 from keras_het.loader.iterators.handover import HandoverError
 from keras_het.loader.iterators.knobs import Knobs
 from keras_het.loader.order.pipeline_form import PipelineForm
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from keras_het.loader.input.order_tuning import OrderTuning
 
 
-class Preparation(abc.ABC):
+class KnobChange(abc.ABC):
     """Works in the background, and switches between two steps of the training thread.
 
     A pass that ends before is followed by another attempt in the next one.
@@ -39,7 +39,7 @@ class Preparation(abc.ABC):
         self._tuning = tuning
         self.knobs = knobs
         self._executor = executor
-        self._run: Run | None = None
+        self._run: DataPass | None = None
         self._future: concurrent.futures.Future[Any] | None = None
         self._cancelled = threading.Event()
         self._in_effect = False
@@ -78,7 +78,7 @@ class Preparation(abc.ABC):
             self._future.add_done_callback(_drop_result)
         self._future = None
 
-    def _begin(self, run: Run) -> None:
+    def _begin(self, run: DataPass) -> None:
         self.cancel()
         self._cancelled = threading.Event()
         self._run = run
@@ -91,7 +91,7 @@ class Preparation(abc.ABC):
         self._future = self._executor.submit(function, *arguments)
 
     @abc.abstractmethod
-    def _prepare(self, run: Run, cancelled: threading.Event) -> Any:
+    def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
         """In the background: all that can be done before the switch."""
 
     @abc.abstractmethod
@@ -99,10 +99,10 @@ class Preparation(abc.ABC):
         """On the training thread, between two steps: the rest."""
 
 
-class SlicedPreparation(Preparation):
+class SlicedPreparation(KnobChange):
     """Hands the running iterator of whole batches over."""
 
-    def _prepare(self, run: Run, cancelled: threading.Event) -> Any:
+    def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
         form = self._tuning.moved_form(self.knobs)
         batches = self._tuning.moved_batches(form, self.knobs, run.first_step)
         # the parts of an ordinary data set are those that run: an iterator would disturb shuffles
@@ -110,20 +110,20 @@ class SlicedPreparation(Preparation):
 
     def _switch(self, prepared: Any) -> None:
         form, batches, iterator = prepared
-        if isinstance(self._run, SlicedRun):
+        if isinstance(self._run, SlicedPass):
             self._run.move_to(batches, form, iterator)
             self._tuning.adopt(form, self.knobs)
             self._in_effect = True
 
 
-class JoiningPreparation(Preparation):
+class JoiningPreparation(KnobChange):
     """Lets another pipeline catch up with the running one, and then go on in its place."""
 
     # steps by which the other pipeline gets ahead, more if the running one was quicker
     _margin = 0
 
-    def _prepare(self, run: Run, cancelled: threading.Event) -> Any:
-        if not isinstance(run, PipelineRun):
+    def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
+        if not isinstance(run, PipelinePass):
             raise HandoverError("This pass cannot be joined.")
         data = self._tuning.data
         self._check_count(run)
@@ -133,28 +133,28 @@ class JoiningPreparation(Preparation):
         pipeline, orders = data.build(start, form)
         adopt = functools.partial(self._adopt, form)
         replicas = data.layout.num_replicas
-        successor = Successor(pipeline, orders, replicas, start, form, adopt)
-        return self._catch_up(successor, run, cancelled)
+        next_pipeline = NextPipeline(pipeline, orders, replicas, start, form, adopt)
+        return self._catch_up(next_pipeline, run, cancelled)
 
     def _catch_up(
-        self, successor: Successor, run: PipelineRun, cancelled: threading.Event
-    ) -> Successor | None:
+        self, next_pipeline: NextPipeline, run: PipelinePass, cancelled: threading.Event
+    ) -> NextPipeline | None:
         try:
             while not cancelled.is_set():
-                if successor.position >= run.ordered + self._margin:
-                    return successor
-                successor.pass_over(run.batch_rows)
+                if next_pipeline.position >= run.ordered + self._margin:
+                    return next_pipeline
+                next_pipeline.skip(run.batch_rows)
         except StopIteration:
             pass  # the pass ends before: the next one begins with these knobs
         except BaseException:
-            successor.drop()
+            next_pipeline.drop()
             raise
-        successor.drop()
+        next_pipeline.drop()
         return None
 
     def _switch(self, prepared: Any) -> None:
         run = self._run
-        if prepared is None or not isinstance(run, PipelineRun):
+        if prepared is None or not isinstance(run, PipelinePass):
             return
         try:
             self._check_count(run)
@@ -167,7 +167,7 @@ class JoiningPreparation(Preparation):
             return
         run.join(prepared)
 
-    def _check_count(self, run: PipelineRun) -> None:
+    def _check_count(self, run: PipelinePass) -> None:
         if self._tuning.data.has_lost_count(run):
             raise HandoverError(
                 "a pass takes several orders of a shuffle, or of several shuffles, and the data "
@@ -184,5 +184,5 @@ def _drop_result(future: concurrent.futures.Future[Any]) -> None:
     if future.cancelled() or future.exception() is not None:
         return
     result = future.result()
-    if isinstance(result, Successor):
+    if isinstance(result, NextPipeline):
         result.drop()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from keras_het.asynchronous.center.host import Grant, Host
+from keras_het.asynchronous.center.center import Center, Grant
 from keras_het.asynchronous.center.hosted_parts import HostedParts
 from keras_het.asynchronous.center.service_connection import outgoing
 from keras_het.asynchronous.center.service_spec import spec_of
@@ -17,7 +17,7 @@ _logger = logging.getLogger("keras_het")
 _GROUP = 0
 
 
-class ServiceHost(Host):
+class LocalCenter(Center):
     """Center, moving statistics and sample ledger, used in memory and answering on one server.
 
     Args:
@@ -94,11 +94,11 @@ class ServiceHost(Host):
         """Says how fast the group is, and tells how fast all are."""
         return self.ledger.pace(_GROUP, pace)
 
-    def center(self) -> list[Any]:
+    def weights(self) -> list[Any]:
         """The center, a vector for each partition."""
         return self._weights.center_partitions()
 
-    def state_center(self) -> list[Any]:
+    def state(self) -> list[Any]:
         """The center of the moving statistics, likewise."""
         return self._state.center_partitions() if self._state is not None else []
 
@@ -114,7 +114,7 @@ class ServiceHost(Host):
         """Async workers that have ended and wait for the final weights."""
         return self.ledger.present(Presence.WAITING, self._presence_seconds)
 
-    def pass_over(self, client: int) -> bool:
+    def skip(self, client: int) -> bool:
         """Lets nobody wait for a client that is gone."""
         self._weights.signal_locally(client, Signal.LEAVE)
         return True

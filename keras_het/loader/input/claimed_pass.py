@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from keras_het.loader.input.claims import Claims
-from keras_het.loader.input.run import Element, Run
+from keras_het.loader.input.data_pass import DataPass, Element
 
 
 class BatchSource(Protocol):
@@ -28,7 +28,7 @@ class BatchSource(Protocol):
         """Ends the pass."""
 
 
-class ClaimedRun(Run):
+class ClaimedPass(DataPass):
     """Delivers one's own batches and passes over the others.
 
     A batch may be delivered in several parts, each a step of its own, for a worker whose memory or

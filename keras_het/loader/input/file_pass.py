@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het.loader.input.pipeline_run import Weights
-from keras_het.loader.input.run import Element, Run
+from keras_het.loader.input.data_pass import DataPass, Element
+from keras_het.loader.input.pipeline_pass import Weights
 from keras_het.loader.order import rows
 from keras_het.planning.file_assignment import shares_of_own_samples
 from keras_het.planning.replica_layout import ReplicaLayout
 
 
-class FileRun(Run):
+class FilePass(DataPass):
     """Takes as many of the worker's own samples as its share says at each step.
 
     Args:

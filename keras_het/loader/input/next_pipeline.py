@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_het.loader.iterators.held_iterator import HeldIterator
-from keras_het.loader.order.work_orders import WorkOrders
+from keras_het.loader.order.share_queue import ShareQueue
 
 
-class Successor:
+class NextPipeline:
     """Catches up with a running pass, without the work that only the user of a row does.
 
     Args:
@@ -31,7 +31,7 @@ class Successor:
     def __init__(
         self,
         pipeline: Any,
-        orders: WorkOrders,
+        orders: ShareQueue,
         num_replicas: int,
         position: int,
         keep_alive: Any,
@@ -45,7 +45,7 @@ class Successor:
         self.iterator = HeldIterator(pipeline, keep_alive)
         _alive.add(self)
 
-    def pass_over(self, expected_rows: int) -> None:
+    def skip(self, expected_rows: int) -> None:
         """Lets one global batch go by, of which no row is used.
 
         Args:
@@ -71,10 +71,10 @@ class Successor:
         self.iterator.release(lambda: None)
 
 
-_alive: weakref.WeakSet[Successor] = weakref.WeakSet()
+_alive: weakref.WeakSet[NextPipeline] = weakref.WeakSet()
 
 
 @atexit.register
 def _wake_up_all() -> None:
-    for successor in list(_alive):
-        successor.orders.close()
+    for next_pipeline in list(_alive):
+        next_pipeline.orders.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_het.asynchronous.center.host import Grant, Host
+from keras_het.asynchronous.center.center import Center, Grant
 from keras_het.asynchronous.center.leader_ledger import LeaderLedger
 from keras_het.asynchronous.center.remote_parts import LEADER, RemoteParts
 from keras_het.asynchronous.center.return_watch import ReturnWatch
@@ -26,7 +26,7 @@ _logger = logging.getLogger("keras_het")
 _LONGEST_FAREWELL_SECONDS = 1.0  # where a lost service may not answer
 
 
-class RemoteHost(Host):
+class RemoteCenter(Center):
     """Exchanges as an async worker does: what was sent travels while the group computes.
 
     A lost service is an error, or, if the options say so, the group trains on alone, takes all
@@ -117,12 +117,12 @@ class RemoteHost(Host):
         found: tuple[Any, Any] | None = self._try(lambda: self.ledger.pace(LEADER, pace), None)
         return found
 
-    def center(self) -> list[Any]:
+    def weights(self) -> list[Any]:
         """The center; the group's weights without a service."""
         own = self._group.vectors.weights.read()
         return list(self._try(lambda: self._weights.pull(exact=True), own))
 
-    def state_center(self) -> list[Any]:
+    def state(self) -> list[Any]:
         """The center of the moving statistics, likewise."""
         if self._state is None:
             return []
@@ -143,7 +143,7 @@ class RemoteHost(Host):
         """Async workers that have ended and wait for the final weights."""
         return self._present(Presence.WAITING)
 
-    def pass_over(self, client: int) -> bool:
+    def skip(self, client: int) -> bool:
         """Lets nobody wait for a client that is gone."""
         stage = self._try(lambda: self._parts.weights.signal(Signal.LEAVE, client), None)
         return stage is not None

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_het.planning.shares import apportion
 
 
-class WorkOrders:
+class ShareQueue:
     """A queue of orders, one for each global batch, from the consumer to its pipeline.
 
     The consumer puts the order of step t + lookahead when it asks for step t. The pipeline takes

@@ -13,7 +13,7 @@ Element = tuple[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"]
 """Batches of the local replicas, and int64 sizes of shape [num_replicas]."""
 
 
-class Run(abc.ABC):
+class DataPass(abc.ABC):
     """One pass over the data.
 
     Args:

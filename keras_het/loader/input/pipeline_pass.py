@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_het.loader.host.threads import LoaderThreads
-from keras_het.loader.input.run import Element, Run
-from keras_het.loader.input.successor import Successor
+from keras_het.loader.input.data_pass import DataPass, Element
+from keras_het.loader.input.next_pipeline import NextPipeline
 from keras_het.loader.iterators.held_iterator import HeldIterator
-from keras_het.loader.order.work_orders import WorkOrders
+from keras_het.loader.order.share_queue import ShareQueue
 
 Weights = Callable[[], Sequence[float]]
 
 
-class PipelineRun(Run):
+class PipelinePass(DataPass):
     """A running pipeline that cuts each batch by the weights of its step.
 
     Args:
@@ -41,7 +41,7 @@ class PipelineRun(Run):
     def __init__(
         self,
         pipeline: Any,
-        orders: WorkOrders,
+        orders: ShareQueue,
         weights: Weights,
         lookahead: int,
         batch_rows: int,
@@ -63,7 +63,7 @@ class PipelineRun(Run):
         self._give_back = give_back
         self._wants_fingerprint = wants_fingerprint
         self._ordered = 0
-        self._successor: Successor | None = None
+        self._next_pipeline: NextPipeline | None = None
         self.latest_weights: Sequence[float] = ()
         self._order_until(lookahead)
         self._iterator = HeldIterator(pipeline, keep_alive)
@@ -89,30 +89,30 @@ class PipelineRun(Run):
         """Threads of the pipeline's own pool, None if it has none."""
         return self._iterator.threads
 
-    def join(self, successor: Successor) -> None:
+    def join(self, next_pipeline: NextPipeline) -> None:
         """Lets another pipeline go on from its position.
 
         The steps before, which are ordered already, come from the running pipeline while the other
         one begins to work: no step is made twice and each has the shares that it has without.
 
         Args:
-            successor: the same global batches from a step on of which no order was given yet.
+            next_pipeline: the same global batches from a step on of which no order was given yet.
 
         Raises:
             ValueError: if the order of its first step was given already, or another one waits.
         """
-        if successor.position < self.ordered or self._successor is not None or self.is_over:
+        if next_pipeline.position < self.ordered or self._next_pipeline is not None or self.is_over:
             raise ValueError(
                 "A pipeline can take over from the next step to be ordered on, one at a time. "
-                f"Received: one at step {successor.position}; {self.ordered} steps are ordered."
+                f"Received: one at step {next_pipeline.position}; {self.ordered} steps are ordered."
             )
-        self._successor = successor
+        self._next_pipeline = next_pipeline
 
     def _produce(self) -> Element:
         self._order_until(self.delivered + 1 + self._lookahead)
-        successor = self._successor
-        if successor is not None and self.first_step + self.delivered == successor.position:
-            self._continue_in(successor)
+        next_pipeline = self._next_pipeline
+        if next_pipeline is not None and self.first_step + self.delivered == next_pipeline.position:
+            self._continue_in(next_pipeline)
         batches, sizes, fingerprint = self._iterator.read()
         sizes = sizes.numpy()
         self._rows = self._rows or int(sizes.sum())
@@ -120,18 +120,18 @@ class PipelineRun(Run):
             self.fingerprint = int(fingerprint)
         return list(batches), sizes
 
-    def _continue_in(self, successor: Successor) -> None:
-        successor.come_into_effect()  # first: what is released now must not be kept for later
+    def _continue_in(self, next_pipeline: NextPipeline) -> None:
+        next_pipeline.come_into_effect()  # first: what is released now must not be kept for later
         self._release()
-        self._iterator, self._orders = successor.iterator, successor.orders
+        self._iterator, self._orders = next_pipeline.iterator, next_pipeline.orders
         self._give_back = _nothing  # a pipeline that begins within a pass is of no further use
-        self._successor = None
+        self._next_pipeline = None
 
     def _free(self) -> None:
         _alive.discard(self)
-        if self._successor is not None:
-            self._successor.drop()
-            self._successor = None
+        if self._next_pipeline is not None:
+            self._next_pipeline.drop()
+            self._next_pipeline = None
         self._release()
 
     def _release(self) -> None:
@@ -161,9 +161,9 @@ class PipelineRun(Run):
 
     def _order_step(self) -> None:
         first = self._wants_fingerprint and self._ordered == 0
-        successor = self._successor
-        is_of_next = successor is not None and self.ordered >= successor.position
-        orders = successor.orders if successor is not None and is_of_next else self._orders
+        next_pipeline = self._next_pipeline
+        is_of_next = next_pipeline is not None and self.ordered >= next_pipeline.position
+        orders = next_pipeline.orders if next_pipeline is not None and is_of_next else self._orders
         self._ordered += 1
         self.latest_weights = self._weights()
         orders.put(self.latest_weights, self._rows, first)
@@ -173,7 +173,7 @@ def _nothing() -> None:
     pass
 
 
-_alive: weakref.WeakSet[PipelineRun] = weakref.WeakSet()
+_alive: weakref.WeakSet[PipelinePass] = weakref.WeakSet()
 
 
 @atexit.register

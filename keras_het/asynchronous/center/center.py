@@ -41,7 +41,7 @@ class Grant:
         return cls(digit * _DIGIT + rest, count, bool(is_last))
 
 
-class Host(abc.ABC):
+class Center(abc.ABC):
     """The service in the leader's own memory, or its way to other processes that hold it.
 
     Attributes:
@@ -113,11 +113,11 @@ class Host(abc.ABC):
         """
 
     @abc.abstractmethod
-    def center(self) -> list[Any]:
+    def weights(self) -> list[Any]:
         """The center, a vector for each partition."""
 
     @abc.abstractmethod
-    def state_center(self) -> list[Any]:
+    def state(self) -> list[Any]:
         """The center of the moving statistics, likewise."""
 
     @abc.abstractmethod
@@ -133,7 +133,7 @@ class Host(abc.ABC):
         """Async workers that have ended and wait for the final weights."""
 
     @abc.abstractmethod
-    def pass_over(self, client: int) -> bool:
+    def skip(self, client: int) -> bool:
         """Lets nobody wait for a client that is gone.
 
         Args:

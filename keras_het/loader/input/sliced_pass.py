@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.loader.host.threads import LoaderThreads
-from keras_het.loader.input.pipeline_run import Weights
-from keras_het.loader.input.run import Element, Run
+from keras_het.loader.input.data_pass import DataPass, Element
+from keras_het.loader.input.pipeline_pass import Weights
 from keras_het.loader.iterators.handover import hand_over
 from keras_het.loader.iterators.held_iterator import HeldIterator
 from keras_het.loader.iterators.iterator_release import release
@@ -22,7 +22,7 @@ from keras_het.planning.shares import apportion
 Sizes = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class SlicedRun(Run):
+class SlicedPass(DataPass):
     """Runs the user's pipeline as it is and cuts each batch when it is asked for.
 
     A cut shares the batch's memory, so that it costs the same whatever the size of the rows.

@@ -18,7 +18,7 @@ _SECONDS_OF_SILENCE = 60.0
 """Far less than the silence after which a job counts no longer."""
 
 
-class HostShare:
+class CpuPart:
     """The part of the host that one training has.
 
     Args:
@@ -65,7 +65,7 @@ class HostShare:
         self._job, self._reading = job, reading
         return self._write(_SECONDS_BETWEEN_UPDATES)
 
-    def stay(self) -> float | None:
+    def heartbeat(self) -> float | None:
         """Called in every step: windows of long steps take longer than a job may be silent.
 
         Returns:
