@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from keras_het.fit.session import FitSession
+
 _logger = logging.getLogger("keras_het")
 
-_FILE_OF_CALLBACK_LISTS = keras.callbacks.CallbackList.__init__.__code__.co_filename
 _SAVING = ("save", "save_weights", "export")
 _WRITING_CALLBACKS: dict[str, tuple[str, ...]] = {
     # Reading the backup at the start of training stays with every worker.
@@ -64,20 +64,14 @@ def _replace(owner: Any, name: str, model_of: Callable[[Any], Any], says_so: boo
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if writes(model_of(self)):
             return original(self, *args, **kwargs)
-        if says_so and not _is_called_by_callbacks():
-            _say_once(name, model_of(self).distribute_strategy.worker_index)
+        model = model_of(self)
+        # within a fit it is a callback such as ModelCheckpoint, not a line of the user's script
+        if says_so and FitSession.of(model) is None:
+            _say_once(name, model.distribute_strategy.worker_index)
         return None
 
     write.chief_only = True  # type: ignore[attr-defined]
     setattr(owner, name, write)
-
-
-def _is_called_by_callbacks() -> bool:
-    """Whether a callback such as ModelCheckpoint saves, which is not the user's own line."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _FILE_OF_CALLBACK_LISTS:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
 
 
 @functools.cache
