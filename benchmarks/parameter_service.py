@@ -223,14 +223,14 @@ def _elements(size_mb: str) -> int:
 
 
 def service_server(size_mb: str, address: str, *_: str) -> None:
-    from keras_het.launch.allocator import share_freed_memory
+    from keras_het.launch.serve_command import share_freed_memory
 
     share_freed_memory()  # this and `compute_without_splitting` as `keras-het serve` does
     import tensorflow as tf
 
     from keras_het.asynchronous.parameter_service import ParameterService, Partitions
     from keras_het.asynchronous.rules import Delta
-    from keras_het.launch.serving_threads import compute_without_splitting
+    from keras_het.launch.serve_command import compute_without_splitting
 
     compute_without_splitting()
     tf.config.list_logical_devices()  # its own memory is not the service's

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_het.fit.batch_ends import BatchEnds
-from keras_het.fit.local_replicas import local_replicas
+from keras_het.fit.model_strategy import local_replicas
 from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
 from keras_het.loader.host.budget import HostBudget
 from keras_het.loader.host.memory import available_memory

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.keras_backend import check_keras_backend
@@ -93,3 +94,24 @@ def check_keeps_weights(optimizer: Any, callback: Any) -> None:
             f"With {name} the model ends with the center's weights, not with averages of one "
             f"worker's. Received: {type(inner).__name__}(use_ema=True). Leave use_ema out."
         )
+
+
+def local_replicas(model: Any) -> dict[int, str]:
+    """Devices of the replicas of this process, by their numbers.
+
+    Args:
+        model: a `keras.Model`.
+
+    Returns:
+        Under a `HeterogeneousStrategy` numbers that count over all workers; under another strategy,
+        or none, numbers within this process.
+    """
+    strategy = distribute_strategy(model)
+    layout = getattr(strategy, "layout", None)
+    try:
+        devices = strategy.extended.worker_devices
+    except RuntimeError:  # there is no strategy
+        found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+        devices = [found[0].name]
+    numbers = range(len(devices)) if layout is None else layout.local_replicas
+    return dict(zip(numbers, devices, strict=True))

@@ -1,6 +1,7 @@
 """The command `keras-het serve`: holds a part of the parameter service of a hybrid training."""
 
 import argparse
+import ctypes
 import logging
 import os
 import signal
@@ -9,7 +10,48 @@ import threading
 from typing import Any
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
-from keras_het.launch.allocator import share_freed_memory
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # numbers of glibc's malloc.h
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20
+_VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+
+
+def share_freed_memory() -> bool:
+    """Lets all threads allocate from one place, which keeps what they free.
+
+    By itself glibc has memory apart for each of many threads, so that messages that come one after
+    the other take memory again and again; and it gives freed memory back to the system, which has
+    to fill it with zeros for the next message. To be called before there are threads.
+
+    Returns:
+        Whether it was done: not outside of glibc, nor where the environment says otherwise.
+    """
+    if not sys.platform.startswith("linux") or any(name in os.environ for name in _VARIABLES):
+        return False
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        return False
+    options = {
+        _ARENA_MAX: 1,
+        _MMAP_THRESHOLD: _LARGEST_MMAP_THRESHOLD,
+        _TRIM_THRESHOLD: 2**30,
+    }
+    return all([set_option(option, value) == 1 for option, value in options.items()])
+
+
+def compute_without_splitting() -> None:
+    """Lets one thread compute an operation as a whole.
+
+    An update of a partition takes well below a millisecond: to share it out among threads, and to
+    wake them, takes longer than it saves, and from the threads that carry messages. Partitions
+    and clients are what goes on side by side. To be called before TensorFlow's first operation.
+
+    Raises:
+        RuntimeError: if that was.
+    """
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
 def add_serve(commands: Any) -> None:
@@ -45,7 +87,6 @@ def serve_parameters(options: argparse.Namespace) -> int:
     # imported late: TensorFlow takes seconds, and reads the environment
     import keras
 
-    from keras_het.launch.serving_threads import compute_without_splitting
     from keras_het.rpc.admission import read_secret
     from keras_het.rpc.function_server import ServerStartError
     from keras_het.strategy.cluster.cluster_config import read_cluster_config

@@ -28,10 +28,10 @@ from keras_het.strategy.cluster import agreement
 from keras_het.strategy.cluster.chief_only import install_chief_only
 from keras_het.strategy.cluster.cluster_config import ClusterConfig
 from keras_het.strategy.cluster.departure import leave_quickly, leave_together
-from keras_het.strategy.cluster.lost_worker_report import install_report
 from keras_het.strategy.cluster.peer_watch import (
     PeerWatch,
     check_seconds,
+    install_report,
     name_lost_workers,
     read_peer_timeout,
 )

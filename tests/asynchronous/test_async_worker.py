@@ -10,9 +10,8 @@ from addresses import free_address, silent_address
 
 from keras_het.asynchronous.center.return_watch import ReturnWatch
 from keras_het.asynchronous.center.service_connection import CenterClient
-from keras_het.asynchronous.exchange.participant import HybridOptions
+from keras_het.asynchronous.exchange.participant import HybridOptions, StatisticsAveraging
 from keras_het.asynchronous.exchange.push_pace import PushPace
-from keras_het.asynchronous.exchange.statistics_averaging import StatisticsAveraging
 from keras_het.asynchronous.hybrid import AsyncWorker
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,

@@ -6,7 +6,7 @@ import pytest
 from addresses import free_address
 
 import keras_het
-from keras_het.loader.host.foreign_load import ForeignLoad
+from keras_het.loader.host.priority import ForeignLoad
 
 
 @pytest.fixture(autouse=True)

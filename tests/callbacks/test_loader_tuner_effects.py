@@ -17,7 +17,7 @@ import keras_het
 from keras_het.callbacks import LoaderTuner, loader_tuner
 from keras_het.loader import Knobs, inspect, pipeline
 from keras_het.loader.host.cpus import usable_cpus
-from keras_het.loader.host.foreign_load import ForeignLoad
+from keras_het.loader.host.priority import ForeignLoad
 from keras_het.loader.iterators import knobs
 from keras_het.loader.tuning import session as tuning_session
 from keras_het.loader.tuning.session import TuningSession

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from keras_het.launch.allocator import share_freed_memory
+from keras_het.launch.serve_command import share_freed_memory
 
 PROGRAM = """
 import ctypes, threading
-from keras_het.launch.allocator import share_freed_memory
+from keras_het.launch.serve_command import share_freed_memory
 
 if {shares}:
     print(share_freed_memory())

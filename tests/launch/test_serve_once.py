@@ -19,7 +19,7 @@ def set_up(monkeypatch, address):
     monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(serve_command, "share_freed_memory", lambda: False)  # not for this process
     prepared = []  # likewise
-    threads = "keras_het.launch.serving_threads.compute_without_splitting"
+    threads = "keras_het.launch.serve_command.compute_without_splitting"
     monkeypatch.setattr(threads, lambda: prepared.append(1))
     return prepared
 

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import tensorflow as tf
-from keras_het.launch.serving_threads import compute_without_splitting
+from keras_het.launch.serve_command import compute_without_splitting
 compute_without_splitting()
 threads = tf.config.threading
 print(threads.get_intra_op_parallelism_threads(), threads.get_inter_op_parallelism_threads())

@@ -93,7 +93,7 @@ LATE = """
         import time
         from keras_het.loader import iterator_adapter
         from keras_het.loader.iterators.held_iterator import HeldIterator
-        from keras_het.loader.iterators.iterator_release import release
+        from keras_het.loader.iterators.held_iterator import release
 
         def late(*arguments):
             threading.main_thread().join()  # the interpreter has begun to end

@@ -7,7 +7,7 @@ import pytest
 from plants import CURVED, STATIC, Plant, by_speeds, simulate, slow_down
 
 from keras_het.planning.balance import make_policy
-from keras_het.planning.balance.retry import COST, FIRST_WAIT, STEPS_OF_A_TRY, RetrySchedule
+from keras_het.planning.balance.plan_trial import COST, FIRST_WAIT, STEPS_OF_A_TRY, RetrySchedule
 
 
 def run_boa(plant, steps, seed=0, **options):

@@ -13,7 +13,7 @@ from keras_het.planning.global_batch import (
     choose_global_batch,
     gain,
     goodput,
-    learning_rate_factor,
+    rate_factor_of_batch,
 )
 from keras_het.planning.noise_scale import (
     NoiseScaleEstimate,
@@ -140,10 +140,10 @@ def test_gain_at_its_ends():
 
 def test_learning_rate_factor_uses_the_noise_at_the_base_batch():
     estimate = NoiseScaleEstimate(1.0, 32.0)  # noise scale 32 samples
-    assert learning_rate_factor(64, 32, estimate) == pytest.approx(4 / 3)
-    assert learning_rate_factor(64, 32, estimate, True) == pytest.approx(math.sqrt(4 / 3))
+    assert rate_factor_of_batch(64, 32, estimate) == pytest.approx(4 / 3)
+    assert rate_factor_of_batch(64, 32, estimate, True) == pytest.approx(math.sqrt(4 / 3))
     with pytest.raises(ValueError, match="at least 1"):
-        learning_rate_factor(0, 32, estimate)
+        rate_factor_of_batch(0, 32, estimate)
 
 
 def test_candidates_are_a_geometric_grid():

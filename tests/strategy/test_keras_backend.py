@@ -8,8 +8,7 @@ import keras
 import pytest
 
 import keras_het
-from keras_het.fit.local_replicas import local_replicas
-from keras_het.fit.model_strategy import heterogeneous_strategy
+from keras_het.fit.model_strategy import heterogeneous_strategy, local_replicas
 
 REFUSAL = "Received: the backend 'jax'(.|\n)*KERAS_BACKEND=tensorflow"
 

@@ -6,16 +6,38 @@ import abc
 import dataclasses
 from typing import Any
 
+import tensorflow as tf
+
 from keras_het.asynchronous.exchange.gradient_sum import MeanGradient
 from keras_het.asynchronous.exchange.model_vectors import ModelVectors
-from keras_het.asynchronous.exchange.statistics_averaging import StatisticsAveraging
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, Wire, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
-from keras_het.asynchronous.rules import UpdateRule
+from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule
 from keras_het.rpc.admission import read_secret
 from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.cluster.cluster_config import config_of
 from keras_het.training_strategy import TrainingStrategy
+
+
+class StatisticsAveraging(ElasticAveraging):
+    """Elastic averaging, in which a worker's statistics stay between its own and the center's.
+
+    A worker that took steps while the answer travelled moves by the difference at the time of
+    sending, so that nothing that it learned meanwhile is lost. That difference may be larger than
+    what is left of a variance that has fallen since: hence the bound. To the service, which keeps
+    the center, this is elastic averaging, and has its name.
+
+    Args:
+        alpha: moving rate, at most 1.
+    """
+
+    def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
+        """Its own, moved towards the center as the center was towards it, but not beyond."""
+        if self.alpha == 1:  # nobody else moves the center: it is what this worker sent
+            return weights
+        pulled = super().receive(weights, sent_weights, answer)
+        return tf.clip_by_value(pulled, tf.minimum(weights, answer), tf.maximum(weights, answer))
+
 
 WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
 

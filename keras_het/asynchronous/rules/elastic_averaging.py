@@ -6,8 +6,10 @@ import math
 from typing import Any, ClassVar
 
 import keras
+import tensorflow as tf
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, UpdateRule
+from keras_het.asynchronous.rules.synchronous_rule import AllReduceSum, State, SynchronousRule
+from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, UpdateRule
 
 BETA = 0.9
 """Sum of the moving rates of all workers that the authors of EASGD use."""
@@ -234,3 +236,255 @@ def check_moving_rate(
         f"{workers}, else workers and center swing apart. Received: alpha={alpha}. The authors use "
         "0.9 / number of workers."
     )
+
+
+class AsyncEASGD(ElasticAveraging):
+    r"""Elastic averaging of workers that descend the plain gradient, in the order they come.
+
+    .. math::
+        x_i \leftarrow x_i - \eta\, g_i(x_i) - \alpha (x_i - c), \qquad
+        c \leftarrow c + \alpha (x_i - c)
+
+    The worker computes its gradient while its weights and the center travel.
+
+    Args:
+        alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
+        learning_rate: of the workers, to check the bound.
+        num_workers: number of workers; needed for the default of alpha.
+
+    Raises:
+        ValueError: if alpha is outside the bound, as `ElasticAveraging` has it.
+
+    Reference:
+        You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
+        equations 1 and 2.
+    """
+
+    name: ClassVar[str] = "async_easgd"
+
+
+class HogwildEASGD(ElasticAveraging):
+    r"""Async EASGD, but simultaneous pushes do not wait for each other.
+
+    A push may read a center of which another has changed a half, and versions may count too few: a
+    worker's staleness is a lower bound.
+
+    Args:
+        alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
+        learning_rate: of the workers, to check the bound.
+        num_workers: number of workers; needed for the default of alpha.
+
+    Raises:
+        ValueError: if alpha is outside the bound, as `ElasticAveraging` has it.
+
+    Reference:
+        You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017;
+        Recht et al., "Hogwild!", NeurIPS 2011.
+    """
+
+    name: ClassVar[str] = "hogwild_easgd"
+    is_atomic: ClassVar[bool] = False
+
+
+class AsyncMEASGD(ElasticAveraging):
+    r"""Async EASGD of workers that run gradient descent with momentum.
+
+    .. math::
+        v_i \leftarrow \mu v_i - \eta\, g_i(x_i), \qquad
+        x_i \leftarrow x_i + v_i - \alpha (x_i - c), \qquad
+        c \leftarrow c + \alpha (x_i - c)
+
+    The center's side is that of Async EASGD; the first equation is `keras.optimizers.SGD` with
+    momentum on the worker. With Nesterov's momentum it is the EAMSGD of 2015.
+
+    Args:
+        alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
+        learning_rate: of the workers, to check the bound.
+        num_workers: number of workers; needed for the default of alpha.
+
+    Raises:
+        ValueError: if alpha is outside the bound, as `ElasticAveraging` has it.
+
+    Reference:
+        You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
+        equations 5 and 6; Zhang, Choromanska and LeCun, NeurIPS 2015.
+    """
+
+    name: ClassVar[str] = "async_measgd"
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuses all but gradient descent with momentum.
+
+        Raises:
+            ValueError: for another optimizer.
+        """
+        optimizer = own_optimizer(optimizer)
+        if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum > 0:
+            return
+        raise ValueError(
+            "AsyncMEASGD is elastic averaging of workers with momentum: compile the model with "
+            "keras.optimizers.SGD(learning_rate, momentum=0.9). Received: "
+            f"{type(optimizer).__name__}"
+            f"(momentum={getattr(optimizer, 'momentum', None)}). Use AsyncEASGD for other "
+            "optimizers."
+        )
+
+
+class RoundRobinEASGD(ElasticAveraging):
+    r"""Elastic averaging in which worker i + 1 may not push before worker i did.
+
+    The equations are those of Async EASGD; the center takes pushes in the order 0, 1, ..., n - 1,
+    0, ... and tells everybody else to try again. The result does not depend on how fast messages
+    travel, but a worker that hangs holds up all others: use it as a baseline.
+
+    A worker that was told to wait sends the same again, with the number of its first try: some
+    parts may have taken it already, and must not in their next turn.
+
+    Args:
+        num_workers: n; all of them must take part.
+        alpha: moving rate; None for 0.9 / n, and 0.5 for one worker.
+        learning_rate: of the workers, to check the bound.
+
+    Raises:
+        ValueError: if alpha is outside the bound, as `ElasticAveraging` has it.
+
+    Reference:
+        Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015;
+        baseline of You, Buluc and Demmel, SC 2017.
+    """
+
+    name: ClassVar[str] = "round_robin_easgd"
+    may_wait: ClassVar[bool] = True
+    num_workers: int
+
+    def __init__(
+        self, num_workers: int, alpha: float | None = None, learning_rate: float | None = None
+    ) -> None:
+        super().__init__(alpha, learning_rate, num_workers)
+
+    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
+        """The number of the worker whose turn it is, and who has left."""
+        del size
+        return {"turn": (), "left": (self.num_workers,)}
+
+    def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
+        """A worker that pushes has not left: it gets its turns again.
+
+        Where all had left, the turn lies with one that may never come back: it moves on.
+        """
+        left = slots["left"] * (1.0 - tf.one_hot(client, self.num_workers))
+        holder = tf.cast(slots["turn"], tf.int32)
+        has_left = tf.gather(left, holder) > 0
+        turn = tf.where(has_left, self._next(left, holder), slots["turn"])
+        with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
+            return tf.constant(True)
+
+    def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+        """Whether it is the worker's turn."""
+        return tf.equal(tf.cast(meta.client, tf.float32), slots["turn"])
+
+    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+        """Moves the center and gives the turn to the next worker that is still there."""
+        with tf.control_dependencies([self.pass_turn(slots, meta)]):
+            return super().update(center, slots, change, meta)
+
+    def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+        """Gives the turn to the next worker that is still there."""
+        following = self._next(slots["left"].read_value(), meta.client)
+        return slots["turn"].assign(following, read_value=True)
+
+    def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
+        """A worker that leaves is passed over from now on."""
+        leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.float32)
+        left = tf.maximum(slots["left"], leaves * tf.one_hot(client, self.num_workers))
+        is_its_turn = tf.equal(slots["turn"], tf.cast(client, tf.float32))
+        passes = is_its_turn & tf.equal(signal, int(Signal.LEAVE))
+        turn = tf.where(passes, self._next(left, client), slots["turn"])
+        with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
+            return tf.constant(0)
+
+    def _next(self, left: Any, client: Any) -> Any:
+        """The first worker after `client` that has not left, itself included at the end."""
+        order = (client + 1 + tf.range(self.num_workers)) % self.num_workers
+        first = tf.argmin(tf.gather(left, order))
+        return tf.cast(order[first], tf.float32)
+
+
+class SyncEASGD(SynchronousRule):
+    r"""Workers and center pull each other at the same time: deterministic EASGD.
+
+    .. math::
+        x_i \leftarrow x_i - \eta\, g_i(x_i) - \alpha (x_i - c), \qquad
+        c \leftarrow c + \alpha \sum_j (x_j - c)
+
+    where both right sides have the old values. An overlapped exchange (period 1, overlap 1: the
+    authors' Sync EASGD3) is exactly this: the gradient is computed at the weights that were sent,
+    while they travel. Without overlap the exchange follows the step. What is summed is
+    :math:`x_j - c`, one packed vector; the sum goes by whatever tree or ring the all-reduce uses
+    instead of in turns.
+
+    Args:
+        num_workers: n.
+        alpha: moving rate; None for 0.9 / n, as the authors.
+        learning_rate: of the workers (times the largest curvature if that is known), to check the
+            bound; None for the bound of an infinitely small rate.
+        period: local steps from one exchange to the next.
+        overlap: steps taken while an exchange is on its way.
+
+    Raises:
+        ValueError: if alpha is outside the stability bound on a quadratic,
+            0 < alpha <= (4 - 2 eta) / (2 + n (2 - eta)), see `largest_moving_rate`, where eta is
+            that of all steps of an overlap together, see `overlapped_rate`; or a number is out of
+            its range.
+
+    Reference:
+        You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
+        equations 1 and 2 and Sync EASGD 1 to 3.
+    """
+
+    name: ClassVar[str] = "sync_easgd"
+    center_is_weights: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        num_workers: int,
+        alpha: float | None = None,
+        learning_rate: float | None = None,
+        period: int = 1,
+        overlap: int = 0,
+    ) -> None:
+        super().__init__(period, overlap)
+        self.num_workers = num_workers
+        self.alpha = default_moving_rate(alpha, num_workers)
+        self.learning_rate = learning_rate
+        check_moving_rate(self.alpha, learning_rate, num_workers, overlap)
+
+    def initial_state(self, weights: Any) -> State:
+        """The center."""
+        return {"center": weights}
+
+    def combine(
+        self, weights: Any, state: State, samples: Any, all_reduce_sum: AllReduceSum
+    ) -> tuple[Any, State]:
+        """Moves weights and center by their elastic differences; samples do not matter."""
+        del samples
+        center = state["center"]
+        difference = weights - center
+        moved = center + self.alpha * all_reduce_sum(difference)
+        return weights - self.alpha * difference, {"center": moved}
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Checks the bound for the rate of plain gradient descent."""
+        rate = plain_learning_rate(optimizer)
+        if rate is not None and 0 <= rate <= 2:
+            check_moving_rate(self.alpha, rate, self.num_workers, self.overlap)
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings."""
+        return {
+            "num_workers": self.num_workers,
+            "alpha": self.alpha,
+            "learning_rate": self.learning_rate,
+            "period": self.period,
+            "overlap": self.overlap,
+        }

@@ -6,17 +6,18 @@ import inspect
 from typing import Any
 
 from keras_het.asynchronous.rules.ashl import ASHL
-from keras_het.asynchronous.rules.async_easgd import AsyncEASGD
-from keras_het.asynchronous.rules.async_measgd import AsyncMEASGD
 from keras_het.asynchronous.rules.async_sgd import AsyncSGD
 from keras_het.asynchronous.rules.delay_compensated import DelayCompensated
 from keras_het.asynchronous.rules.delta import Delta
-from keras_het.asynchronous.rules.diloco import DiLoCo
-from keras_het.asynchronous.rules.elastic_averaging import ElasticAveraging
-from keras_het.asynchronous.rules.hogwild_easgd import HogwildEASGD
-from keras_het.asynchronous.rules.round_robin_easgd import RoundRobinEASGD
-from keras_het.asynchronous.rules.streaming_diloco import StreamingDiLoCo
-from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
+from keras_het.asynchronous.rules.diloco import DiLoCo, StreamingDiLoCo
+from keras_het.asynchronous.rules.elastic_averaging import (
+    AsyncEASGD,
+    AsyncMEASGD,
+    ElasticAveraging,
+    HogwildEASGD,
+    RoundRobinEASGD,
+    SyncEASGD,
+)
 from keras_het.asynchronous.rules.synchronous_rule import SynchronousRule
 from keras_het.asynchronous.rules.update_rule import UpdateRule
 

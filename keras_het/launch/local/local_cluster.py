@@ -16,7 +16,6 @@ from typing import Literal
 from keras_het.launch.local import watchdog
 from keras_het.launch.local.cpu_assignment import assign_cpus, available_cpus
 from keras_het.launch.local.emulation import Emulation
-from keras_het.launch.local.escalation import Escalation
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.launch.local.line_splitter import OutputLine
 from keras_het.launch.local.worker_environment import (
@@ -24,7 +23,13 @@ from keras_het.launch.local.worker_environment import (
     service_environment,
     worker_environment,
 )
-from keras_het.launch.local.worker_process import OnLine, Stream, WorkerProcess, WorkerResult
+from keras_het.launch.local.worker_process import (
+    Escalation,
+    OnLine,
+    Stream,
+    WorkerProcess,
+    WorkerResult,
+)
 from keras_het.usable_cpus import usable_cpus
 
 _TIMEOUT_LINES = 15

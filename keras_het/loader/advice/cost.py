@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.loader.iterators.iterator_release import release
+from keras_het.loader.iterators.held_iterator import release
 
 Dataset = Any
 _WARM_PART = 0.25

@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.input.batch_sources import PipelineSource, SlicedSource, repeated
-from keras_het.loader.input.claimed_pass import BatchSource, ClaimedPass
-from keras_het.loader.input.claims import Claims
+from keras_het.loader.input.claimed_pass import BatchSource, ClaimedPass, Claims
 from keras_het.loader.input.data_pass import DataPass
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.input.local_pipeline import (

@@ -12,8 +12,7 @@ from keras_het.loader.host.threads import LoaderThreads
 from keras_het.loader.input.data_pass import DataPass, Element
 from keras_het.loader.input.pipeline_pass import Weights
 from keras_het.loader.iterators.handover import hand_over
-from keras_het.loader.iterators.held_iterator import HeldIterator
-from keras_het.loader.iterators.iterator_release import release
+from keras_het.loader.iterators.held_iterator import HeldIterator, release
 from keras_het.loader.order import rows
 from keras_het.loader.order.batch_bytes import count_bytes
 from keras_het.planning.replica_layout import ReplicaLayout

@@ -17,8 +17,7 @@ from keras_het.loader.inspection.limits import Limit, awaited_of, limits_of, slo
 from keras_het.loader.inspection.stages import PipelineStage, read_stages
 from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
 from keras_het.loader.iterators.handover import was_handed_over
-from keras_het.loader.iterators.iterator_functions import hold_functions_of
-from keras_het.loader.iterators.iterator_release import release
+from keras_het.loader.iterators.held_iterator import hold_functions_of, release
 
 _WRITES_FILES = (
     "The pipeline writes files when it runs, so that it was not read. Call LoaderTuner.inspect "

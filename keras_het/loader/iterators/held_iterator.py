@@ -2,14 +2,98 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
+import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import LoaderThreads, start, threads_of
-from keras_het.loader.iterators import release_threads
-from keras_het.loader.iterators.iterator_functions import hold_functions_of
+
+
+def hold_functions_of(iterator: Any, holder: Any) -> None:
+    """Keeps the functions of a pipeline until after its iterator is gone.
+
+    TensorFlow crashes if the garbage collector takes the functions of a pipeline before the
+    iterator whose threads are calling them, which it may do where both are in one cycle (an
+    exception's traceback is enough).
+    """
+    with contextlib.suppress(IndexError):  # another thread may take the last one
+        while True:
+            _held.pop(_condemned.pop(), None)
+    key = next(_keys)
+    _held[key] = holder
+    weakref.finalize(iterator, _condemned.append, key).atexit = False
+
+
+_held: dict[int, Any] = {}
+_condemned: list[int] = []
+_keys = itertools.count()
+
+
+_LONGEST_WAIT_SECONDS = 30.0
+
+_NAME = "keras_het-iterator_release"
+
+
+def start_thread(work: Callable[..., Any], *arguments: Any) -> None:
+    """Calls a function in a thread of its own.
+
+    A thread that comes back from TensorFlow while the interpreter ends would end the process
+    ("FATAL: exception not rethrown", SIGABRT): Python ends it with an exception that may not pass
+    the destructors on its way. So the end of the process waits for it. Threads that are no daemons
+    would do, but could not be left alone where they never end.
+
+    Args:
+        work: the function.
+        *arguments: for it.
+
+    Raises:
+        RuntimeError: if there are no new threads, while the interpreter ends.
+    """
+    threading.Thread(target=work, args=arguments, daemon=True, name=_NAME).start()
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
+    with contextlib.suppress(KeyboardInterrupt):  # who is in a hurry
+        for thread in threading.enumerate():
+            if thread.name == _NAME:
+                thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def release(iterator: Any) -> threading.Event:
+    """Ends a `tf.data.Iterator` in another thread.
+
+    Ending one may block until AUTOTUNE's next round, up to seconds, and up to a minute for one that
+    ran for long; each has a thread of its own, so that none waits for another. It is emptied by an
+    operation, which lets other Python threads run meanwhile as dropping the object does not; who
+    drops the object last does not matter then.
+
+    Args:
+        iterator: the iterator; nobody may read from it any more.
+
+    Returns:
+        An event that is set when the iterator is empty.
+    """
+    done = threading.Event()
+    with contextlib.suppress(RuntimeError):  # no new thread while the interpreter ends
+        start_thread(_work, iterator, done)
+    return done
+
+
+def _work(iterator: Any, done: threading.Event) -> None:
+    with contextlib.suppress(Exception):
+        dataset = iterator_adapter.iterated_data_set(iterator)
+        if dataset is not None:
+            iterator_adapter.restart_iterator(iterator, dataset.take(0))
+    done.set()
 
 
 class HeldIterator:
@@ -46,7 +130,7 @@ class HeldIterator:
         collector works on them crashes, so that they go where they are.
         """
         held = [self.__dict__.pop("_iterator", None), self.__dict__.pop("read", None)]
-        release_threads.start(_release, held, after)
+        start_thread(_release, held, after)
 
 
 def _release(held: list[Any], after: Callable[[], None]) -> None:

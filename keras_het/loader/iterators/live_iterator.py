@@ -11,8 +11,7 @@ from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import start, threads_of
 from keras_het.loader.iterators.adjustable_pipeline import pipeline_of
 from keras_het.loader.iterators.handover import hand_over
-from keras_het.loader.iterators.iterator_functions import hold_functions_of
-from keras_het.loader.iterators.iterator_release import release
+from keras_het.loader.iterators.held_iterator import hold_functions_of, release
 
 
 class LiveIterator:

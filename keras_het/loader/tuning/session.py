@@ -32,7 +32,7 @@ from keras_het.loader.iterators.knobs import Build, Knobs
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.replayable import shares_a_shuffle, takes_a_place
 from keras_het.loader.order.batch_bytes import count_bytes
-from keras_het.loader.order.pass_end import PassEnd
+from keras_het.loader.order.pass_counter import PassEnd
 from keras_het.planning.loader import (
     FixedController,
     JobModel,

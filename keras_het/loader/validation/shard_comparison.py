@@ -4,18 +4,124 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from keras_het.loader.validation.constant_features import with_comparable_constants
-from keras_het.loader.validation.one_sided_features import (
-    features_with_values,
-    one_sided_features,
-)
 from keras_het.loader.validation.tfdv_adapter import (
     Schema,
     Statistics,
     anomalies_pb2,
+    statistics_pb2,
     tfdv,
 )
+
+_MEASURES = {
+    "infinity_norm": "L_INFTY",
+    "jensen_shannon_divergence": "JENSEN_SHANNON_DIVERGENCE",
+}
+
+
+def one_sided_features(
+    statistics: Statistics, other: Statistics, schema: Schema, kind: str
+) -> dict[str, tuple[str, float]]:
+    """Which features with a comparator one shard has values of, and the other one has none.
+
+    Nothing is as far from something as can be. TFDV has no distance of numbers then, and of
+    categories the frequency of the most frequent one, which is small where there are many.
+
+    Args:
+        statistics: of one shard.
+        other: of the other one.
+        schema: with comparators.
+        kind: "skew" or "drift": whose comparators count.
+
+    Returns:
+        Names to the type of the measure, as TFDV calls it, and the threshold.
+    """
+    one_sided = features_with_values(statistics) ^ features_with_values(other)
+    return {
+        feature.name: (name, getattr(comparator, measure).threshold)
+        for feature in schema.feature
+        if feature.name in one_sided
+        for comparator in [getattr(feature, f"{kind}_comparator")]
+        for measure, name in _MEASURES.items()
+        if comparator.HasField(measure)
+    }
+
+
+def features_with_values(statistics: Statistics) -> set[str]:
+    """Names of the features that have a value other than NaN."""
+    features = statistics.datasets[0].features if statistics.datasets else ()
+    return {".".join(feature.path.step) for feature in features if _has_values(feature)}
+
+
+def _has_values(feature: Any) -> bool:
+    kind = feature.WhichOneof("stats")
+    if kind is None:
+        return False
+    found = getattr(feature, kind)
+    histograms = found.histograms if kind == "num_stats" else ()
+    no_numbers = max((histogram.num_nan for histogram in histograms), default=0)
+    return bool(found.common_stats.tot_num_values > no_numbers)
+
+
+def with_comparable_constants(statistics: Statistics, other: Statistics) -> Statistics:
+    """Puts the histogram of each constant feature into the buckets of the other data.
+
+    The histogram of a constant is one bucket without width, which for TFDV overlaps no bucket of
+    another histogram: where a handful of values differs, it finds a Jensen-Shannon divergence of 1.
+
+    Args:
+        statistics: of the data with constants; not changed.
+        other: of the data that it is to be compared with.
+
+    Returns:
+        Statistics with other histograms where a feature is constant in `statistics` only, and the
+        constant is within the range of the other data.
+    """
+    changed = statistics_pb2.DatasetFeatureStatisticsList()
+    changed.CopyFrom(statistics)
+    others = {_path(feature): feature for feature in _features(other)}
+    for feature in _features(changed):
+        found = _standard_histogram(feature)
+        pattern = _standard_histogram(others.get(_path(feature)))
+        if found is None or pattern is None or len({_edges(b) for b in found.buckets}) != 1:
+            continue
+        (low, high), count = _edges(found.buckets[0]), found.buckets[0].sample_count
+        if low == high and len(pattern.buckets) > 1:
+            _rebucket(found, low, count, pattern)
+    return changed
+
+
+def _rebucket(histogram: Any, value: float, count: float, pattern: Any) -> None:
+    edges = [_edges(bucket) for bucket in pattern.buckets]
+    holding = [i for i, (low, high) in enumerate(edges) if low <= value <= high]
+    if not holding:
+        return
+    del histogram.buckets[:]
+    for index, (low, high) in enumerate(edges):
+        # A value on an edge belongs to the bucket above it, as in numpy.histogram.
+        rows = count if index == holding[-1] else 0.0
+        histogram.buckets.add(low_value=low, high_value=high, sample_count=rows)
+
+
+def _standard_histogram(feature: Any) -> Any:
+    if feature is None or feature.WhichOneof("stats") != "num_stats":
+        return None
+    standard = statistics_pb2.Histogram.STANDARD
+    return next((h for h in feature.num_stats.histograms if h.type == standard), None)
+
+
+def _features(statistics: Statistics) -> Any:
+    return statistics.datasets[0].features if statistics.datasets else ()
+
+
+def _path(feature: Any) -> tuple[str, ...]:
+    return tuple(feature.path.step)
+
+
+def _edges(bucket: Any) -> tuple[float, float]:
+    return bucket.low_value, bucket.high_value
+
 
 _NAMES = {"L_INFTY": "L-infinity", "JENSEN_SHANNON_DIVERGENCE": "Jensen-Shannon"}
 

@@ -1,14 +1,13 @@
 """Policies that share out the global batch, one a file."""
 
 from keras_het.planning.balance.boa import BoaPolicy
-from keras_het.planning.balance.even import EvenPolicy
 from keras_het.planning.balance.lb_bsp import LbBspPolicy
 from keras_het.planning.balance.lbb import LbbPolicy
 from keras_het.planning.balance.plan import BalancePlan
 from keras_het.planning.balance.policy import BalancePolicy, SharePolicy
 from keras_het.planning.balance.proportional import ProportionalPolicy
 from keras_het.planning.balance.registry import POLICIES, make_policy
-from keras_het.planning.balance.static import StaticPolicy
+from keras_het.planning.balance.static import EvenPolicy, StaticPolicy
 
 __all__ = [
     "POLICIES",

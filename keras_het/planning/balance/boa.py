@@ -9,9 +9,8 @@ from numpy.typing import ArrayLike
 
 from keras_het.planning.balance.min_max import min_max_shares_linear
 from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.balance.plan_trial import PlanTrial
+from keras_het.planning.balance.plan_trial import PlanTrial, RetrySchedule
 from keras_het.planning.balance.policy import SharePolicy, check_number
-from keras_het.planning.balance.retry import RetrySchedule
 from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.times.time_model_fit import TimeModelFit
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from keras_het.planning.balance.boa import BoaPolicy
-from keras_het.planning.balance.even import EvenPolicy
 from keras_het.planning.balance.lb_bsp import LbBspPolicy
 from keras_het.planning.balance.lbb import LbbPolicy
 from keras_het.planning.balance.policy import BalancePolicy, SharePolicy
 from keras_het.planning.balance.proportional import ProportionalPolicy
-from keras_het.planning.balance.static import StaticPolicy
+from keras_het.planning.balance.static import EvenPolicy, StaticPolicy
 
 POLICIES: dict[str, type[SharePolicy]] = {
     policy.name: policy

@@ -1,9 +1,8 @@
 """Decides how many loaders prepare batches, and how many finished ones may wait."""
 
-from keras_het.planning.loader.allocation import allocate_loaders
+from keras_het.planning.loader.allocation import allocate_loaders, allocate_readers
 from keras_het.planning.loader.controller import FixedController, LoaderController
 from keras_het.planning.loader.plan import LoaderPlan
-from keras_het.planning.loader.reader_allocation import allocate_readers
 from keras_het.planning.loader.reading_need import ReadingJob, ReadingNeed
 from keras_het.planning.loader.throughput_model import JobModel, ThroughputModel
 from keras_het.planning.loader.tuner import TunerController

@@ -7,11 +7,14 @@ import logging
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import TracebackType
 
 from keras_het.strategy.cluster.cluster_address import refuses_connections
+from keras_het.strategy.cluster.stop_signals import stop_signals
 
 _logger = logging.getLogger(__name__)
 
@@ -288,3 +291,31 @@ def message_in(error: BaseException) -> str | None:
     """What another worker has told this one through TensorFlow's error, None if nothing."""
     found = re.search(r"\[\[(The workers.*?)\]\]", str(error), re.DOTALL)
     return found.group(1) if found else None
+
+
+def install_report(watch: PeerWatch) -> None:
+    """Makes an uncaught error of a broken connection end with the name of the lost worker.
+
+    `fit`, `evaluate` and `predict` raise `WorkerLostError` themselves; a custom loop and the calls
+    before it get TensorFlow's error, which names sockets.
+
+    Args:
+        watch: the watch of this process.
+    """
+    show = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        message = None
+        if may_be_a_lost_connection(error):
+            code = stop_signals.exit_code_in_place_of_error()
+            if code is not None:
+                raise SystemExit(code)  # Python ends with it
+            message = watch.wait_for_loss()
+        if message is None:
+            show(kind, error, traceback)
+        else:
+            show(WorkerLostError, WorkerLostError(message), traceback)
+
+    sys.excepthook = report

@@ -35,7 +35,7 @@ from keras_het.loader.iterators.handover import (
     has_memory_cache,
     why_not,
 )
-from keras_het.loader.iterators.iterator_release import release
+from keras_het.loader.iterators.held_iterator import release
 
 EPOCHS = 3
 KNOBS = st.builds(Knobs, st.integers(1, 8), st.integers(1, 3), st.integers(1, 6))

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs, iterator_adapter, pipeline
-from keras_het.loader.iterators.held_iterator import HeldIterator
-from keras_het.loader.iterators.iterator_release import release
+from keras_het.loader.iterators.held_iterator import HeldIterator, release
 from keras_het.loader.iterators.live_iterator import LiveIterator
 
 TIMEOUT = 30

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from keras_het.loader.host import foreign_load
-from keras_het.loader.host.foreign_load import ForeignLoad
-from keras_het.loader.host.priority import LoaderPriority
+from keras_het.loader.host import priority
+from keras_het.loader.host.priority import ForeignLoad, LoaderPriority
 
 BUSY, QUIET = (2.0, 0.0), (0.0, 3.0)  # CPUs of others and idle ones, of four
 ENDS = [QUIET, *[BUSY] * 6]  # threads gave way, and do no longer
@@ -91,10 +90,10 @@ class System:
 
     def __init__(self, monkeypatch):
         self.now, self.cpu, self.processes = 0.0, [], {}
-        monkeypatch.setattr(foreign_load.psutil, "cpu_times", lambda percpu: self.cpu)
-        monkeypatch.setattr(foreign_load.psutil, "Process", self.process)
-        monkeypatch.setattr(foreign_load, "own_cpus", lambda: frozenset({0, 2}))
-        monkeypatch.setattr(foreign_load.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(priority.psutil, "cpu_times", lambda percpu: self.cpu)
+        monkeypatch.setattr(priority.psutil, "Process", self.process)
+        monkeypatch.setattr(priority, "own_cpus", lambda: frozenset({0, 2}))
+        monkeypatch.setattr(priority.time, "monotonic", lambda: self.now)
 
     def process(self, pid):
         if pid not in self.processes:
@@ -137,7 +136,7 @@ def test_a_system_that_tells_nothing(monkeypatch):
     load = ForeignLoad()
     system.at(101.0, [IDLE], own=6.0)
     assert load.read() is None
-    monkeypatch.setattr(foreign_load.psutil, "cpu_times", raise_runtime_error)
+    monkeypatch.setattr(priority.psutil, "cpu_times", raise_runtime_error)
     assert load.read() is None
 
 

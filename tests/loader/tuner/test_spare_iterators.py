@@ -13,10 +13,9 @@ from handover_pipelines import FIRST_ROUND, ORDERED, cached, plain, repeated, sh
 from keras_het.callbacks import LoaderTuner
 from keras_het.loader import Knobs
 from keras_het.loader.iterators import adjustable_pipeline
-from keras_het.loader.iterators.adjustable_pipeline import build_tuned, pipeline
+from keras_het.loader.iterators.adjustable_pipeline import SpareIterators, build_tuned, pipeline
 from keras_het.loader.iterators.live_iterator import LiveIterator
-from keras_het.loader.iterators.spare_iterators import SpareIterators
-from keras_het.loader.order.pass_end import PassEnd
+from keras_het.loader.order.pass_counter import PassEnd
 from keras_het.planning.loader import TunerController
 
 FIRST, OTHER, EPOCHS = Knobs(2, 2, 2), Knobs(5, 3, 4), 4
