@@ -26,11 +26,10 @@ ADAPTERS = {"private_api.py", "loader/iterator_adapter.py", "loader/tf_data_adap
 SIGNATURES = [
     (private_api.keras_loss, "scale_loss_for_distribution", ["value"]),
     (private_api.keras_loss, "unscale_loss_for_distribution", ["value"]),
-    (
-        private_api.keras_loss,
-        "reduce_weighted_values",
-        ["values", "sample_weight", "mask", "reduction", "dtype"],
-    ),
+    *[
+        (module, name, ["values", "sample_weight", "mask", "reduction", "dtype"])
+        for module, name in keras_hooks._REDUCTIONS
+    ],
     (tf.GradientTape, "gradient", ["self", "target", "sources", "output_gradients"]),
     (
         tf.nn,
