@@ -154,7 +154,7 @@ class BatchBalancer(SessionCallback):
         # steps and wishes of fits in between are not this balancer's
         strategy.compute_times.read_new()
         wanted = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
-        strategy.compute_times.want(wanted)
+        strategy.compute_times.control.send_shares(wanted)
         if fit is not None:
             fit.add_layer(
                 Rank.NOTE_MEMORY, functools.partial(note_out_of_memory, self._out_of_memory)
@@ -273,7 +273,7 @@ class BatchBalancer(SessionCallback):
             self._note(strategy, plan)
             self._used_shares = plan.shares
             strategy.set_shares(plan.shares)
-            strategy.compute_times.want(plan.shares)
+            strategy.compute_times.control.send_shares(plan.shares)
 
     def _go_on(self, strategy: TrainingStrategy, total: int) -> None:
         """Another fit with this balancer: its shares count again, for batches of that size."""
@@ -298,7 +298,7 @@ class BatchBalancer(SessionCallback):
         if plan is None:
             return
         self._note(strategy, plan)
-        strategy.compute_times.want(plan.shares)
+        strategy.compute_times.control.send_shares(plan.shares)
         if strategy.num_workers == 1:
             self._used_shares = plan.shares
             strategy.set_shares(plan.shares)

@@ -79,7 +79,7 @@ class GlobalBatchGrowth:
         self._overhead = 0.0
         self._last_end: float | None = None
         self._wanted = (0, 1.0)
-        strategy.compute_times.want_batch(0, 1.0)  # wishes of an earlier fit are not this one's
+        strategy.compute_times.control.send_batch(0, 1.0)
         self._is_adaptive = not isinstance(_innermost(model.optimizer), keras.optimizers.SGD)
         self._shorter_epochs = ShorterEpochs()
 
@@ -137,7 +137,7 @@ class GlobalBatchGrowth:
             adaptive_optimizer=self._is_adaptive,
         )
         factor = rate(chosen) / rate(self.current)
-        self._strategy.compute_times.want_batch(chosen, factor)
+        self._strategy.compute_times.control.send_batch(chosen, factor)
 
     def epoch_begins(self) -> int | None:
         """Takes the size that the data has now: another callback may have brought back a backup.

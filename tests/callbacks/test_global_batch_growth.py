@@ -165,7 +165,7 @@ def test_bound_and_rate_count_from_the_first_batch(strategy, monkeypatch):
 
 
 def test_wishes_of_an_earlier_fit_are_forgotten(strategy):
-    strategy.compute_times.want_batch(128, 5.0)
+    strategy.compute_times.control.send_batch(128, 5.0)
     model, balancer = linear_model(strategy), BatchBalancer(global_batch="adaptive")
     # so few steps that nothing is decided again
     model.fit(data(1.0, batch=64), epochs=1, verbose=0, callbacks=[balancer])

@@ -44,11 +44,10 @@ class StepTimes:
     collective_seconds: float = 0.0
 
 
-class ComputeTimes:
-    """Keeps the latest steps in a ring in host memory, which the train step writes.
+class ControlChannel:
+    """Carries the chief's decisions to all workers, with the sums of the step after them.
 
-    The chief's decision comes to all workers in the same way: with the step after it. Workers that
-    decided for themselves could round differently, and cut a batch differently.
+    Workers that decided for themselves could round differently, and cut a batch differently.
 
     Args:
         num_replicas: replicas over all workers.
@@ -56,6 +55,64 @@ class ComputeTimes:
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._shares = tf.Variable(tf.zeros([num_replicas]), trainable=False)
+            self._batch = tf.Variable(tf.zeros([2]), trainable=False)
+
+    def send_shares(self, shares: Sequence[int]) -> None:
+        """Tells all workers which shares they should use; for the chief.
+
+        Args:
+            shares: samples of each replica, each below 2**24; zeros for no decision.
+        """
+        self._shares.assign(np.asarray(shares, np.float32))
+
+    def send_batch(self, global_batch_size: int, rate_factor: float) -> None:
+        """Tells all workers which global batch they should use; for the chief.
+
+        Args:
+            global_batch_size: samples, below 2**24; 0 for no decision.
+            rate_factor: factor of the learning rate that comes with it.
+        """
+        self._batch.assign([float(global_batch_size), rate_factor])
+
+    def shares(self, is_chief: bool) -> Any:
+        """What a replica adds to the sum over all replicas, in the graph.
+
+        Args:
+            is_chief: whether it is the chief's first replica.
+
+        Returns:
+            Float32 of shape [num_replicas].
+        """
+        with tf.device("CPU:0"):
+            return self._shares.read_value() if is_chief else tf.zeros_like(self._shares)
+
+    def batch(self, is_chief: bool) -> Any:
+        """As `shares`, for the global batch: its size and the factor, padded with zeros.
+
+        Args:
+            is_chief: whether it is the chief's first replica.
+        """
+        with tf.device("CPU:0"):
+            batch = self._batch.read_value()
+        padded = tf.pad(batch, [[0, self._num_replicas - 2]])
+        return padded if is_chief else tf.zeros_like(padded)
+
+
+class ComputeTimes:
+    """Keeps the latest steps in a ring in host memory, which the train step writes.
+
+    Args:
+        num_replicas: replicas over all workers.
+
+    Attributes:
+        control: the chief's decisions, which travel with the measurements.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self.control = ControlChannel(num_replicas)
         self._read = 0
         self.is_measuring = False
         self.is_measuring_gradients = False
@@ -67,8 +124,6 @@ class ComputeTimes:
                 tf.zeros([CAPACITY, _ROWS, num_replicas], tf.float64), trainable=False
             )
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
-            self._wanted = tf.Variable(tf.zeros([num_replicas]), trainable=False)
-            self._wanted_batch = tf.Variable(tf.zeros([2]), trainable=False)
 
     def begin(self, model: Any, gradients: bool, stops: bool) -> None:
         """Makes training steps measure, see `HeterogeneousStrategy.measure_compute_times`."""
@@ -96,23 +151,6 @@ class ComputeTimes:
         if model.train_function is not None:
             model.make_train_function(force=True)
 
-    def want(self, shares: Sequence[int]) -> None:
-        """Tells all workers, with the next step, which shares they should use; for the chief.
-
-        Args:
-            shares: samples of each replica, each below 2**24.
-        """
-        self._wanted.assign(np.asarray(shares, np.float32))
-
-    def want_batch(self, global_batch_size: int, rate_factor: float) -> None:
-        """Tells all workers, with the next step, which global batch they should use; for the chief.
-
-        Args:
-            global_batch_size: samples, below 2**24; 0 for no wish.
-            rate_factor: by which the learning rate is to be multiplied then.
-        """
-        self._wanted_batch.assign([float(global_batch_size), rate_factor])
-
     def contribution(
         self, replica_id: int, sizes: Any, seconds: Any, gradient_square: Any = None
     ) -> Any:
@@ -129,14 +167,10 @@ class ComputeTimes:
         """
         believed = tf.cast(sizes, tf.float32) / self._num_replicas
         place = tf.one_hot(replica_id, self._num_replicas)
-        with tf.device("CPU:0"):
-            wanted = self._wanted.read_value() if replica_id == 0 else tf.zeros_like(self._wanted)
-        rows = [believed, place * tf.cast(seconds, tf.float32), wanted]
+        is_chief = replica_id == 0
+        rows = [believed, place * tf.cast(seconds, tf.float32), self.control.shares(is_chief)]
         if gradient_square is not None:
-            with tf.device("CPU:0"):
-                batch = self._wanted_batch.read_value()
-            padded = tf.pad(batch, [[0, self._num_replicas - 2]])
-            rows += [place * gradient_square, padded if replica_id == 0 else tf.zeros_like(padded)]
+            rows += [place * gradient_square, self.control.batch(is_chief)]
         return tf.stack(rows)
 
     def record(
