@@ -1,4 +1,4 @@
-"""Who may talk to the service: a shared secret and the same model."""
+"""Admission to the service: a shared secret and the same model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECRET_FILE_VARIABLE = "KERAS_HET_SERVICE_SECRET_FILE"
 
 
 class Status(enum.IntEnum):
-    """What the service says to a request."""
+    """The service's verdict on a request."""
 
     OK = 0
     REFUSED = 1
@@ -37,10 +37,10 @@ DIVERGED = (
 
 
 def read_secret(environ: Mapping[str, str] | None = None) -> bytes:
-    """The shared secret, from the environment or a file; never from a command line.
+    """Read the shared secret from the environment or a file; never from a command line.
 
     Args:
-        environ: environment to read; by default `os.environ`.
+        environ: the environment to read; `os.environ` by default.
 
     Returns:
         The secret.
@@ -69,7 +69,7 @@ def read_secret(environ: Mapping[str, str] | None = None) -> bytes:
 def model_fingerprint(
     names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[str], rule: str
 ) -> str:
-    """What client and service must agree on, as a hash.
+    """Hash the properties on which client and service must agree.
 
     Args:
         names: names of the variables, in order.
@@ -82,5 +82,5 @@ def model_fingerprint(
 
 
 def credential(secret: bytes, fingerprint: str) -> bytes:
-    """Proves both the secret and the model, 32 bytes; what every request carries."""
+    """Return the 32-byte proof of secret and model that every request carries."""
     return hmac.new(secret, fingerprint.encode(), hashlib.sha256).digest()

@@ -1,4 +1,4 @@
-"""Calls the functions of a `FunctionServer`."""
+"""Client for the functions of a `FunctionServer`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _INVALID_ARGUMENT = 3
 
 
 class NoAnswerError(ConnectionError):
-    """No answer came in time, or an error in its place.
+    """No answer arrived in time, or an error arrived instead.
 
     Args:
-        message: where from, and what came.
-        code: of the error, as in `tf.errors`.
+        message: the source and what arrived.
+        code: the error code, as in `tf.errors`.
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -30,7 +30,7 @@ class NoAnswerError(ConnectionError):
 
     @property
     def is_unknown_function(self) -> bool:
-        """Whether a server did answer, and does not have the function."""
+        """Whether a server answered but does not have the function."""
         return self.code == _INVALID_ARGUMENT and "not registered" in str(self)
 
 
@@ -39,7 +39,7 @@ class FunctionClient:
 
     Args:
         address: "host:port" of the server.
-        credential: as the server has it; every call carries a token that is made of it.
+        credential: the same as the server's; every call carries a token derived from it.
         timeout_seconds: for each call.
     """
 
@@ -48,7 +48,7 @@ class FunctionClient:
         self.timeout_seconds = timeout_seconds
         self.credential = credential
         self._clock_ahead = 0.0
-        # TensorFlow shares clients of one name, and frees them with the first of their owners.
+        # TensorFlow shares clients of the same name and frees them with the first of their owners.
         name = f"keras_het_{uuid.uuid4().hex}"
         self._rpc: Any = private_api.RpcClient(
             address,
@@ -60,16 +60,16 @@ class FunctionClient:
     def call(
         self, function: str, arguments: list[Any], specs: Any, timeout_seconds: Any = None
     ) -> Any:
-        """Sends a call, also in a `tf.function`, and does not wait for the answer.
+        """Send a call without waiting for the answer; works in a `tf.function` too.
 
         Args:
-            function: its name.
-            arguments: after the credential.
-            specs: types of the answer.
-            timeout_seconds: for this call, number or tensor.
+            function: the function's name.
+            arguments: the arguments after the credential.
+            specs: the types of the answer.
+            timeout_seconds: timeout of this call, number or tensor.
 
         Returns:
-            TensorFlow's status-or-value, which is there when the answer is.
+            TensorFlow's status-or-value, which exists once the answer arrives.
         """
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         with tf.device("CPU:0"):
@@ -84,13 +84,12 @@ class FunctionClient:
     def ask(
         self, function: str, arguments: list[Any], specs: Any, timeout_seconds: float | None = None
     ) -> Any:
-        """Sends a call as `call` does, and waits for the answer.
+        """Send a call like `call` and wait for the answer.
 
-        Where it is refused because the server's clock shows another time, that time is used from
-        now on.
+        If the server refuses because its clock differs, later calls use the server's time.
 
         Raises:
-            NoAnswerError: if there is none in time.
+            NoAnswerError: if no answer arrives in time.
         """
         answer = self.value(self.call(function, arguments, specs, timeout_seconds), timeout_seconds)
         if _is_refused(answer) and self._has_set_clock():
@@ -99,7 +98,7 @@ class FunctionClient:
         return answer
 
     def _has_set_clock(self) -> bool:
-        """Asks for the server's time; whether it is another one than was known."""
+        """Ask for the server's time; return whether it differs from the known one."""
         call = self._rpc.call(CLOCK, [], output_specs=tf.TensorSpec([], tf.float64))
         ahead = float(self.value(call)) - time.time()
         is_other = abs(ahead - self._clock_ahead) > LONGEST_AGE_SECONDS / 2
@@ -107,14 +106,14 @@ class FunctionClient:
         return is_other
 
     def value(self, answer: Any, timeout_seconds: float | None = None) -> Any:
-        """Waits for the answer to a `call`.
+        """Wait for the answer to a `call`.
 
         Args:
-            answer: what `call` gave.
-            timeout_seconds: as it was given to `call`.
+            answer: the result of `call`.
+            timeout_seconds: the value passed to `call`.
 
         Raises:
-            NoAnswerError: if there is none in time.
+            NoAnswerError: if no answer arrives in time.
         """
         if not bool(answer.is_ok()):
             seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -128,7 +127,7 @@ class FunctionClient:
 
 
 def error_of(answer: Any) -> tuple[int, str]:
-    """Code and text of what came in the place of an answer."""
+    """Return the code and text of the error that arrived instead of an answer."""
     code, message = answer.get_error()
     return int(code), message.numpy().decode(errors="replace")
 

@@ -1,4 +1,4 @@
-"""Answers calls of `tf.function`s over TensorFlow's RPC until it is closed."""
+"""Server of `tf.function`s over TensorFlow's RPC, which answers until it is closed."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from keras_het.rpc.gate import Gate
 from keras_het.rpc.served_function import served_function
 
 CLOCK = "clock"
-"""Tells everybody the server's time, float64 seconds since 1970; it takes nothing."""
+"""Function that returns the server's time to any caller, float64 seconds since 1970."""
 _LONGEST_START_SECONDS = 60.0
 _LONGEST_END_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
 
 class ServerStartError(RuntimeError):
-    """A server cannot listen at its address."""
+    """A server cannot listen on its address."""
 
 
 class FunctionServer:
-    """One RPC server with the functions that were registered before its start.
+    """One RPC server with the functions registered before its start.
 
-    TensorFlow runs a server's functions with what belongs to the call that registered them, and
-    frees that when its cache of kernels is cleared (`keras.backend.clear_session`), unless the call
-    still runs. So that call runs as long as the server, in a thread.
+    TensorFlow runs a server's functions with the resources of the call that registered them, and
+    frees those when its kernel cache is cleared (`keras.backend.clear_session`), unless the call is
+    still running. That call therefore runs as long as the server, in a thread.
 
     Args:
         address: "host:port" to listen on.
 
     Raises:
-        ServerStartError: if somebody listens there already.
+        ServerStartError: if the address is already in use.
     """
 
     def __init__(self, address: str) -> None:
-        # TensorFlow has one server for each address: this one would end another with itself.
+        # TensorFlow has one server per address: closing this one would close the other too.
         _check_nobody_listens(address)
         self.address = address
         self._methods: dict[str, Any] = {}
@@ -57,22 +57,23 @@ class FunctionServer:
     def register(
         self, name: str, function: Any, gate: Gate, refused: Callable[[], Any] | None = None
     ) -> None:
-        """Adds a function; only before `start`.
+        """Add a function; only before `start`.
 
         Args:
-            name: that clients call it by.
-            function: as for `served_function`: what a request carries reaches it only if shapes
-                and token are right.
-            gate: who is let in.
-            refused: gives the status for everybody else; `Status.REFUSED` by default.
+            name: the name by which clients call it.
+            function: as for `served_function`: a request's contents reach it only if shapes and
+                token are right.
+            gate: admits callers.
+            refused: returns the status for all other callers; `Status.REFUSED` by default.
         """
         self._methods[name] = served_function(name, function, gate, refused)
 
     def start(self) -> None:
-        """Starts to answer; returns when it does.
+        """Start answering; return once the server does.
 
         Raises:
-            ServerStartError: if it does not, as when the address cannot be listened on.
+            ServerStartError: if it does not start, for example because it cannot listen on the
+                address.
         """
         try:
             self._start()
@@ -96,7 +97,7 @@ class FunctionServer:
             )
 
     def _listens(self) -> bool:
-        # The variable may be set a moment before: it is another resource than the server.
+        # The variable may be set slightly earlier: it is a separate resource from the server.
         if not self._thread.is_alive() or not bool(self._is_started):
             return False
         host, _, port = self.address.rpartition(":")
@@ -107,7 +108,7 @@ class FunctionServer:
         return True
 
     def close(self) -> None:
-        """Stops to answer and leaves the port; calls that are being answered end first."""
+        """Stop answering and release the port, after the calls in progress finish."""
         _close([self])
 
     def _leave(self) -> None:
@@ -146,8 +147,8 @@ _listening: list[FunctionServer] = []
 
 
 def _close(servers: list[FunctionServer]) -> None:
-    # TensorFlow ends a server with the last reference to it. The serving call must go on until
-    # then: calls that are being answered use what belongs to it.
+    # TensorFlow closes a server with the last reference to it. The serving call must outlive that:
+    # calls in progress use its resources.
     for server in servers:
         server._leave()
     gc.collect()
@@ -159,15 +160,15 @@ def _close(servers: list[FunctionServer]) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """At the end of the process: what is answered then would use what is gone."""
+    """At process exit: calls in progress would use freed resources."""
     _close(list(_listening))
 
 
 def _check_nobody_listens(address: str) -> None:
-    """TensorFlow's servers share a port with each other, so that each gets some of the calls."""
+    """Check explicitly: TensorFlow's servers share a port, and each gets some of the calls."""
     host, _, port = address.rpartition(":")
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore closed connections
         try:
             probe.bind((host, int(port)))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a request carries to prove that its sender knows the credential."""
+"""Proof in each request that its sender knows the credential."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import Any
 import tensorflow as tf
 
 LONGEST_AGE_SECONDS = 600.0
-"""By as much the times of a token and of the server may differ, both ways."""
+"""Largest difference between the times of a token and of the server, in both directions."""
 _TIME_DIGITS, _CODE_DIGITS = 16, 19
 _BUCKETS = 2**62
 
 
 def token(credential: bytes, function: str, now: Any) -> Any:
-    r"""A time, and a code that only who knows the credential can make of time and function.
+    r"""Return a time and a code over time and function that only a credential holder can compute.
 
     .. math:: \mathrm{token} = t \,\Vert\, \mathrm{SipHash}_k(t \,\Vert\, \mathrm{function})
 
-    with a key k that is made of the credential. So the credential does not travel, and what a
-    listener records of one function does not open another, nor the same one after
-    `LONGEST_AGE_SECONDS`.
+    with a key k derived from the credential. The credential itself never travels, and a recorded
+    token opens no other function, nor the same one after `LONGEST_AGE_SECONDS`.
 
     Args:
         credential: shared with the server.
-        function: the name under which it is called.
+        function: the name under which the function is called.
         now: time on the server's clock, seconds since 1970, number or float64 scalar.
 
     Returns:
@@ -40,13 +39,13 @@ def token(credential: bytes, function: str, now: Any) -> Any:
 
 
 class Gate:
-    """Admits requests whose token was made with a credential, not long ago.
+    """Admission of requests whose token was recently made with a credential.
 
-    Hashes under a key that nobody knows are compared, not the characters one by one: how long the
-    comparison takes says nothing about the right code.
+    It compares hashes under a random secret key, not the characters one by one, so the time of a
+    comparison reveals nothing about the right code.
 
     Args:
-        credential: of those who may call.
+        credential: the credential of permitted callers.
     """
 
     def __init__(self, credential: bytes) -> None:
@@ -54,16 +53,16 @@ class Gate:
         self._own_key = [secrets.randbits(63), secrets.randbits(63)]
 
     def admits(self, token: Any, function: str) -> Any:
-        """Whether a request may pass, bool scalar; in a graph or eagerly.
+        """Return whether a request may pass, bool scalar; in a graph or eagerly.
 
         Args:
-            token: what it carries, string scalar; anything, until this says yes.
-            function: the name under which it was called.
+            token: the request's token, string scalar; untrusted until this returns true.
+            function: the name under which the function was called.
         """
         time = tf.strings.substr(token, 0, _TIME_DIGITS)
         code = _code(self._key, time, function)
         is_made_here = tf.equal(self._hash(token), self._hash(time + code))
-        # only digits reach the conversion, which fails for anything else
+        # Only digits reach the conversion, which fails on anything else.
         milliseconds = tf.strings.to_number(tf.where(is_made_here, time, "0"), tf.int64)
         age = tf.timestamp() - tf.cast(milliseconds, tf.float64) / 1000
         return is_made_here & (tf.abs(age) <= LONGEST_AGE_SECONDS)

@@ -1,4 +1,4 @@
-"""Cuts one long vector of all weights into messages."""
+"""Cut one long vector of all weights into messages."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ import numpy as np
 import tensorflow as tf
 
 LARGEST_MESSAGE_BYTES = 4_096_000
-"""Bytes of a partition's values. TensorFlow's RPC takes 4,194,304 bytes a message, all included."""
+"""Bytes of a partition's values. TensorFlow's RPC takes 4,194,304 bytes per message in total."""
 FEWEST_PARTITIONS = 12
-"""That there are before any is larger than half the largest message. A message takes TensorFlow a
-while however short it is, so large ones are quicker; but the first and the last one of an exchange
-travel alone, and each that is under way takes six times its bytes in the service's memory."""
+"""Smallest number before any is larger than half the largest message. TensorFlow needs a
+while even for a short message, so large ones are faster; but the first and last of an exchange
+travel alone, and each one in flight takes six times its bytes in the service's memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Partitions:
-    """Where each variable lies in the vector, and where the vector is cut.
+    """The position of each variable in the vector, and the cuts of the vector.
 
-    Variables are packed one after the other in their order, not one message each: a message costs
-    as much time as many bytes. All partitions are of one size, so that they share the functions of
-    a service: fewer elements than there are partitions are added, which are zero and stay so.
+    Variables are packed one after another in their order, rather than one message each: every
+    message costs as much time as many bytes. All partitions have the same size and can therefore
+    share the functions of a service: fewer padding elements than there are partitions are added;
+    they are zero and stay zero.
 
     Args:
         shapes: shape of each variable.
-        partition_size: float32 elements of a partition at most.
-        fewest: partitions that there are before any is larger than half the largest message.
+        partition_size: the largest number of float32 elements in a partition.
+        fewest: the smallest number of partitions before any is larger than half the largest
+            message.
 
     Raises:
-        ValueError: if there is nothing to cut, or a partition would not fit into a message.
+        ValueError: if there is nothing to cut, or a partition does not fit into a message.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -49,28 +51,28 @@ class Partitions:
 
     @property
     def size(self) -> int:
-        """Elements of all variables."""
+        """Number of elements of all variables."""
         return sum(int(np.prod(shape)) for shape in self.shapes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each partition, all equal."""
+        """Number of elements of each partition, all equal."""
         halves = -(-self.size // (LARGEST_MESSAGE_BYTES // 8))
         count = max(-(-self.size // self.partition_size), min(self.fewest, halves))
         return (-(-self.size // count),) * count
 
     def pack(self, tensors: Sequence[Any]) -> list[Any]:
-        """One float32 vector for each partition; in the graph or eagerly.
+        """Return one float32 vector for each partition; in the graph or eagerly.
 
         Args:
-            tensors: one for each variable.
+            tensors: one tensor for each variable.
         """
         parts = [tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors]
         vector = tf.concat([*parts, tf.zeros([self._added])], axis=0)
         return [vector] if len(self.sizes) == 1 else list(tf.split(vector, len(self.sizes)))
 
     def unpack(self, partitions: Sequence[Any]) -> list[Any]:
-        """One float32 tensor for each variable.
+        """Return one float32 tensor for each variable.
 
         Args:
             partitions: one vector for each partition.
@@ -82,21 +84,21 @@ class Partitions:
 
     @property
     def _added(self) -> int:
-        """Elements that belong to no variable."""
+        """Number of padding elements, which belong to no variable."""
         return sum(self.sizes) - self.size
 
 
 def spread_partitions(sizes: Sequence[int], num_services: int) -> tuple[int, ...]:
-    """Which service holds each partition: the largest first, each where least is.
+    """Assign partitions to services: largest first, each to the least loaded service.
 
-    Every task finds the same places by itself.
+    Every task computes the same assignment independently.
 
     Args:
-        sizes: elements of each partition.
-        num_services: services that share them.
+        sizes: the elements of each partition.
+        num_services: the number of services that share them.
 
     Returns:
-        Number of the service of each partition.
+        The number of the service of each partition.
     """
     loads, places = [0] * num_services, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

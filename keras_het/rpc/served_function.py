@@ -1,4 +1,4 @@
-"""The one way into a served function: shapes and credential first, then anything else."""
+"""The only entry to a served function: shapes and credential are checked before anything else."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ _TOKEN = tf.TensorSpec([], tf.string)
 def served_function(
     name: str, function: Any, gate: Gate, refused: Callable[[], Any] | None = None
 ) -> Any:
-    """The function as strangers may call it: nothing of a request is used before it is admitted.
+    """Wrap a function for untrusted callers: no part of a request is used before admission.
 
-    TensorFlow checks number and types of the arguments, and trusts their shapes. Here they are
-    unknown to the graph, whose optimizer would drop a check that holds by declaration.
+    TensorFlow checks the number and types of the arguments but trusts their shapes. Here the shapes
+    are unknown to the graph, because its optimizer would drop a check that holds by declaration.
 
     Args:
-        name: that clients call it by.
+        name: the name by which clients call it.
         function: `tf.function` with an input signature of known ranks. It returns an `int32`
             status, or a tuple that begins with one.
-        gate: who is let in.
-        refused: gives the status for everybody else, int32 scalar; `Status.REFUSED` by default.
+        gate: admits callers.
+        refused: returns the status for all other callers, int32 scalar; `Status.REFUSED` by
+            default.
 
     Returns:
-        A `tf.function` that takes the caller's token before the other arguments. Where it refuses,
-        what follows the status is zeros, or empty.
+        A `tf.function` that takes the caller's token before the other arguments. If it refuses, the
+        outputs after the status are zeros or empty.
     """
     specs = [_TOKEN, *function.input_signature]
 
@@ -41,7 +42,7 @@ def served_function(
         def run() -> Any:
             nonlocal outputs
             pairs = zip(arguments[1:], specs[1:], strict=True)
-            # in this graph, not as a graph of its own, whose calls cost time
+            # In this graph: calls of a separate graph would cost time.
             given = [tf.ensure_shape(values, spec.shape) for values, spec in pairs]
             outputs = function.python_function(*given)
             return outputs
@@ -57,7 +58,7 @@ def served_function(
 
 
 def hello_function() -> Any:
-    """Says that whoever calls it is let in."""
+    """Return a function that tells its caller that it is admitted."""
 
     @tf.function(input_signature=[], autograph=False)
     def hello() -> Any:
@@ -67,11 +68,11 @@ def hello_function() -> Any:
 
 
 def refusal(outputs: Any, status: Callable[[], Any] | None = None) -> Any:
-    """What is answered in the place of a function's outputs: a status, and zeros or nothing.
+    """Return a substitute for a function's outputs: a status, and zeros or empty tensors.
 
     Args:
-        outputs: the function's, a status first.
-        status: gives the status, int32 scalar; `Status.REFUSED` by default.
+        outputs: the function's outputs, a status first.
+        status: returns the status, int32 scalar; `Status.REFUSED` by default.
     """
     empty = [
         tf.zeros([0] if out.shape.rank is None else [size or 0 for size in out.shape], out.dtype)
@@ -87,7 +88,7 @@ def _have_shapes(tensors: Sequence[Any], specs: Sequence[Any]) -> Any:
     for given, spec in zip(tensors, specs, strict=True):
         expected = [-1 if size is None else size for size in spec.shape]
         if set(expected) - {-1}:
-            # as many numbers as are expected, whatever the rank is
+            # As many numbers as expected, whatever the rank is.
             unknown = tf.fill([len(expected)], tf.constant(-1, tf.int64))
             sizes = tf.concat([tf.shape(given, tf.int64), unknown], axis=0)[: len(expected)]
             is_free = tf.equal(expected, -1)
