@@ -1,4 +1,4 @@
-"""Workers that train on their own and exchange by a synchronous update rule."""
+"""Workers that train independently and exchange weights by a synchronous update rule."""
 
 from keras_het.local_training.local_steps import LocalSteps
 from keras_het.local_training.periodic_exchange import PeriodicExchange

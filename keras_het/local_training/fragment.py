@@ -1,4 +1,4 @@
-"""One fragment of a model: its packed exchange and the rule's state."""
+"""One fragment of a model: its packed exchange and its rule state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _STATE = "state/"
 
 @dataclasses.dataclass
 class _Pending:
-    """An exchange that is on its way.
+    """An exchange in flight.
 
     Args:
-        sent: weights and statistics that this worker sent.
-        due: step at which it merges with the weights of then.
-        combined: gives the weights and statistics after the exchange, as tensors.
+        sent: the weights and statistics this worker sent.
+        due: the step at which it merges with the weights of that step.
+        combined: returns the weights and statistics after the exchange, as tensors.
     """
 
     sent: tuple[Any, Any]
@@ -34,20 +34,20 @@ class _Pending:
 
 
 class Fragment:
-    r"""Variables that are exchanged together, in one packed sum over the workers.
+    r"""Variables exchanged together, in one packed sum over the workers.
 
-    With them travel moving statistics :math:`s_i`, which become their mean over the samples
-    :math:`n_i` that the workers used since the last exchange,
+    Moving statistics :math:`s_i` travel with them and become their mean over the samples
+    :math:`n_i` that the workers have used since the last exchange,
 
     .. math:: s_i \leftarrow \frac{\sum_j n_j s_j}{\sum_j n_j}.
 
-    What no worker has changed since then, such as frozen weights, keeps its bits.
+    Values that no worker has changed since then, such as frozen weights, keep their bits.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
         rule: combines the weights.
         weights: the fragment's trainable variables.
-        statistics: moving statistics that travel with it.
+        statistics: the moving statistics that travel with them.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Fragment:
         self._own: tuple[Any, Any] | None = None
         self.samples = 0
         self.steps = 0
-        # all start from the same bits, wherever their weights come from
+        # All workers start from the same bits, wherever their weights come from.
         adopt_vector_of_the_chief(weights, strategy)
         adopt_vector_of_the_chief(statistics, strategy)
         self.state = rule.initial_state(weights.read())
@@ -72,11 +72,11 @@ class Fragment:
 
     @property
     def center(self) -> Any:
-        """The center, float32 vector."""
+        """The center, a float32 vector."""
         return self.state["center"]
 
     def _traced(self) -> Any:
-        """Traced here: in the background the order of tracing, and of keys, would be chance."""
+        """Traced here: in the background, the order of tracing, and of keys, would be random."""
 
         def specs(value: Any) -> Any:
             return tf.TensorSpec(value.shape, value.dtype)
@@ -92,18 +92,18 @@ class Fragment:
     def _combine(
         self, weights: Any, statistics: Any, last_mean: Any, samples: Any, state: Any
     ) -> Any:
-        """One exchange, in the graph; weights, statistics and state after it."""
+        """Run one exchange in the graph; return the weights, statistics and state after it."""
         mean = statistics
 
         def all_reduce_sum(vector: Any) -> Any:
             nonlocal mean
-            # no samples times infinity is not a number
+            # Zero samples times infinity is not a number.
             own = tf.math.multiply_no_nan(statistics, samples)
             moved = samples * self._statistics.differ(statistics, last_mean)
             parts = [vector, own, moved, samples[None]]
             total = self._strategy.extended.sum_over_workers(tf.concat(parts, axis=0))
             summed, sums, moved, count = tf.split(total, [part.shape[0] for part in parts])
-            # the mean of equal numbers may be another number, by rounding
+            # Rounding can make the mean of equal numbers differ from them.
             mean = self._statistics.choose(moved > 0, tf.math.divide_no_nan(sums, count), last_mean)
             mean = tf.where(count > 0, mean, statistics)
             return summed
@@ -113,10 +113,10 @@ class Fragment:
         return weights, mean, state
 
     def start(self, executor: Executor, step: int) -> None:
-        """Begins an exchange of the present weights.
+        """Start an exchange of the current weights.
 
         Args:
-            executor: runs one exchange after the other, in the same order on all workers.
+            executor: runs the exchanges one after another, in the same order on all workers.
             step: local steps done so far.
         """
         sent = self._weights.read(), self._statistics.read()
@@ -133,12 +133,12 @@ class Fragment:
         return weights, mean
 
     def wait(self) -> None:
-        """Waits until the exchange that is on its way has been summed."""
+        """Wait until the sum in flight is complete."""
         if self._pending is not None:
             self._pending.combined.result()
 
     def merge_if_due(self, step: int) -> None:
-        """Goes on from what an exchange gave, `overlap` steps after it began.
+        """Continue from the result of an exchange, `overlap` steps after it began.
 
         Args:
             step: local steps done so far.
@@ -147,26 +147,26 @@ class Fragment:
             self.merge()
 
     def merge(self) -> None:
-        """Goes on from what the exchange gave that is on its way."""
+        """Continue from the result of the exchange in flight."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         combined, mean = pending.combined.result()
         if self.steps == 0 and self._rule.center_is_weights:
-            # nothing to merge with: exactly the same bits on all workers
+            # Nothing to merge with: the result has exactly the same bits on all workers.
             self._weights.write(combined)
             self._statistics.write(mean)
             return
         sent, sent_statistics = pending.sent
         self._weights.write(self._rule.receive(self._weights.read(), sent, combined))
         now = self._statistics.read()
-        # exactly the mean if nothing changed meanwhile; there may be infinite values
+        # Exactly the mean if nothing has changed in the meantime; values may be infinite.
         self._statistics.write(
             tf.where(now == sent_statistics, mean, now + (mean - sent_statistics))
         )
 
     def show_center(self) -> None:
-        """Gives the model the center, with the statistics of the last exchange; idempotent."""
+        """Load the center, with the statistics of the last exchange, into the model; idempotent."""
         if self._own is None:
             self.wait()
             self._own = self._weights.read(), self._statistics.read()
@@ -174,18 +174,18 @@ class Fragment:
             self._statistics.write(self._mean_statistics)
 
     def hide_center(self) -> None:
-        """Gives the model this worker's own weights back."""
+        """Restore this worker's own weights in the model."""
         own, self._own = self._own, None
         if own is not None:
             self._weights.write(own[0])
             self._statistics.write(own[1])
 
     def saved(self) -> dict[str, np.ndarray]:
-        """What a backup keeps beside the model's weights: name to array."""
+        """State that a backup keeps in addition to the model's weights: name to array."""
         self.wait()
         found = {f"{_STATE}{name}": np.asarray(value) for name, value in self.state.items()}
         found["mean_statistics"] = np.asarray(self._mean_statistics)
-        # a backup of the center has no steps since, and nothing that could merge with it
+        # A backup of the center has no steps since the exchange and nothing to merge with it.
         is_shown = self._own is not None
         found["since"] = np.array([0, 0] if is_shown else [self.samples, self.steps], np.int64)
         if self._pending is not None and not is_shown:
@@ -195,10 +195,10 @@ class Fragment:
         return found
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Brings back what `saved` gave; the model's weights are back already.
+        """Restore the result of `saved`; the model's weights are already restored.
 
         Raises:
-            ValueError: if it is that of another model or rule.
+            ValueError: if it belongs to another model or rule.
         """
         state = {
             name.removeprefix(_STATE): tf.constant(value)

@@ -1,4 +1,4 @@
-"""Training steps that reduce within the worker, for the time of one `fit`."""
+"""Training steps that reduce within the worker, for the duration of one `fit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 class LocalSteps:
-    """Makes the training steps of a session local, and counts their samples.
+    """Local training steps for a session, with a count of their samples.
 
     Args:
         fit: the `fit` whose steps become local.
@@ -24,7 +24,7 @@ class LocalSteps:
         fit.add_layer(Rank.REDUCE_LOCALLY, self._reduce_locally)
         fit.before_inner(self._refuse_training_within)
         fit.on_end(self._end_of_fit)
-        # traced again, within this worker
+        # Retrace, so that the step reduces within this worker only.
         fit.model.make_train_function(force=True)
 
     def _reduce_locally(self, step: StepFunction, batches: Any) -> Any:
@@ -32,16 +32,16 @@ class LocalSteps:
         with self._strategy.extended.reductions_within_worker():
             try:
                 return step(batches)
-            finally:  # not what callbacks evaluate or predict
+            finally:  # excludes what callbacks evaluate or predict
                 self._samples += self._strategy.own_samples_delivered - before
 
     def take_samples(self) -> int:
-        """Samples of this worker's replicas in the steps since the last call."""
+        """Return the samples this worker's replicas have used since the last call."""
         samples, self._samples = self._samples, 0
         return samples
 
     def leave(self) -> None:
-        """Lets later steps reduce over all workers."""
+        """Make later steps reduce over all workers again."""
         self._is_left = True
         self._fit.remove_layer(Rank.REDUCE_LOCALLY)
         self._fit.model.make_train_function(force=True)
@@ -49,7 +49,7 @@ class LocalSteps:
     def _end_of_fit(self) -> None:
         if not self._is_left:
             self.leave()
-            # weights of a training that failed are each worker's own
+            # After a failed training, every worker has different weights.
             self._fit.model.train_function = _FromTheChief(self._fit.model, self._strategy)
 
     def _refuse_training_within(self, inner: FitSession) -> None:
@@ -62,7 +62,7 @@ class LocalSteps:
 
 
 class _FromTheChief:
-    """The step after a local training that failed: goes on from the chief's variables.
+    """The first step after a failed local training: continues from the chief's variables.
 
     Args:
         model: the `keras.Model`.

@@ -1,4 +1,4 @@
-"""Several variables as one vector in host memory."""
+"""Several variables packed into one vector in host memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 class PackedVariables:
-    """Reads and writes Keras variables as one vector, whatever the number of local replicas.
+    """Keras variables, read and written as one vector, for any number of local replicas.
 
     Args:
-        variables: Keras variables; none makes a vector of length 0.
-        strategy: the strategy under which they were made.
+        variables: Keras variables; an empty list makes a vector of length 0.
+        strategy: the strategy under which they were created.
         dtype: element type of the vector.
     """
 
@@ -30,18 +30,19 @@ class PackedVariables:
         self.size = sum(self._sizes)
         if variables:
             vector = tf.TensorSpec([self.size], dtype)
-            # Concrete: TensorFlow takes several functions of one code for one that is traced again.
+            # Concrete: TensorFlow mistakes several functions with the same code for one being
+            # retraced.
             self._read = tf.function(self._pack, autograph=False).get_concrete_function()
             with strategy.scope():
                 write = tf.function(self._unpack, autograph=False)
                 self._write = write.get_concrete_function(vector)
 
     def read(self) -> Any:
-        """The values, of shape [size]."""
+        """Return the values, of shape [size]."""
         return self._read() if self._variables else tf.zeros([0], self._dtype)
 
     def write(self, vector: Any) -> None:
-        """Sets the values on every local replica.
+        """Set the values on every local replica.
 
         Args:
             vector: of shape [size].
@@ -51,7 +52,7 @@ class PackedVariables:
                 self._write(vector)
 
     def differ(self, one: Any, other: Any) -> Any:
-        """In which variables two vectors differ: 1 or 0 for each, float32; in a graph.
+        """Mark the variables in which two vectors differ: 1 or 0 for each, float32; in a graph.
 
         Args:
             one: of shape [size].
@@ -63,10 +64,10 @@ class PackedVariables:
         return tf.cast(tf.stack([tf.reduce_any(a != b) for a, b in pairs]), tf.float32)
 
     def choose(self, conditions: Any, one: Any, other: Any) -> Any:
-        """A vector with the variables of one vector or of another; in a graph.
+        """Combine the variables of two vectors; in a graph.
 
         Args:
-            conditions: for each variable, whether it is that of `one`.
+            conditions: for each variable, whether to take it from `one`.
             one: of shape [size].
             other: of shape [size].
         """

@@ -1,4 +1,4 @@
-"""When which fragment of a model is exchanged."""
+"""Schedule of the exchanges of a model's fragments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PREFIX = "local_training/"
 
 
 class PeriodicExchange:
-    """Exchanges between workers that train on their own, as a synchronous rule says.
+    """Exchanges between workers that train independently, on the schedule of a synchronous rule.
 
     All workers call its methods after the same steps. Sums run in one background thread, one after
-    the other, so that they begin in the same order everywhere; nobody waits for a sum before the
+    another, and therefore begin in the same order everywhere; no worker waits for a sum before the
     step at which the rule merges it.
 
     Args:
@@ -30,7 +30,7 @@ class PeriodicExchange:
         rule: the synchronous rule.
 
     Raises:
-        ValueError: if nothing is trained.
+        ValueError: if the model has no trainable weights.
     """
 
     def __init__(self, model: Any, strategy: TrainingStrategy, rule: SynchronousRule) -> None:
@@ -57,12 +57,12 @@ class PeriodicExchange:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="keras_het_exchange")
 
     def steps_done(self, steps: int, samples: int) -> None:
-        """Merges and begins the exchanges that are due.
+        """Merge and start the exchanges that are due.
 
         Args:
-            steps: local steps since the last call; several if a call of the train function runs
-                several, after which the exchange begins that was due at one of them.
-            samples: that this worker used in them.
+            steps: local steps since the last call; more than one if a call of the train function
+                runs several, in which case an exchange due at any of them starts after the call.
+            samples: samples that this worker used in those steps.
         """
         passed = range(self._step + 1, self._step + steps + 1)
         self._step += steps
@@ -81,23 +81,23 @@ class PeriodicExchange:
         fragment.merge_if_due(self._step)
 
     def wait(self) -> None:
-        """Waits for the sums that are on their way, so that other collectives may follow."""
+        """Wait for the sums in flight, which must finish before other collectives."""
         for fragment in self.fragments:
             fragment.wait()
 
     def show_center(self) -> None:
-        """Gives the model the center, to be evaluated or saved; idempotent."""
+        """Load the center into the model, for evaluation or saving; idempotent."""
         self.wait()
         for fragment in self.fragments:
             fragment.show_center()
 
     def hide_center(self) -> None:
-        """Gives the model this worker's own weights back."""
+        """Restore this worker's own weights in the model."""
         for fragment in self.fragments:
             fragment.hide_center()
 
     def end(self) -> None:
-        """Exchanges what was trained since the last exchange; the model has the center then."""
+        """Exchange the progress since the last exchange and leave the center in the model."""
         self.hide_center()
         for fragment in self.fragments:
             fragment.merge()
@@ -108,7 +108,7 @@ class PeriodicExchange:
         self._executor.shutdown()
 
     def saved(self) -> dict[str, np.ndarray]:
-        """What a backup keeps beside the model's weights: name to array."""
+        """State that a backup keeps in addition to the model's weights: name to array."""
         found = {f"{_PREFIX}step": np.array(self._step, np.int64)}
         for number, fragment in enumerate(self.fragments):
             for name, value in fragment.saved().items():
@@ -116,13 +116,13 @@ class PeriodicExchange:
         return found
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Goes on from a backup, whose weights the model has already.
+        """Continue from a backup whose weights the model already has.
 
         Args:
-            saved: what `saved` gave on the chief.
+            saved: the result of `saved` on the chief.
 
         Raises:
-            ValueError: if it is that of another model or rule.
+            ValueError: if it belongs to another model or rule.
         """
         if f"{_PREFIX}step" not in saved:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Makes the workers' models equal again after they trained on their own."""
+"""Make the workers' models equal again after independent training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 def adopt_variables_of_the_chief(model: Any, strategy: TrainingStrategy) -> None:
-    """Gives every worker the chief's weights, moving statistics and optimizer state.
+    """Give every worker the chief's weights, moving statistics and optimizer state.
 
-    Synchronous steps keep workers equal and do not make them so: with optimizer states of their own
-    they would drift apart.
+    Synchronous steps keep equal workers equal but do not make them so: with different optimizer
+    states they would drift apart.
 
     Args:
-        model: the model, whose variables all workers have in the same order.
+        model: the model; its variables have the same order on all workers.
         strategy: its `HeterogeneousStrategy`; all workers call it.
     """
     variables = [*model.variables, *model.optimizer.variables]
@@ -28,7 +28,7 @@ def adopt_variables_of_the_chief(model: Any, strategy: TrainingStrategy) -> None
 
 
 def _kind(dtype: Any) -> Any:
-    """Float or whole number, in which each smaller type fits; None for other types."""
+    """Return the float or integer type that holds every smaller one; None for other types."""
     dtype = tf.as_dtype(dtype)
     if dtype.is_floating:
         return tf.float64
@@ -36,10 +36,10 @@ def _kind(dtype: Any) -> Any:
 
 
 def adopt_vector_of_the_chief(variables: PackedVariables, strategy: TrainingStrategy) -> None:
-    """Gives every worker the chief's values, bit by bit.
+    """Give every worker the chief's values, bit for bit.
 
     Args:
-        variables: of any number, none included.
+        variables: any number of variables, including none.
         strategy: their `HeterogeneousStrategy`; all workers call it.
     """
     if not variables.size:
