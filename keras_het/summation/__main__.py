@@ -1,4 +1,4 @@
-"""`python -m keras_het.summation` on a spare machine."""
+"""Entry point of `python -m keras_het.summation` on a spare machine."""
 
 from keras_het.summation.machine import main
 

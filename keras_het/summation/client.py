@@ -1,4 +1,4 @@
-"""Talks to one machine's summation service from inside a training step."""
+"""Client of one machine's summation service, for use inside a training step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class SummationClient:
     """One worker's connection to one summing machine.
 
     An answer waits for the slowest worker, however long that takes: a call that times out is sent
-    again until the machine, or a worker, is known to be lost. A connection that breaks is an error
-    at once.
+    again until the machine, or a worker, is known to be lost. A broken connection is an immediate
+    error.
 
     Args:
-        name: of the machine, for messages, such as "summation 0".
+        name: the machine's name for messages, such as "summation 0".
         address: "host:port" of its service.
-        credential: as the service has it.
+        credential: the same as the service's.
         worker: this worker.
-        run: number of the run.
+        run: the number of the run.
         is_lost: bool variable, set once another process is known to be lost.
-        timeout_seconds: of each call.
+        timeout_seconds: timeout of each call.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class SummationClient:
         self._run = run
         self._is_lost = is_lost
         self._client = FunctionClient(address, credential, timeout_seconds)
-        # One trace for all partitions, which TensorFlow must not copy into the step for each: it
-        # would optimize all copies before the first step.
+        # One trace for all partitions. TensorFlow must not copy it into the step for each
+        # partition: it would optimize all copies before the first step.
         self.exchange = tf.function(
             self._exchange,
             experimental_attributes={"_noinline": True},
@@ -62,20 +62,20 @@ class SummationClient:
         )
 
     def join(self, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
-        """Begins the run there.
+        """Begin the run on the machine.
 
         Args:
             timeout_seconds: how long to wait for the machine to be started.
-            check: called while it waits; raises if there is nothing to wait for any more.
+            check: called during the wait; raises if there is nothing left to wait for.
 
         Raises:
-            ConnectionError: if it does not answer in time.
-            PermissionError: if it refuses.
+            ConnectionError: if the machine does not answer in time.
+            PermissionError: if the machine refuses.
         """
         run, spec = tf.constant(self._run, tf.int64), tf.TensorSpec([], tf.int32)
         end = time.monotonic() + timeout_seconds
         try:
-            # In short calls: nothing else happens in this thread meanwhile, not even Ctrl-C.
+            # Short calls: this thread handles nothing else in the meantime, not even Ctrl-C.
             while True:
                 seconds = max(0.001, min(end - time.monotonic(), _SECONDS_OF_A_CALL))
                 try:
@@ -99,7 +99,7 @@ class SummationClient:
             )
 
     def is_healthy(self, timeout_seconds: float) -> bool:
-        """Whether the machine answers.
+        """Return whether the machine answers.
 
         Args:
             timeout_seconds: how long to wait for it.
@@ -109,7 +109,7 @@ class SummationClient:
         return bool(call.is_ok())
 
     def _exchange(self, slot: Any, step: Any, values: Any) -> Any:
-        """Status and sum; raises in the graph what the connection raised."""
+        """Return status and sum; raise the connection's error in the graph."""
         arguments = [
             tf.constant(self._run, tf.int64),
             slot,
@@ -121,13 +121,13 @@ class SummationClient:
         def attempt() -> tuple[Any, Any, Any]:
             call = self._client.call("sum_exchange", arguments, _EXCHANGE_SPECS)
             code = tf.ensure_shape(call.get_error()[0], [])
-            with tf.control_dependencies([code]):  # as it is then, not when the call was sent
+            with tf.control_dependencies([code]):  # read now, not when the call was sent
                 is_lost = self._is_lost.read_value()
             may_try_again = tf.equal(code, _DEADLINE_EXCEEDED) & ~is_lost
             status, total = tf.cond(
                 may_try_again,
                 lambda: (tf.constant(int(Status.WAIT)), tf.zeros([0])),
-                call.get_value,  # raises if there is none
+                call.get_value,  # raises if there is no value
             )
             return may_try_again, tf.ensure_shape(status, []), tf.ensure_shape(total, [None])
 

@@ -1,4 +1,4 @@
-"""All machines that sum, seen from one worker."""
+"""All summing machines, seen from one worker."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ _START_TIMEOUT_SECONDS = 120.0
 
 
 class SummationGroup:
-    """Sums vectors over the workers, each partition on the machine that the plan gives it to.
+    """Summation over the workers, each partition on the machine that the plan assigns it to.
 
-    What this worker sums itself needs no message. All workers build the same graphs in the same
-    order, as for collectives, and so agree about the place of every partition without a word.
+    Partitions that this worker sums itself need no message. All workers build the same graphs in
+    the same order, as for collectives, and therefore agree on the place of every partition without
+    communicating.
 
     Args:
-        options: what the user said.
+        options: the user's options.
         service: this worker's own service, started.
         addresses: "host:port" of every machine's service, workers first, then spare machines.
-        num_workers: number of workers.
+        num_workers: the number of workers.
         worker: this worker.
-        credential: as all services have it.
-        run: number of this run, equal on all workers.
-        check: called while it waits for the machines; raises if a worker was lost.
+        credential: the same as that of all services.
+        run: the number of this run, equal on all workers.
+        check: called while waiting for the machines; raises if a worker is lost.
     """
 
     def __init__(
@@ -73,17 +74,17 @@ class SummationGroup:
             client.join(_START_TIMEOUT_SECONDS, check)
         self._used_slots = [0] * len(addresses)
         self._places: dict[tuple[str, int, int, bool], _Place | None] = {}
-        # Sums of each outermost graph so far.
+        # Number of sums of each outermost graph so far.
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def num_partitions(self) -> list[int]:
-        """Partitions that each machine sums, of all graphs that were traced so far."""
+        """Number of partitions that each machine sums, over all graphs traced so far."""
         return list(self._used_slots)
 
     @property
     def spare_machines(self) -> dict[str, str]:
-        """Name of each spare machine's task to its address."""
+        """Map from the name of each spare machine's task to its address."""
         return {
             f"/job:summation/replica:0/task:{machine - self._num_workers}": client.address
             for machine, client in self._clients.items()
@@ -91,27 +92,27 @@ class SummationGroup:
         }
 
     def is_healthy(self, task: str, timeout_seconds: float) -> bool:
-        """Whether a spare machine answers.
+        """Return whether a spare machine answers.
 
         Args:
-            task: its name.
+            task: the task's name.
             timeout_seconds: how long to wait for it.
         """
         machine = self._num_workers + list(self.spare_machines).index(task)
         return self._clients[machine].is_healthy(timeout_seconds)
 
     def abort(self) -> None:
-        """Makes pending sums fail at their next time-out: a process is lost."""
+        """Make pending sums fail at their next time-out, because a process is lost."""
         self._is_lost.assign(True)
 
     def close(self) -> None:
-        """Ends what still waits at this worker's service."""
+        """End the calls that still wait at this worker's service."""
         self._service.close()
 
     def can_sum(self, value: Any) -> bool:
-        """Whether a value is for this group: dense, float32, of known shape, in a `tf.function`.
+        """Whether a value suits this group: dense float32 of known shape, in a `tf.function`.
 
-        Graphs that never run count for nothing: Keras infers shapes in one, where a worker with
+        Graphs that never run do not count: Keras infers shapes in one, in which a worker with
         several devices reduces its metrics and a worker with one does not.
 
         Args:
@@ -126,15 +127,15 @@ class SummationGroup:
         )
 
     def sum(self, values: Sequence[Any], workers_sum: bool = True) -> list[Any] | None:
-        """Sums tensors over all workers; in a graph.
+        """Sum tensors over all workers; in a graph.
 
         Args:
             values: tensors for which `can_sum` is true.
-            workers_sum: whether the workers' machines sum too, or the spare ones alone, as
-                parameter servers.
+            workers_sum: whether the workers' machines sum too, or only the spare ones, as parameter
+                servers.
 
         Returns:
-            The sums; None if there is no place for them, in which case there is none on any worker.
+            The sums; None if there is no place for them, which is then the case on every worker.
         """
         with tf.device("CPU:0"):
             vector = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
@@ -157,7 +158,7 @@ class SummationGroup:
         return tf.concat(totals, axis=0)
 
     def _exchange(self, owner: int, slot: int, step: Any, values: Any, before: list[Any]) -> Any:
-        """Sends one partition, when those before are there."""
+        """Send one partition once the sums it waits for have arrived."""
         with tf.control_dependencies(before):
             if owner == self._worker:
                 status, total = self._service.exchange_locally(
@@ -166,15 +167,15 @@ class SummationGroup:
                 )  # fmt: skip
             else:
                 status, total = self._clients[owner].exchange(tf.constant(slot), step, values)
-        # They would wait for each other otherwise, in the order of the graph.
+        # Otherwise these calls would wait for each other, in the order of the graph.
         private_api.run_independently(total)
         refused = [
             f"The summation service of {self._clients[owner].name} refused this step. Another "
             "cluster uses the same machine, or the workers run different steps."
         ]
-        # Not tf.debugging.Assert, which makes a branch of two functions for each partition.
+        # Not tf.debugging.Assert, which creates a branch of two functions for each partition.
         check = tf.raw_ops.Assert(condition=tf.equal(status, int(Status.OK)), data=refused)
-        # It would wait for the partitions before, whichever machine sums them.
+        # Otherwise it would wait for the preceding partitions, whichever machine sums them.
         private_api.run_independently(check)
         with tf.control_dependencies([check]):
             return tf.ensure_shape(total, values.shape)
@@ -185,10 +186,10 @@ class SummationGroup:
             return self._steps.read_value()[counter]
 
     def _find_place(self, num_elements: int, workers_sum: bool) -> _Place | None:
-        """Slots for the next sum of the graph that is being built.
+        """Return slots for the next sum of the graph under construction.
 
-        Sums at the same position of functions of the same name share them if they are of the same
-        size: a step that is traced again needs no more slots, and the two do not run at once.
+        Sums at the same position of functions with the same name share slots if they have the same
+        size: a retraced step needs no additional slots, and the two do not run at the same time.
         """
         key = (*self._next_position(), num_elements, workers_sum)
         if key not in self._places:
@@ -197,7 +198,7 @@ class SummationGroup:
 
     def _next_position(self) -> tuple[str, int]:
         # Not the names of branches and loops inside: TensorFlow numbers these over all functions of
-        # a process, of which a worker with more devices makes more.
+        # a process, and a worker with more devices creates more of them.
         function = private_api.function_being_traced(tf.compat.v1.get_default_graph())
         ordinal = self._ordinals.get(function, 0)
         self._ordinals[function] = ordinal + 1
@@ -225,11 +226,11 @@ class SummationGroup:
 
 
 class _Place:
-    """Where a sum of the graph is made.
+    """The place of one sum of the graph.
 
     Args:
-        placement: partitions and their machines.
-        slots: number of each partition at its machine.
+        placement: the partitions and their machines.
+        slots: the number of each partition on its machine.
         counter: counts the steps.
     """
 

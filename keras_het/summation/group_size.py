@@ -1,4 +1,4 @@
-"""How many workers a spare machine sums for, where that changes: roles were chosen again."""
+"""Number of workers a spare machine sums for, which changes when roles are chosen again."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PATIENCE_SECONDS = 120.0
 
 
 class GroupSize:
-    """Takes the number of workers from the leader of a group that has started again.
+    """The number of workers, received from the leader of a restarted group.
 
     Args:
-        num_workers: by this machine's TF_CONFIG.
-        num_spare: number of spare machines.
+        num_workers: the number in this machine's TF_CONFIG.
+        num_spare: the number of spare machines.
     """
 
     def __init__(self, num_workers: int, num_spare: int) -> None:
@@ -40,14 +40,14 @@ class GroupSize:
 
     @property
     def wanted(self) -> int:
-        """Number of workers that was said last."""
+        """The most recently announced number of workers."""
         return int(self._wanted)
 
     def register_on(self, server: FunctionServer) -> None:
-        """Listens on a server that has not started.
+        """Listen on a server that has not started.
 
         Args:
-            server: where it listens.
+            server: the server to listen on.
         """
 
         @tf.function(input_signature=[_SPEC], autograph=False)
@@ -62,16 +62,16 @@ class GroupSize:
 
 
 def tell_group_size(addresses: Sequence[str], num_workers: int, proof: bytes) -> None:
-    """Makes spare machines sum for another number of workers, and waits until they do.
+    """Make spare machines sum for another number of workers, and wait until they do.
 
     Args:
-        addresses: of the machines.
-        num_workers: number of workers.
-        proof: credential of the new group.
+        addresses: the addresses of the machines.
+        num_workers: the number of workers.
+        proof: the credential of the new group.
 
     Raises:
-        ConnectionError: if a machine does not answer, or not for the new group.
-        PermissionError: if one refuses this group.
+        ConnectionError: if a machine does not answer, or does not answer for the new group.
+        PermissionError: if a machine refuses this group.
     """
     own = _credential(len(addresses))
     for address in addresses:
@@ -93,7 +93,7 @@ def tell_group_size(addresses: Sequence[str], num_workers: int, proof: bytes) ->
 
 
 def _wait_for(address: str, proof: bytes) -> None:
-    client = FunctionClient(address, proof, 1.0)  # TensorFlow crashes if it goes before its call
+    client = FunctionClient(address, proof, 1.0)  # TensorFlow crashes if freed before its call
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(NoAnswerError):
@@ -107,6 +107,6 @@ def _wait_for(address: str, proof: bytes) -> None:
 
 
 def _credential(num_spare: int) -> bytes:
-    """Of messages about the group, whose number of workers is what they say."""
+    """Return the credential of messages about the group, which announce its number of workers."""
     about = model_fingerprint([], [[num_spare]], ["int32"], "summation group 1")
     return credential(read_secret(), about)

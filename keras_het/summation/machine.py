@@ -19,17 +19,18 @@ _POLL_SECONDS = 0.1
 def start_machine(
     config: ClusterConfig | None, group_size: GroupSize | None = None
 ) -> SummationService:
-    """Starts the service of a task of the job `summation`.
+    """Start the service of a task of the job `summation`.
 
     Args:
-        config: the cluster, None if TF_CONFIG describes none.
-        group_size: says the number of workers, if it may change; by default it is TF_CONFIG's.
+        config: the cluster; None if TF_CONFIG describes none.
+        group_size: provides the number of workers, if it may change; by default the one in
+            TF_CONFIG.
 
     Returns:
-        The service; it answers until `close` or the end of the process.
+        The service; it answers until `close` or process exit.
 
     Raises:
-        ValueError: if this process is no such task, or there is no shared secret.
+        ValueError: if this process is not such a task, or there is no shared secret.
     """
     if config is None or not config.is_summation_machine:
         raise ValueError(
@@ -47,9 +48,9 @@ def start_machine(
 
 
 def main() -> None:
-    """Sums until it is told to end (SIGTERM, SIGINT); workers that start again may be fewer.
+    """Sum until terminated (SIGTERM, SIGINT); a restarted group may have fewer workers.
 
-    A wrong start is one line of error and exit code 2.
+    A failed start prints one error line and exits with code 2.
     """
     try:
         _sum_until_told_to_end()

@@ -1,4 +1,4 @@
-"""What a user says about the summation of gradients."""
+"""User options for the summation of gradients."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from collections.abc import Sequence
 from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
 
 SMALLEST_PARTITION_BYTES = 32_768
-"""A message costs as much time as many bytes, so that smaller ones do not pay."""
+"""A message costs as much time as many bytes, so smaller ones do not pay."""
 
 _PARTITIONS_PER_MACHINE = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Summation:
-    """Gradients are summed by the CPUs of all machines: `HeterogeneousStrategy(aggregation=...)`.
+    """Summation of gradients by the CPUs of all machines: `HeterogeneousStrategy(aggregation=...)`.
 
     Args:
-        link_rates: full-duplex rate of each worker's link, worker by worker, in any unit; by
-            default all links are equal.
-        spare_link_rates: the same of each spare machine (job `summation`), in the same unit, beside
-            `link_rates`; by default the workers' mean.
-        partition_bytes: largest bytes of a message; by default every machine gets about 32
-            messages a step, so that sending and receiving overlap.
-        partitions_in_flight: messages on their way to the machine that sums most at the same time,
-            and fewer to those that sum less. More hide more of the latency; fewer let the front
-            layers come back earlier.
-        timeout_seconds: when to ask whether a machine still lives that has not answered.
+        link_rates: full-duplex rate of each worker's link, in worker order, in any unit; by default
+            all links are equal.
+        spare_link_rates: the same for each spare machine (job `summation`), in the same unit, in
+            addition to `link_rates`; by default the workers' mean.
+        partition_bytes: largest size of a message in bytes; by default every machine gets about 32
+            messages per step, which makes sending and receiving overlap.
+        partitions_in_flight: messages in flight at the same time to the machine that sums the most,
+            with fewer to those that sum less. More messages hide more of the latency; fewer return
+            the front layers earlier.
+        timeout_seconds: how long to wait for an answer before checking whether the machine is still
+            alive.
 
     Raises:
-        ValueError: if a rate is not positive, those of spare machines come alone, or another number
-            is out of range.
+        ValueError: if a rate is not positive, `spare_link_rates` comes without `link_rates`, or
+            another number is out of range.
     """
 
     link_rates: Sequence[float] | None = None
@@ -71,22 +72,22 @@ class Summation:
             )
 
     def worker_rates(self, num_workers: int) -> tuple[float, ...]:
-        """One rate for each worker."""
+        """Return one rate for each worker."""
         return _rates("link_rates", self.link_rates, num_workers, "worker")
 
     def spare_rates(self, num_spare: int) -> tuple[float, ...]:
-        """One rate for each spare machine; the workers' mean where none are given."""
+        """Return one rate for each spare machine; the workers' mean if none are given."""
         rates = self.spare_link_rates
         if rates is None and self.link_rates:
             rates = (math.fsum(self.link_rates) / len(self.link_rates),) * num_spare
         return _rates("spare_link_rates", rates, num_spare, "spare machine")
 
     def elements_per_message(self, num_elements: int, num_machines: int) -> int:
-        """Largest number of float32 values in a message.
+        """Return the largest number of float32 values in a message.
 
         Args:
-            num_elements: values that are summed in one go.
-            num_machines: machines that sum.
+            num_elements: number of values summed at once.
+            num_machines: number of machines that sum.
         """
         if self.partition_bytes is not None:
             return self.partition_bytes // 4
@@ -106,7 +107,7 @@ def _rates(name: str, rates: Sequence[float] | None, count: int, what: str) -> t
 
 
 def read_aggregation(aggregation: object) -> Summation | None:
-    """The summation that is asked for, None for all-reduce.
+    """Return the requested summation, None for all-reduce.
 
     Args:
         aggregation: "all_reduce", "summation" or a `Summation`.

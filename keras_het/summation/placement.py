@@ -1,4 +1,4 @@
-"""Cuts a vector into messages and gives each to the machine that sums it."""
+"""Cut a vector into messages and assign each to the machine that sums it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FIRST_PARTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where every partition of a vector is summed, and when it is sent.
+    """The machine that sums each partition of a vector, and the order of sending.
 
     Args:
-        sizes: elements of each partition, in the order of the vector.
-        owners: machine of each, workers first, then spare machines.
-        waits: of each partition, numbers of those whose sums must be back before it is sent.
-        plan: what it was made from; its bytes are elements here.
+        sizes: number of elements of each partition, in the order of the vector.
+        owners: the machine of each partition, workers first, then spare machines.
+        waits: for each partition, the numbers of those whose sums must be back before it is sent.
+        plan: the plan behind it; its bytes are elements here.
     """
 
     sizes: tuple[int, ...]
@@ -38,18 +38,18 @@ def place_partitions(
     workers_sum: bool = True,
     in_flight: int = 1,
 ) -> Placement:
-    """Cuts a vector so that every machine sums exactly what `plan_summation` gives it.
+    """Cut a vector so that every machine sums exactly what `plan_summation` assigns to it.
 
-    Partitions follow each other in the vector such that all machines are equally far through theirs
-    at any place of it: every link is busy from the first partition (the front layers) to the last.
+    Partitions follow each other in the vector such that at any position all machines are equally
+    far through theirs: every link is busy from the first partition (the front layers) to the last.
 
     Args:
-        num_elements: elements of the vector, at least 1.
-        worker_rates: rate of each worker's link.
-        spare_rates: the same of each spare machine.
-        largest_partition: elements of a partition at most.
-        workers_sum: whether the workers' machines sum too, or the spare ones alone.
-        in_flight: partitions on their way to the machine that sums most, see `share_in_flight`.
+        num_elements: number of elements of the vector, at least 1.
+        worker_rates: the rate of each worker's link.
+        spare_rates: the same for each spare machine.
+        largest_partition: the largest number of elements in a partition.
+        workers_sum: whether the workers' machines sum too, or only the spare ones.
+        in_flight: partitions in flight to the machine that sums the most, see `share_in_flight`.
     """
     plan = plan_summation(num_elements, worker_rates, spare_rates)
     if not workers_sum:
@@ -72,19 +72,19 @@ def place_partitions(
 
 
 def cut(elements: int, largest: int, num_first: int) -> list[int]:
-    """Cuts a machine's part of the vector into messages, smaller ones first.
+    """Cut a machine's part of the vector into messages, smaller ones first.
 
-    A machine sends nothing before it has a message from every worker, and messages that are under
-    way to it at once share the links, so that all of these arrive together. Were they as large as
-    the others, its link would send nothing for that long.
+    A machine sends nothing before it has a message from every worker, and messages in flight to it
+    at the same time share the links and arrive together. If they were as large as the others, its
+    link would be idle for that long.
 
     Args:
-        elements: of the part.
-        largest: elements of a message at most.
-        num_first: messages that are under way at once, of which the first are smaller.
+        elements: number of elements of the part.
+        largest: the largest number of elements in a message.
+        num_first: number of messages in flight at once, the first of which are smaller.
 
     Returns:
-        Elements of each message, as equal as can be but for the first.
+        Number of elements of each message, as equal as possible except for the first ones.
     """
     first = [largest // _FIRST_PARTS] * num_first
     if not all(first) or elements < sum(first) + largest:
@@ -95,17 +95,17 @@ def cut(elements: int, largest: int, num_first: int) -> list[int]:
 
 
 def share_in_flight(machine_bytes: Sequence[int], most: int) -> tuple[int, ...]:
-    r"""How many messages to each machine may be under way, so that all are done together.
+    r"""Share messages in flight among machines so that all finish at the same time.
 
     .. math:: \max(1, F x_m / \max_j x_j)
 
-    Messages that share a link get equal parts of it. Were as many under way to a machine that sums
-    little as to one that sums much, the first would be done early, and the links of the second have
-    too much left in the end.
+    Messages that share a link get equal parts of it. With as many in flight to a machine that sums
+    little as to one that sums much, the first would finish early, and the links of the second would
+    have too much left at the end.
 
     Args:
-        machine_bytes: what each machine sums, x.
-        most: messages under way to the machine that sums most, F.
+        machine_bytes: the bytes that each machine sums, x.
+        most: messages in flight to the machine that sums the most, F.
     """
     largest = max(machine_bytes)
     return tuple(max(1, round(most * own / largest)) for own in machine_bytes)
@@ -114,16 +114,16 @@ def share_in_flight(machine_bytes: Sequence[int], most: int) -> tuple[int, ...]:
 def _waits(
     sizes: Sequence[int], owners: Sequence[int], num_machines: int, flights: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    r"""Of each partition, those that must be back before it is sent.
+    r"""Return, for each partition, those that must be back before it is sent.
 
-    Of its own machine's partitions the one that is F before it, so that F are under way. Of those
-    of another machine m, which sums :math:`x_m` elements, the last that ends at least a window
-    before the place where it starts, both as parts of what their machines sum:
+    For its own machine, this is the partition F before it, which keeps F in flight. For another
+    machine m, which sums :math:`x_m` elements, it is the last partition that ends at least a window
+    before the position where this one starts, both as fractions of the machines' sums:
 
     .. math:: w_m = F_m \max_{p \in m} s_p / x_m
 
-    Links are shared by connections, whatever each still has to carry. Without the second rule
-    machines that sum little are done early, and the links of the others have too much left.
+    Connections share links regardless of how much each still has to carry. Without the second rule,
+    machines that sum little finish early, and the links of the others have too much left.
     """
     through = [_Progress() for _ in range(num_machines)]
     for number, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
@@ -144,7 +144,7 @@ def _waits(
 
 
 class _Progress:
-    """How far a machine is after each of its partitions."""
+    """A machine's progress after each of its partitions."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -159,7 +159,7 @@ class _Progress:
         self._largest = max(self._largest, size)
 
     def last_before(self, part: Fraction, flight: int) -> list[int]:
-        """The last partition that ends a window before a part of all, if there is one."""
+        """Return the last partition that ends a window before a fraction of the total, if any."""
         end = part * self.elements - flight * self._largest
         ended = bisect.bisect_right([*self.starts[1:], self.elements], end)
         return self.numbers[:ended][-1:]

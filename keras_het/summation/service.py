@@ -1,4 +1,4 @@
-"""Sums gradients of all workers on this machine's CPU, over TensorFlow's RPC."""
+"""Sum gradients of all workers on this machine's CPU, over TensorFlow's RPC."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from keras_het.summation.slots import NUM_SLOTS, SlotTable
 
 
 def summation_credential(num_workers: int, num_spare: int) -> bytes:
-    """What every request carries: proves the shared secret and the same cluster.
+    """Return the proof of shared secret and cluster that every request carries.
 
     Args:
-        num_workers: number of workers.
-        num_spare: number of spare machines.
+        num_workers: the number of workers.
+        num_spare: the number of spare machines.
 
     Raises:
         ValueError: if there is no shared secret, see `admission.read_secret`.
@@ -35,17 +35,17 @@ def summation_credential(num_workers: int, num_spare: int) -> bytes:
 
 
 class SummationService:
-    """Answers `exchange`: a worker's part of a vector goes in, the sum over all workers comes out.
+    """Server of `exchange`: takes a worker's part of a vector, returns the sum over all workers.
 
-    Nothing needs to be said in advance about what will be summed. A request with the wrong
-    credential, for another run, or out of turn changes nothing.
+    Sums need no announcement. A request with the wrong credential, for another run, or out of turn
+    changes nothing.
 
     Args:
         address: "host:port" to listen on.
-        num_workers: workers that contribute to every sum.
-        credential: what every request must carry, see `summation_credential`.
-        num_slots: partitions that can be summed.
-        group_size: what else it listens for, on a spare machine.
+        num_workers: the number of workers that contribute to every sum.
+        credential: the credential that every request must carry, see `summation_credential`.
+        num_slots: the number of partitions that can be summed.
+        group_size: announcements of the number of workers, on a spare machine.
 
     Reference:
         Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
@@ -82,22 +82,22 @@ class SummationService:
             group_size.register_on(self._server)
 
     def start(self) -> None:
-        """Starts to answer."""
+        """Start answering."""
         self._server.start()
-        # The end of the process ends servers, for which it waits until no call waits for a worker.
+        # TensorFlow stops servers at process exit and waits until no call waits for a worker.
         atexit.register(self._table.close)
 
     def close(self) -> None:
-        """Makes the requests that wait for a worker fail, so that the process can end."""
+        """Make the requests that wait for a worker fail, which lets the process exit."""
         atexit.unregister(self._table.close)
         self._table.close()
         self._server.close()
 
     def exchange_locally(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> Any:
-        """A contribution of this process, without a message.
+        """Contribute from this process, without a message.
 
         Args:
-            run: number of the run, int64 scalar.
+            run: the number of the run, int64 scalar.
             slot: int32 scalar.
             worker: this worker, int32 scalar.
             step: int64 scalar.

@@ -1,4 +1,4 @@
-"""Starts the summation of one worker, and finds the others'."""
+"""Start the summation of one worker and connect it to the others."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 def start_summation(
     options: Summation, extended: Any, membership: Membership, check: Callable[[], None]
 ) -> SummationGroup:
-    """Starts this worker's service and joins those of all machines; all workers must call it.
+    """Start this worker's service and join those of all machines; all workers must call it.
 
     Args:
-        options: what the user said.
+        options: the user's options.
         extended: the strategy's `HeterogeneousExtended`.
-        membership: the workers, and in TF_CONFIG the spare machines. A worker's service listens
-            on a free port of the host that it has there.
-        check: called while it waits for the others; raises if one was lost.
+        membership: the workers, and in TF_CONFIG the spare machines. A worker's service listens on
+            a free port of its host in TF_CONFIG.
+        check: called while waiting for the others; raises if one is lost.
 
     Raises:
         ValueError: if there is no shared secret, or the rates do not fit the cluster.
@@ -57,10 +57,10 @@ def start_summation(
 
 
 def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
-    """Refuses to train where gradients are to be summed.
+    """Refuse to train on a machine reserved for summing gradients.
 
     Args:
-        config: the cluster, None if TF_CONFIG describes none.
+        config: the cluster; None if TF_CONFIG describes none.
 
     Raises:
         RuntimeError: on a task of the job `summation`.

@@ -1,4 +1,4 @@
-"""Adds up what the workers send, and holds every sum until each of them has it."""
+"""Add up the workers' contributions and keep every sum until each worker has it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import tensorflow as tf
 NUM_SLOTS = 256
 """Partitions that one machine can sum; a graph that needs more uses all-reduce for the rest."""
 
-# TensorFlow's name for a resource that nobody else can refer to.
+# TensorFlow's name for a resource that nothing else can refer to.
 _ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
 
 
 class SlotTable:
     r"""Sums over workers, one slot for each partition, any shape.
 
-    In step t worker i contributes :math:`x_i`; whoever comes last adds up
+    In step t, worker i contributes :math:`x_i`; the last to arrive adds up
     :math:`x_1 + x_2 + \dots + x_n`, in the order of the workers, so that the result has the same
-    bits however the messages travelled. Everybody's call returns the sum.
+    bits regardless of the order of arrival. Every worker's call returns the sum.
 
     Each slot has two places, for odd and even steps: no worker can be more than one step ahead of
-    another, as it needs the other's contribution to go on. A call may be repeated (its answer was
-    lost); it counts once. Waiting calls occupy no thread of TensorFlow: they wait in a queue of one
-    token, which exists while the sum does and is handed from one to the next.
+    another, because it needs the other's contribution to continue. A call may be repeated (if its
+    answer was lost); it counts once. Waiting calls occupy no TensorFlow thread: they wait in a
+    queue with one token, which exists while the sum does and is handed from one call to the next.
 
     Args:
         num_workers: n.
-        num_slots: partitions that can be summed.
+        num_slots: the number of partitions that can be summed.
     """
 
     def __init__(self, num_workers: int, num_slots: int = NUM_SLOTS) -> None:
@@ -39,23 +39,23 @@ class SlotTable:
             self._sums = _variables(2 * num_slots)
             self._tokens = _queues(2 * num_slots)
             self._run = tf.Variable(0, dtype=tf.int64, trainable=False)
-            # The step that was begun last, and the last one that each worker contributed to.
+            # The latest step begun, and the latest one that each worker contributed to.
             self._begun = tf.Variable(tf.zeros([num_slots], tf.int64), trainable=False)
             self._latest = tf.Variable(
                 tf.zeros([num_slots, num_workers], tf.int64), trainable=False
             )
-            # Elements of the step that is in each place, as who came first has them.
+            # Number of elements of the step in each place, as set by its first contribution.
             self._sizes = tf.Variable(tf.zeros([2 * num_slots], tf.int32), trainable=False)
             self._lock = tf.CriticalSection(shared_name="keras_het_slots")
 
     def join(self, run: Any) -> Any:
-        """Begins a run unless it has begun; forgets everything about the one before.
+        """Begin a run unless it has begun; discard all state of the previous one.
 
         Args:
-            run: number of the run, int64 scalar, not 0.
+            run: the number of the run, int64 scalar, not 0.
 
         Returns:
-            A tensor that exists when it is done.
+            A tensor that exists once the run has begun.
         """
 
         def begin() -> Any:
@@ -71,17 +71,17 @@ class SlotTable:
             )
 
     def exchange(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> tuple[Any, Any]:
-        """Contributes, waits for the others and returns the sum; in a `tf.function`.
+        """Contribute, wait for the others and return the sum; in a `tf.function`.
 
         Args:
-            run: number of the run, int64 scalar.
+            run: the number of the run, int64 scalar.
             slot: int32 scalar.
-            worker: who contributes, int32 scalar.
+            worker: the contributing worker, int32 scalar.
             step: int64 scalar, counted from 1 for each slot.
             values: float32 vector, of the same length on all workers.
 
         Returns:
-            Whether the contribution was due, and the sum; empty if it was not.
+            Whether the contribution was due, and the sum, which is empty if it was not.
         """
         with tf.device("CPU:0"):
             return self._exchange_in_range(run, slot, worker, step, values)
@@ -121,10 +121,11 @@ class SlotTable:
     def _begin(
         self, run: Any, slot: Any, worker: Any, step: Any, place: Any, size: Any
     ) -> tuple[Any, Any]:
-        """Under the lock: whether the contribution is new, or known.
+        """Return, under the lock, whether the contribution is new or known.
 
-        None is new that would leave the slot without a sum: one of a worker that does not wait for
-        the step before, or of another length. The step after next would wait for it, with the lock.
+        A contribution that would leave the slot without a sum is not new: one from a worker that
+        does not wait for the previous step, or one of another length. The step after next would
+        wait for it while holding the lock.
         """
         is_current = tf.equal(run, self._run.read_value())
         latest = self._latest.read_value()[slot]
@@ -134,8 +135,8 @@ class SlotTable:
         sizes = self._sizes.read_value()
         is_new = is_current & is_due & ((begun < step) | tf.equal(size, sizes[place]))
         is_first = is_new & (begun < step)
-        # The token of two steps ago says that its sum exists, which is about to be replaced. Who
-        # contributes later must not find it: that would be an answer of two steps ago.
+        # The token of two steps ago says that its sum, which is about to be replaced, exists. Later
+        # contributors must not find it: it would give them an answer from two steps ago.
         cleared = tf.cond(is_first & (step > 2), lambda: self._take(place), _nothing)
         begun = tf.where(is_first, step, begun)
         with tf.control_dependencies([cleared]):
@@ -146,9 +147,9 @@ class SlotTable:
             return tf.identity(is_new), tf.identity(is_repeated)
 
     def _count(self, run: Any, slot: Any, worker: Any, step: Any) -> Any:
-        """Under the lock: takes note of a contribution; whether it makes the step complete.
+        """Record a contribution under the lock; return whether it completes the step.
 
-        One of a run that has ended since it was taken counts for none.
+        A contribution whose run has ended in the meantime does not count.
         """
         latest = self._latest.read_value()[slot, worker]
         is_counted = (latest >= step) | tf.not_equal(run, self._run.read_value())
@@ -188,7 +189,7 @@ class SlotTable:
         return tf.while_loop(lambda place: place < 2 * self._num_slots, body, [tf.constant(0)])
 
     def close(self) -> None:
-        """Makes all calls that wait fail."""
+        """Make all waiting calls fail."""
         for place in range(2 * self._num_slots):
             tf.raw_ops.QueueCloseV2(handle=self._tokens[place], cancel_pending_enqueues=True)
 
@@ -203,17 +204,17 @@ def _read(handle: Any) -> Any:
 
 
 def _variables(count: int) -> Any:
-    """Handles of variables of any shape, which can be chosen by number in the graph."""
+    """Return handles of variables of any shape, selectable by number in the graph."""
     shape = tf.TensorShape(None)
     options = {"dtype": tf.float32, "shape": shape, "shared_name": _ANONYMOUS, "container": ""}
     return tf.stack([tf.raw_ops.VarHandleOp(**options) for _ in range(count)])
 
 
 def _queues(count: int) -> Any:
-    """Handles of queues of one token."""
+    """Return handles of queues with one token each."""
     name = f"keras_het_{uuid.uuid4().hex}"
 
-    # In one function, as each would take a millisecond on its own.
+    # In one function, because each would take a millisecond on its own.
     @tf.function
     def make() -> Any:
         options = {"component_types": [tf.bool], "shapes": [[]], "capacity": 1}
