@@ -1,4 +1,4 @@
-"""Pure decisions: who gets how much. Imports numpy and the standard library only."""
+"""Pure decisions about the distribution of work, with numpy and the standard library only."""
 
 from keras_het.planning.balance import BalancePlan, BalancePolicy, make_policy
 from keras_het.planning.balance.min_max import (

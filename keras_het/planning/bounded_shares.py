@@ -19,7 +19,7 @@ MAX_TOTAL = 2**31 - 1
 def check_bounds(
     total: int, num_replicas: int, lower: ArrayLike | None = None, upper: ArrayLike | None = None
 ) -> tuple[IntArray, IntArray]:
-    """Checks that shares within the bounds can sum to the total.
+    """Check that shares within the bounds can sum to the total.
 
     Args:
         total: samples to share out, from 0 to 2**31 - 1.
@@ -28,7 +28,7 @@ def check_bounds(
         upper: largest share of each replica, [num_replicas] integers; by default the total.
 
     Returns:
-        Both bounds, int64 [num_replicas]; upper bounds above the total are cut to it.
+        Both bounds, int64 [num_replicas]; upper bounds above the total are clipped to it.
 
     Raises:
         TypeError: if a number is not whole.
@@ -64,11 +64,11 @@ def proportional_shares(
     lower: ArrayLike | None = None,
     upper: ArrayLike | None = None,
 ) -> IntArray:
-    r"""Shares in proportion to weights, as far as the bounds allow.
+    r"""Return shares in proportion to weights, as far as the bounds allow.
 
     Finds the factor with which :math:`\sum_i clip(factor \cdot w_i, lower_i, upper_i) = total` and
     rounds by largest remainders, ties to the lowest index. When all replicas with a positive weight
-    are at their upper bounds, the others take what is left, evenly.
+    are at their upper bounds, the others take the rest evenly.
 
     Args:
         total: samples to share out.
@@ -86,11 +86,11 @@ def proportional_shares(
     low, high = check_bounds(total, len(weights), lower, upper)
     weight = np.asarray(weights, np.float64)
     if not (np.isfinite(weight) & (weight >= 0)).all() or not weight.any():
-        exact_weights(weight.tolist())  # says what is wrong
+        exact_weights(weight.tolist())  # raises the precise error
     positive = weight > 0
     weight = np.where(positive, np.maximum(weight / weight.max(), 1e-12), 0.0)
     if high[positive].sum() + low[~positive].sum() < total:
-        # those with a weight are full: what is left goes evenly to the others
+        # All replicas with a weight are full: the rest goes evenly to the others.
         shares = np.where(positive, high, 0)
         rest = total - int(shares.sum())
         shares[~positive] = proportional_shares(
@@ -101,10 +101,10 @@ def proportional_shares(
 
 
 def _scaled(total: int, weight: FloatArray, low: IntArray, high: IntArray) -> FloatArray:
-    """Real shares clip(factor * weight) that sum to the total, up to rounding.
+    """Return real-valued shares clip(factor * weight) that sum to the total, up to rounding.
 
-    Their sum is piecewise linear in the factor: a replica joins where it leaves its lower bound and
-    stops at its upper one.
+    Their sum is piecewise linear in the factor: a replica's share starts to grow when it leaves its
+    lower bound and stops at its upper bound.
     """
     divisor = np.where(weight > 0, weight, 1.0)
     factors = np.concatenate([low / divisor, high / divisor])
@@ -120,7 +120,7 @@ def _scaled(total: int, weight: FloatArray, low: IntArray, high: IntArray) -> Fl
 
 
 def _round(total: int, real: FloatArray, low: IntArray, high: IntArray) -> IntArray:
-    # the tolerance keeps 2.9999999 from counting as a remainder among true ties
+    # The tolerance keeps 2.9999999 from counting as a remainder among true ties.
     whole = np.floor(real + 1e-9).astype(np.int64)
     by_remainder = np.argsort(-np.round(real - whole, 9), kind="stable")
     left = total - int(whole.sum())

@@ -1,4 +1,4 @@
-"""Which files each worker reads, and how a step is shared when workers have their own files."""
+"""Assignment of files to workers, and shares of a step when workers have their own files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from keras_het.planning.shares import apportion, exact_weights
 
 
 def assign_files(sizes: Sequence[int], weights: Sequence[float]) -> tuple[tuple[int, ...], ...]:
-    """Gives whole files to workers so that samples are about in proportion to weights.
+    """Assign whole files to workers such that samples are about in proportion to weights.
 
     Worker w's ideal is `sum(sizes) * weights[w] / sum(weights)` samples. Files go, largest first,
-    to the worker that is farthest below its ideal (ties to the lowest index).
+    to the worker farthest below its ideal (ties to the lowest index).
 
     Bound: with L the samples of the largest file, a worker's samples differ from its ideal by at
-    most L. Above: a worker that gets a file was not above its ideal before, as the differences of
-    all sum to at least zero. Below: were a worker short by more than L at the end, each file would
-    have gone to a worker that was short by more than L too and still is short; then all are short
-    of their ideals, which sum to the number of samples.
+    most L. Above: a worker that gets a file was not above its ideal before, because all shortfalls
+    sum to at least zero. Below: if a worker were short by more than L at the end, each file would
+    have gone to a worker that was also short by more than L and is still short; then all would be
+    short of their ideals, which sum to the number of samples.
 
     Args:
         sizes: samples in each file.
@@ -50,17 +50,18 @@ def shares_of_own_samples(
     replicas_per_worker: Sequence[int],
     remaining: Sequence[int],
 ) -> tuple[int, ...]:
-    """Shares of a step when each worker can only use samples of its own files.
+    """Return shares of a step when each worker can use only samples of its own files.
 
-    Shares follow the weights until a worker has fewer samples left than its share: it then gives
-    what it has, and the others take the rest of the step in proportion to their weights. A worker
-    whose replicas all have weight zero helps only when all others have run out.
+    Shares follow the weights until a worker has fewer samples left than its share: it then
+    contributes the rest of its samples, and the others take the rest of the step in proportion to
+    their weights. A worker whose replicas all have weight zero helps only when all others have run
+    out.
 
     Args:
-        total: samples of a full step.
+        total: number of samples of a full step.
         weights: one weight for each replica.
-        replicas_per_worker: replicas of each worker.
-        remaining: samples that each worker has left.
+        replicas_per_worker: number of replicas of each worker.
+        remaining: number of samples that each worker has left.
 
     Returns:
         One share for each replica; they sum to min(total, sum(remaining)).

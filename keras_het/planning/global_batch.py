@@ -1,4 +1,4 @@
-"""Which global batch size makes the most progress in a second."""
+"""Choice of the global batch size that makes the most progress per second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keras_het.planning.noise_scale import NoiseScaleEstimate
 
 
 def gain(scale: float, estimate: NoiseScaleEstimate) -> float:
-    r"""How many steps of the base batch one step of a larger batch is worth.
+    r"""Return how many steps of the base batch one step of a larger batch is worth.
 
     .. math:: r(s) = \frac{S / B_0 + |G|^2}{S / (B_0 s) + |G|^2}
 
@@ -36,7 +36,7 @@ def gain(scale: float, estimate: NoiseScaleEstimate) -> float:
     variance, norm = max(estimate.variance, 0.0), max(estimate.squared_norm, 0.0)
     if variance + norm == 0.0:
         return 1.0
-    noise = variance / (variance + norm)  # a part first: the smallest floats do not survive / s
+    noise = variance / (variance + norm)  # normalize first: the smallest floats do not survive / s
     return 1.0 / (noise / scale + (1.0 - noise))
 
 
@@ -46,10 +46,10 @@ def rate_factor_of_batch(
     estimate: NoiseScaleEstimate,
     adaptive_optimizer: bool = False,
 ) -> float:
-    """Factor for the learning rate that was chosen for the base batch.
+    """Return the factor for a learning rate chosen for the base batch.
 
     Args:
-        global_batch_size: present global batch size.
+        global_batch_size: current global batch size.
         base_batch_size: batch size the learning rate belongs to.
         estimate: smoothed estimates for one sample's gradient.
         adaptive_optimizer: whether the optimizer divides by a second moment, as Adam does.
@@ -74,7 +74,7 @@ def goodput(
     step_seconds: float,
     estimate: NoiseScaleEstimate,
 ) -> float:
-    """Useful samples per second: throughput times statistical efficiency.
+    """Return useful samples per second: throughput times statistical efficiency.
 
     The efficiency r / s is the progress of a sample in this batch over that of a sample in the base
     batch, so goodput is r * base batch / step time.
@@ -101,12 +101,12 @@ def goodput(
 
 
 def candidate_batch_sizes(smallest: int, largest: int, count: int = 50) -> tuple[int, ...]:
-    """Geometric grid of global batch sizes.
+    """Return a geometric grid of global batch sizes.
 
     Args:
         smallest: smallest size, at least 1.
         largest: largest size.
-        count: number of points before equal ones are merged, at least 2.
+        count: number of points before duplicates are merged, at least 2.
 
     Returns:
         Ascending sizes, from the smallest to the largest.
@@ -133,19 +133,19 @@ def choose_global_batch(
     present: int | None = None,
     min_gain: float = 0.05,
 ) -> int:
-    """Chooses the global batch size with the best goodput on a geometric grid.
+    """Choose the global batch size with the best goodput on a geometric grid.
 
     Args:
-        step_seconds: predicted step time of a global batch that is shared out optimally, such as
-            the optimum of the min-max program plus the communication time.
-        base_batch_size: smallest size, for which the learning rate was chosen.
-        largest: largest size that is allowed.
+        step_seconds: predicted step time of an optimally split global batch, such as the optimum of
+            the min-max program plus the communication time.
+        base_batch_size: smallest size, the one for which the learning rate was chosen.
+        largest: largest allowed size.
         estimate: smoothed estimates for one sample's gradient.
-        present: present size; it stays unless another one is better by `min_gain`.
+        present: current size, kept unless another is better by `min_gain`.
         min_gain: smallest relative increase of goodput worth a change.
 
     Returns:
-        The global batch size; of equally good ones the smallest.
+        The global batch size; the smallest among equally good ones.
 
     Raises:
         ValueError: if sizes are out of order or a predicted time is not positive.

@@ -4,7 +4,7 @@ The gradient of a batch of b samples has the expected squared norm :math:`|G|^2 
 true gradient G and the trace S of the covariance of one sample's gradient. Replicas that measure
 :math:`|g_i|^2` of their own mean gradients and :math:`|g|^2` of the global one,
 :math:`g = \sum_i (b_i / B) g_i`, can separate the two. :math:`S / |G|^2` is the noise scale: global
-batches far below it make almost proportional use of more samples, those far above hardly any.
+batches far below it gain almost in proportion to additional samples, those far above hardly at all.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import ArrayLike
 from keras_het.planning.bounded_shares import FloatArray
 
 EXPECTED_GROWTH = 2.0
-"""What a noise scale of the first steps is multiplied by, to stand for that of a training.
+"""Factor from the noise scale of the first steps to that of a whole training.
 
-It grows as the loss falls, by an order of magnitude and more in the trainings that were published
-(McCandlish et al., "An Empirical Model of Large-Batch Training", 2018); twice is little of that.
+The scale grows as the loss falls, by an order of magnitude and more in published trainings
+(McCandlish et al., "An Empirical Model of Large-Batch Training", 2018); twice is a modest part.
 """
 
 
@@ -28,8 +28,7 @@ It grows as the loss falls, by an order of magnitude and more in the trainings t
 class NoiseScaleEstimate:
     """Estimates of one step, or averages of several.
 
-    Both are unbiased on their own and may be negative in a single step; average many steps before
-    you divide.
+    Each is unbiased and may be negative in a single step; average many steps before dividing.
 
     Args:
         squared_norm: estimate of the squared norm of the true gradient.
@@ -41,7 +40,7 @@ class NoiseScaleEstimate:
 
     @property
     def noise_scale(self) -> float:
-        """The ratio of both in samples; infinite where no gradient is seen above the noise."""
+        """Ratio of variance to squared norm, in samples; infinite if noise hides the gradient."""
         if self.squared_norm <= 0:
             return float("inf")
         return max(self.variance, 0.0) / self.squared_norm
@@ -50,13 +49,13 @@ class NoiseScaleEstimate:
 def replica_estimates(
     shares: ArrayLike, squared_norms: ArrayLike, global_squared_norm: float
 ) -> tuple[FloatArray, FloatArray]:
-    r"""Estimates from each replica's gradient against the global one.
+    r"""Estimate from each replica's gradient against the global one.
 
     .. math:: |G|^2_i = \frac{B |g|^2 - b_i |g_i|^2}{B - b_i}, \qquad
         S_i = \frac{b_i B}{B - b_i} \left(|g_i|^2 - |g|^2\right)
 
     Both follow from :math:`E|g_i|^2 = |G|^2 + S / b_i` and :math:`E|g|^2 = |G|^2 + S / B`, so each
-    is unbiased whatever the shares.
+    is unbiased for any shares.
 
     Args:
         shares: samples of each replica, [n]; replicas with 0 are left out.
@@ -68,7 +67,7 @@ def replica_estimates(
         the m replicas with samples.
 
     Raises:
-        ValueError: if lengths differ, or less than two replicas have samples.
+        ValueError: if lengths differ, or fewer than two replicas have samples.
 
     Reference:
         Nie, Maghakian and Liu, "Cannikin: Optimal Adaptive Distributed DNN Training over
@@ -92,17 +91,17 @@ def replica_estimates(
 def noise_scale_estimate(
     shares: ArrayLike, squared_norms: ArrayLike, global_squared_norm: float
 ) -> NoiseScaleEstimate:
-    r"""Combines the replicas' estimates of one step.
+    r"""Combine the replicas' estimates of one step.
 
-    Replica i has the weight :math:`(B - b_i) / ((n - 1) B)`: it depends on the shares alone, so the
-    result stays unbiased, and it takes out the factor by which a large share magnifies noise. Both
+    Replica i has the weight :math:`(B - b_i) / ((n - 1) B)`: it depends only on the shares, so the
+    result stays unbiased, and it cancels the factor by which a large share magnifies noise. Both
     sums then become differences of :math:`|g|^2` and the weighted mean of :math:`|g_i|^2`:
 
     .. math:: S = \frac{\sum_i b_i |g_i|^2 - B |g|^2}{n - 1}, \qquad
         |G|^2 = \frac{n |g|^2 - \sum_i (b_i / B) |g_i|^2}{n - 1}
 
-    With equal shares these are the known formulas. The authors weight by the minimum variance,
-    which needs moments that were not found; these weights are ours.
+    With equal shares these are the known formulas. The authors use minimum-variance weights, which
+    need moments that were not found; these weights are ours.
 
     Args:
         shares: samples of each replica, [n]; replicas with 0 are left out.
@@ -113,7 +112,7 @@ def noise_scale_estimate(
         The combined estimates.
 
     Raises:
-        ValueError: if lengths differ, or less than two replicas have samples.
+        ValueError: if lengths differ, or fewer than two replicas have samples.
 
     Reference:
         Nie, Maghakian and Liu, "Cannikin: Optimal Adaptive Distributed DNN Training over
@@ -129,13 +128,13 @@ def noise_scale_estimate(
 
 
 class SmoothedNoiseScale:
-    """Exponential moving averages of both estimates, without the bias of their start.
+    """Bias-corrected exponential moving averages of both estimates.
 
     Args:
         decay: weight of the past, at least 0, below 1.
 
     Raises:
-        ValueError: if the decay is out of its range.
+        ValueError: if the decay is out of range.
 
     Reference:
         Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning",
@@ -153,7 +152,7 @@ class SmoothedNoiseScale:
         self._weight = 0.0
 
     def add(self, estimate: NoiseScaleEstimate) -> None:
-        """Adds one step.
+        """Add one step.
 
         Args:
             estimate: the estimates of the step.
@@ -168,7 +167,7 @@ class SmoothedNoiseScale:
 
     @property
     def value(self) -> NoiseScaleEstimate | None:
-        """The averages, None before the first step."""
+        """The averages; None before the first step."""
         if not self._weight:
             return None
         norm, variance = self._sums

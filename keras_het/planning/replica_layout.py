@@ -1,4 +1,4 @@
-"""How many replicas every worker has, and which of them are this worker's own."""
+"""Number of replicas of every worker, and the replicas that belong to this worker."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ReplicaLayout:
         return self.replicas_of(self.worker_index)
 
     def replicas_of(self, worker: int) -> range:
-        """Global ids of the replicas of one worker.
+        """Return the global ids of the replicas of one worker.
 
         Args:
             worker: index of the worker.
@@ -69,7 +69,7 @@ class ReplicaLayout:
 
 
 def share_weights(shares: Sequence[float] | None, layout: ReplicaLayout) -> tuple[float, ...]:
-    """The weights of all replicas' shares, equal ones by default.
+    """Return the weights of all replicas' shares, equal ones by default.
 
     Args:
         shares: one weight for each replica of all workers, zero or more, or None.

@@ -10,12 +10,12 @@ from typing import SupportsFloat
 
 
 def apportion(total: int, weights: Sequence[SupportsFloat]) -> tuple[int, ...]:
-    """Splits `total` samples in proportion to `weights` by the largest-remainder method.
+    """Split `total` samples in proportion to `weights` by the largest-remainder method.
 
     Replica i's quota is `total * weights[i] / sum(weights)`. Every replica gets the integer part of
-    its quota; the samples that are left go, one each, to the largest fractional parts, ties to the
+    its quota; the remaining samples go, one each, to the largest fractional parts, ties to the
     lowest index. Every share therefore differs from its quota by less than one sample. Quotas are
-    exact fractions, so that no rounding noise decides who gets a sample.
+    exact fractions, so rounding noise never decides about a sample.
 
     Args:
         total: number of samples, zero or more.
@@ -38,7 +38,7 @@ def apportion(total: int, weights: Sequence[SupportsFloat]) -> tuple[int, ...]:
         raise ValueError(f"total must be zero or more samples. Received: {total}.")
     exact = exact_weights(weights)
     weight_sum = sum(exact)
-    # floor and remainder over the common denominator weight_sum
+    # Floor and remainder over the common denominator weight_sum.
     parts = [divmod(total * weight, weight_sum) for weight in exact]
     shares = [int(whole) for whole, _ in parts]
     by_remainder = sorted(range(len(parts)), key=lambda index: (-parts[index][1], index))
@@ -48,7 +48,7 @@ def apportion(total: int, weights: Sequence[SupportsFloat]) -> tuple[int, ...]:
 
 
 def exact_weights(weights: Sequence[SupportsFloat]) -> tuple[Fraction, ...]:
-    """Checks share weights and returns them as exact fractions.
+    """Check share weights and return them as exact fractions.
 
     Args:
         weights: one finite weight per replica, zero or more, at least one of them positive.

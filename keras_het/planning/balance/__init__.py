@@ -1,4 +1,4 @@
-"""Policies that share out the global batch, one a file."""
+"""Policies that split the global batch, one per file."""
 
 from keras_het.planning.balance.boa import BoaPolicy
 from keras_het.planning.balance.lb_bsp import LbBspPolicy

@@ -16,44 +16,45 @@ from keras_het.planning.times.time_model_fit import TimeModelFit
 
 _FIRST_HOLD = 2
 _LONGEST_HOLD = 64
-# The lower median of c times is about 1.25 / sqrt(c) as uncertain as one time.
+# The lower median of c times is about 1.25 / sqrt(c) times as uncertain as one time.
 _MEDIAN_DEVIATION = 1.25
-# Steps after which a replica that is used but never measured is left as it is.
+# Steps after which a replica that is used but never measured keeps its share.
 _PATIENCE = 8
 _LARGEST_THRESHOLD = 0.8
 
 
 class BoaPolicy(SharePolicy):
-    r"""All replicas finish at the same moment, as far as whole samples allow.
+    r"""Shares with which all replicas finish at the same time, as far as whole samples allow.
 
     .. math:: \min_b \max_i t_i(b_i) \quad s.t. \quad \sum_i b_i = B,\; l_i \le b_i \le u_i
 
-    Every replica's time is a line over its share, fitted to compute times while training runs. The
+    Every replica's time is a line over its share, fitted to compute times during training. The
     first steps use the even split. Two measured steps give speeds; shares in proportion to them,
     which the program yields while fixed costs are unknown, are the second point of each line. From
-    then on plans are the exact optimum. On even replicas the first split is the optimum already, so
+    then on plans are the exact optimum. On equal replicas the first split is already optimal, so
     nothing is probed.
 
     A plan is replaced only if the predicted gain exceeds the dead-band, the least gain in seconds
-    (nobody sees less, and steps that short differ by chance) and what noise explains: the
-    uncertainty of a median of the times seen with the present shares, times the expected largest of
-    n normal deviates plus two. Each further plan waits for twice as many steps (hold-off), until a
-    replica is found to have changed its speed. That starts over with the times since then.
+    (smaller gains go unnoticed, and steps that short differ by chance) and the contribution of
+    noise: the uncertainty of a median of the times seen with the current shares, times the expected
+    largest of n normal deviates plus two. Each further plan waits for twice as many steps
+    (hold-off), until a replica is found to have changed its speed. Planning then starts over with
+    the times since that change.
 
-    A plan that was in effect for some steps and did not make them shorter is taken back, and later
-    ones must promise more: models can be wrong where times depend on more than shares.
+    A plan that was in effect for some steps without making them shorter is reverted, and later
+    plans must promise more: models can be wrong if times depend on more than shares.
 
     A device whose fixed cost is too high gets no samples. It is tried again at growing intervals.
 
-    Read in the abstract: static and dynamic stragglers, the min-max integer program,
-    hardware-agnostic performance models. Ours: everything else, as the full text was not found.
+    From the abstract: static and dynamic stragglers, the min-max integer program, hardware-agnostic
+    performance models. Everything else is ours, because the full text was not found.
 
     Args:
         num_replicas: number of replicas, n.
         global_batch_size: samples that shares sum to, B.
         dead_band: smallest predicted gain, as a fraction of a step's compute time.
         window: number of compute times kept for each replica.
-        least_gain_seconds: smallest predicted gain in seconds a step.
+        least_gain_seconds: smallest predicted gain in seconds per step.
         lower: smallest share of each replica, int [n]; by default 0.
         upper: largest share of each replica, int [n]; by default no bound.
 
@@ -94,17 +95,18 @@ class BoaPolicy(SharePolicy):
         self._step_seconds: float | None = None
 
     def observe_step_seconds(self, seconds: float) -> None:
-        """Takes note of how long the steps took as a whole that `observe` is about to tell of.
+        """Record the total duration of the steps about to be passed to `observe`.
 
-        Optional: plans are then judged by that, instead of by compute times.
+        Optional: plans are then judged by these durations instead of by compute times.
 
         Args:
-            seconds: mean time of a step, collective and all else included; 0 where it is not known.
+            seconds: mean time of a step, including the collective and everything else; 0 if
+                unknown.
         """
         self._step_seconds = seconds
 
     def set_global_batch_size(self, samples: int) -> None:
-        """Changes the number of samples that shares sum to; steps so far are no comparison.
+        """Change the number of samples that shares sum to; earlier steps are not comparable.
 
         Args:
             samples: the new global batch size.
@@ -119,14 +121,14 @@ class BoaPolicy(SharePolicy):
             self._trial.batch_changed()
 
     def predicted_step_seconds(self, global_batch_size: int) -> float | None:
-        """Compute time of a step of another global batch, shared out in the best way.
+        """Predict the compute time of a step with another global batch, split optimally.
 
         Args:
             global_batch_size: samples that the shares would sum to.
 
         Returns:
-            The time in seconds, None while a replica's model is not known, infinity if the bounds
-            do not admit so many samples.
+            The time in seconds, None while a replica's model is unknown, infinity if the bounds
+            do not admit that many samples.
         """
         if not self._fit.known.all():
             return None
@@ -148,7 +150,7 @@ class BoaPolicy(SharePolicy):
             self._plans_since_change = 0
 
     def _whole_step(self, shares: IntArray, seconds: FloatArray) -> float:
-        """Time of the step, or the longest compute time where it is not told."""
+        """Return the duration of the step, or the longest compute time if it is unknown."""
         if self._step_seconds is not None:
             return self._step_seconds
         return float(np.max(seconds, where=(shares > 0) & np.isfinite(seconds), initial=0.0))
@@ -188,7 +190,7 @@ class BoaPolicy(SharePolicy):
         worthwhile = before - max(before * self._threshold(), self._least_gain_seconds)
         tried, self._trying = self._trying, None
         reason, self._changed = self._reason(tried), []
-        # No shares with the same sum are faster than the smallest time of one sample more.
+        # No shares with the same sum are faster than the smallest time with one more sample.
         more = self._times(np.minimum(self._current + 1, self._upper))
         growing = self._fit.known & (self._current < self._upper)
         if growing.any() and float(more[growing].min()) > worthwhile:
@@ -213,7 +215,7 @@ class BoaPolicy(SharePolicy):
             self._retries.kept(tried)
 
     def _threshold(self) -> float:
-        """Predicted gain that is worth a change and beyond the noise."""
+        """Return the predicted gain that is worth a change and exceeds the noise."""
         used = (self._current > 0) & self._fit.known
         count = max(int(self._fit.counts(self._current)[used].min(initial=1 << 30)), 1)
         deviation = _MEDIAN_DEVIATION * self._fit.noise / math.sqrt(count)
@@ -222,13 +224,13 @@ class BoaPolicy(SharePolicy):
         return min(certain * self._trial.distrust, _LARGEST_THRESHOLD)
 
     def _times(self, shares: IntArray) -> FloatArray:
-        """Predicted times; 0 where nothing is known or used."""
+        """Return predicted times; 0 for replicas that are unknown or unused."""
         line = self._fit.fixed_seconds + self._fit.seconds_per_sample * shares
         times: FloatArray = np.where(shares > 0, line, 0.0)
         return times
 
     def _solve(self, lower: IntArray | None = None, upper: IntArray | None = None) -> IntArray:
-        """Optimal shares; replicas without a model keep what they have."""
+        """Return optimal shares; replicas without a model keep their current shares."""
         known = self._fit.known
         return min_max_shares_linear(
             self._fit.fixed_seconds,

@@ -14,21 +14,21 @@ _LONGEST_WINDOW = 64
 
 
 class LbBspPolicy(SharePolicy):
-    """Moves a few samples from the slowest to the fastest replica after each window of steps.
+    """Policy that moves a few samples from the slowest to the fastest replica after each window.
 
-    The variant for GPU clusters of semi-dynamic load balancing: times are averaged over a window;
-    the straggler gives `step_size` samples to the leader, which is the fastest replica with room.
-    If a move reverses the one before, the step is halved and the window grows.
+    The variant of semi-dynamic load balancing for GPU clusters: times are averaged over a window;
+    the straggler gives `step_size` samples to the leader, the fastest replica with room. If a move
+    reverses the previous one, the step is halved and the window grows.
 
-    Described by the authors: the exchange, the window, halving at oscillation. Reconstructed, as
-    the constants were not found: the first step is B / (16 n) samples, the first window 8 steps, it
-    doubles up to 64.
+    Described by the authors: the exchange, the window, halving on oscillation. Reconstructed,
+    because the constants were not found: the first step is B / (16 n) samples, the first window is
+    8 steps and doubles up to 64.
 
     Args:
         num_replicas: number of replicas, n.
         global_batch_size: samples that shares sum to, B.
-        step_size: samples that first move at a time; by default B / (16 n), at least 1.
-        window: steps that are first averaged.
+        step_size: initial number of samples per move; by default B / (16 n), at least 1.
+        window: initial number of steps to average.
         lower: smallest share of each replica, int [n]; by default 1.
         upper: largest share of each replica, int [n]; by default no bound.
 

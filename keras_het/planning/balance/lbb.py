@@ -16,7 +16,7 @@ from keras_het.planning.times.time_model import LinearTimeModel
 
 
 class LbbPolicy(SharePolicy):
-    r"""Moves a sample when replicas differ a little, and solves again when they differ much.
+    r"""Policy that moves one sample for a small difference and solves again for a large one.
 
     With the straggler effect :math:`SE = (\max T - \min T) / \bar T` of the last step: below
     `fine_threshold` nothing happens; below `rapid_threshold` one sample moves from the slowest to
@@ -25,9 +25,9 @@ class LbbPolicy(SharePolicy):
     .. math:: T_i(b) = \frac{T_i - a_{0,i}}{b_i}\, b + a_{0,i}
 
     and the min-max program is solved, at most once in `rapid_interval` steps (sample by sample in
-    between). Decisions and constants are those of the paper. Its profiling before training, which
-    gives the start-up cost :math:`a_0`, is replaced by an argument; the integer program is solved
-    exactly where the authors round a continuous solution.
+    between). Decisions and constants follow the paper. An argument replaces its profiling before
+    training, which gives the start-up cost :math:`a_0`; the integer program is solved exactly,
+    whereas the authors round a continuous solution.
 
     Args:
         num_replicas: number of replicas, n.
@@ -114,7 +114,7 @@ class LbbPolicy(SharePolicy):
         times = np.where(used, self._times, 0.0)
         fixed = np.where(used, np.minimum(self._fixed, times), self._fixed)
         slope = np.maximum(times - fixed, 0.0) / np.maximum(self._current, 1)
-        # a replica without samples has no time to solve for: it stays without
+        # A replica without samples has no time to solve for: it stays without samples.
         upper = np.where(used, self._upper, 0)
         shares = min_max_shares_linear(fixed, slope, self._total, self._lower, upper)
         if (shares == self._current).all():

@@ -1,13 +1,13 @@
-r"""Shares with which the slowest replica is done as early as possible.
+r"""Shares with which the slowest replica finishes as early as possible.
 
 .. math:: \min_b \max_i t_i(b_i) \quad s.t. \quad \sum_i b_i = B,\; lower_i \le b_i \le upper_i
 
-The program is solved exactly for any nondecreasing time functions, so that fixed costs, plateaus,
-memory bounds and devices that are not worth using need no cases of their own.
+The program is solved exactly for any nondecreasing time functions, so fixed costs, plateaus, memory
+bounds and devices that are not worth using need no special cases.
 
-Method: the largest shares that all replicas finish within T, b_i(T), grow with T, so the smallest T
-with sum b_i(T) >= B is found by bisection. It runs over the bit patterns of T, which are ordered
-like the numbers: it ends after 63 halvings at the latest, and exactly.
+Method: the largest shares that all replicas finish within T, b_i(T), grow with T, so bisection
+finds the smallest T with sum b_i(T) >= B. It bisects the bit patterns of T, which are ordered like
+the numbers, and therefore ends exactly, after at most 63 halvings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Times = Callable[[IntArray], FloatArray]
 
 
 class _LargestWithin(Protocol):
-    """Largest shares in [low, high] that are done within a time; `low` always is."""
+    """Largest shares in [low, high] that finish within a time; `low` always does."""
 
     def __call__(self, threshold: float, low: IntArray, high: IntArray) -> IntArray: ...
 
@@ -38,15 +38,15 @@ class _LargestWithin(Protocol):
 def min_max_shares(
     times: Times, total: int, lower: ArrayLike, upper: ArrayLike | None = None
 ) -> IntArray:
-    """Solves the min-max program for any nondecreasing time functions.
+    """Solve the min-max program for any nondecreasing time functions.
 
-    A replica with share 0 is not used and takes no time, whatever its fixed cost: that is how the
-    program drops a device which is not worth using. A lower bound above 0 demands that a replica is
-    used; the time of its lower bound is then unavoidable, and among the remaining samples the
-    slowest replica above its lower bound is made as fast as possible, which is optimal as well.
+    A replica with share 0 is unused and takes no time, whatever its fixed cost: this is how the
+    program drops a device that is not worth using. A lower bound above 0 forces the use of a
+    replica; the time of its lower bound is then unavoidable, and among the remaining samples the
+    slowest replica above its lower bound is made as fast as possible, which is also optimal.
 
-    The answer depends on the numbers alone: samples whose place does not change the optimum are
-    spread in proportion to the room that replicas have, ties to the lowest index.
+    The result depends only on the numbers: samples whose placement does not change the optimum are
+    spread in proportion to the replicas' room, ties to the lowest index.
 
     Args:
         times: maps shares, int64 [n], each at least 1, to the replicas' times, float64 [n], finite
@@ -60,12 +60,12 @@ def min_max_shares(
 
     Raises:
         TypeError: if bounds or total are not whole numbers.
-        ValueError: if no shares satisfy the bounds, or `times` gives something else than n times.
+        ValueError: if no shares satisfy the bounds, or `times` does not return n times.
 
     Reference:
         The min-max integer program: Yang, Kang and Youn, "BOA: batch orchestration algorithm for
         straggler mitigation of distributed DL training in heterogeneous GPU cluster", The Journal
-        of Supercomputing 76, 2020. The solution by bisection is this package's own.
+        of Supercomputing 76, 2020. The solution by bisection is specific to this package.
     """
     low, high = check_bounds(total, np.size(lower), np.atleast_1d(lower), upper)
     checked = _checked(times, len(low))
@@ -83,7 +83,7 @@ def min_max_shares_linear(
     lower: ArrayLike | None = None,
     upper: ArrayLike | None = None,
 ) -> IntArray:
-    """Solves the min-max program for times that are straight lines, faster.
+    """Solve the min-max program for linear times, faster.
 
     The optimum is that of `min_max_shares` with `times = fixed + slope * shares`.
 
@@ -129,7 +129,7 @@ def min_max_shares_of_models(
     lower: ArrayLike | None = None,
     upper: ArrayLike | None = None,
 ) -> IntArray:
-    """Solves the min-max program for one time model a replica.
+    """Solve the min-max program with one time model per replica.
 
     Args:
         models: the time model of each replica; kinds may be mixed.
@@ -162,8 +162,8 @@ def _solve(
 ) -> IntArray:
     if total in (lower.sum(), upper.sum()):
         return lower.copy() if total == lower.sum() else upper.copy()
-    # Invariant: all of `below` is done within `low_bits`, and it is too few samples; all of
-    # `above` is done within `high_bits`, and it is enough. A share at its lower bound always is.
+    # Invariant: all of `below` finishes within `low_bits` and has too few samples; all of `above`
+    # finishes within `high_bits` and has enough. A share at its lower bound always finishes.
     low_bits, high_bits = _bracket(times, total, lower, upper)
     above = largest_within(_from_bits(high_bits), lower, upper)
     below = lower if low_bits < 0 else largest_within(_from_bits(low_bits), lower, above)
@@ -181,10 +181,10 @@ def _solve(
 
 
 def _bracket(times: Times, total: int, lower: IntArray, upper: IntArray) -> tuple[int, int]:
-    """Bits of a time that is too short and of one that is enough.
+    """Return the bits of a time that is too short and of one that is sufficient.
 
-    For any shares b that sum to the total, max t_i(b_i) is enough. Other shares with the same sum
-    give some replica more than b_i, so nothing is faster than the smallest t_i(b_i + 1).
+    For any shares b that sum to the total, max t_i(b_i) is sufficient. Other shares with the same
+    sum give some replica more than b_i, so nothing is faster than the smallest t_i(b_i + 1).
     """
     even = proportional_shares(total, np.ones(len(lower)), lower, upper)
     even_times = times(np.maximum(even, 1))
@@ -200,10 +200,10 @@ def _bracket(times: Times, total: int, lower: IntArray, upper: IntArray) -> tupl
 
 
 def _finish(times: Times, total: int, below: IntArray, above: IntArray, choose: bool) -> IntArray:
-    """Places the samples between `below` and `above`.
+    """Place the samples between `below` and `above`.
 
-    With `choose`, no replica has room for more than one and the times of these differ; else all of
-    them take equally long.
+    With `choose`, no replica has room for more than one sample, and their times differ; otherwise
+    all of them take equally long.
     """
     room = above - below
     missing = total - int(below.sum())
@@ -217,7 +217,7 @@ def _finish(times: Times, total: int, below: IntArray, above: IntArray, choose: 
 
 
 def _spread(samples: int, room: IntArray) -> IntArray:
-    """Splits samples in proportion to the room, by largest remainders in whole numbers."""
+    """Split samples in proportion to the room, by largest remainders in whole numbers."""
     whole, remainder = np.divmod(samples * room, max(int(room.sum()), 1))
     first = np.argsort(-remainder, kind="stable")[: samples - int(whole.sum())]
     whole[first] += 1
@@ -238,12 +238,12 @@ def _invert_lines(
 ) -> IntArray:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         real = (threshold - fixed) / slope
-    real = np.where(np.isnan(real), high, real)  # 0 / 0: done at once, whatever the share
+    real = np.where(np.isnan(real), high, real)  # 0 / 0: finishes at once, whatever the share
     shares = np.floor(np.clip(real, low, high)).astype(np.int64)
     shares -= (fixed + slope * shares > threshold) & (shares > low)
     more = np.minimum(shares + 1, high)
     shares = np.where(fixed + slope * more <= threshold, more, shares)
-    # The quotient is off by more than one where a line is flat in float64; then search.
+    # The quotient is off by more than one if a line is flat in float64; then search.
     more = np.minimum(shares + 1, high)
     too_many = (fixed + slope * shares > threshold) & (shares > low)
     too_few = (fixed + slope * more <= threshold) & (shares < high)
@@ -267,7 +267,7 @@ def _checked(times: Times, num_replicas: int) -> Times:
 
 
 def _to_bits(seconds: float) -> int:
-    # the sum turns -0.0 into 0.0
+    # The addition turns -0.0 into 0.0.
     return int(np.float64(seconds + 0.0).view(np.int64))
 
 

@@ -1,4 +1,4 @@
-"""A decision about shares, with what it was derived from."""
+"""A decision about shares, with its basis."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _SHARES_ON_ONE_LINE = 16
 
 @dataclasses.dataclass(frozen=True)
 class BalancePlan:
-    """Who computes how many samples of the global batch, and why.
+    """Each replica's samples of the global batch, and the reason for them.
 
     Args:
-        step: step after which it was decided.
+        step: step after which the plan was made.
         policy: name of the policy.
         shares: samples of each replica; they sum to the global batch.
-        reason: why, in a few words.
-        predicted_seconds: predicted compute time of each replica, None where not known; 0 for a
-            replica that is not used. Empty if the policy does not predict.
-        step_seconds: predicted compute time of the slowest replica, None if not known.
-        previous_step_seconds: the same for the shares before, under the same models.
-        step_seconds_if_all_used: the same if every replica that is not used, though it could be,
-            had at least one sample; None if there is no such replica.
+        reason: the reason, in a few words.
+        predicted_seconds: predicted compute time of each replica, None if unknown; 0 for an
+            unused replica. Empty if the policy does not predict.
+        step_seconds: predicted compute time of the slowest replica, None if unknown.
+        previous_step_seconds: the same for the previous shares, under the same models.
+        step_seconds_if_all_used: the same if every usable but unused replica had at least one
+            sample; None if there is no such replica.
         measured: latest measurement of each replica. Empty if the policy keeps none.
         models: time model of each replica. Empty if the policy has none.
     """
@@ -48,13 +48,13 @@ class BalancePlan:
 
     @property
     def gain(self) -> float | None:
-        """Predicted fraction of the step's compute time that is saved; None if not known."""
+        """Predicted fraction of the step's compute time that is saved; None if unknown."""
         if self.step_seconds is None or not self.previous_step_seconds:
             return None
         return 1.0 - self.step_seconds / self.previous_step_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as plain Python values, for JSON."""
+        """Return the plan as plain Python values, for JSON."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("measured", "models"):
             values[name] = [item and dataclasses.asdict(item) for item in values[name]]
@@ -64,10 +64,10 @@ class BalancePlan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> BalancePlan:
-        """Restores a plan.
+        """Restore a plan.
 
         Args:
-            values: what `to_dict` returned, also after a round trip through JSON.
+            values: the result of `to_dict`, possibly after a round trip through JSON.
 
         Returns:
             An equal plan.

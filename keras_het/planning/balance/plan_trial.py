@@ -1,4 +1,4 @@
-"""Whether a plan made steps shorter, as it had promised."""
+"""Verification that a plan made steps shorter, as promised."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 
 from keras_het.planning.bounded_shares import IntArray
 
-# Steps before the first new try, and how much longer after each that failed.
+# Steps before the first retry, and the growth of that wait after each failure.
 FIRST_WAIT = 64
 BACK_OFF = 2
 LONGEST_WAIT = 1 << 20
-# A try may cost this fraction of the time since the last one.
+# A retry may cost this fraction of the time since the last one.
 COST = 0.01
-# Steps with a share for the replica: until two are measured and the next plan is in effect.
+# Steps in which the replica has a share: until two are measured and the next plan is in effect.
 STEPS_OF_A_TRY = 6
 
 
 class RetrySchedule:
-    """Exponential back-off for replicas that are not used.
+    """Exponential back-off for unused replicas.
 
-    A replica without samples has no compute times, so nothing would tell that it has recovered. It
-    gets a small share now and then: after `FIRST_WAIT` steps, twice as late after each try that
-    failed, and never so soon that tries cost more than one percent of the time in between.
+    A replica without samples has no compute times that could show its recovery. It gets a small
+    share occasionally: after `FIRST_WAIT` steps, twice as late after each failed try, and never so
+    soon that tries cost more than one percent of the time in between.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class RetrySchedule:
         self._failures: dict[int, int] = {}
 
     def dropped(self, replica: int, step: int, extra_fraction: float) -> None:
-        """Schedules the next try of a replica that gets no samples from now on.
+        """Schedule the next try of a replica that gets no more samples.
 
         Args:
             replica: index of the replica.
             step: current step.
-            extra_fraction: by how much using it makes a step longer, as a fraction of the step.
+            extra_fraction: how much longer a step is with it, as a fraction of the step.
         """
         failures = self._failures.get(replica, 0)
         self._failures[replica] = failures + 1
@@ -46,33 +46,33 @@ class RetrySchedule:
         self._due[replica] = step + wait
 
     def kept(self, replica: int) -> None:
-        """Forgets a replica that is used again."""
+        """Remove the schedule of a replica that is used again."""
         self._due.pop(replica, None)
         self._failures.pop(replica, None)
 
     def next_due(self, step: int) -> int | None:
-        """Returns the lowest replica whose time has come, None if there is none."""
+        """Return the lowest replica whose retry is due, None if there is none."""
         return min((replica for replica, due in self._due.items() if due <= step), default=None)
 
     def started(self, replica: int) -> None:
-        """Takes note that a try of the replica begins."""
+        """Record that a try of the replica begins."""
         self._due.pop(replica, None)
 
 
 _STEPS_BEFORE = 16
 _STEPS_TO_JUDGE = 8
 _STEPS_SINCE_CHANGE = 3
-# of the predicted gain that must have come true
+# Fraction of the predicted gain that must be achieved.
 _LEAST_PART_OF_GAIN = 0.25
 _MOST_DISTRUST = 16.0
 
 
 class PlanTrial:
-    """Compares the steps after a plan with those before it.
+    """Comparison of the steps after a plan with those before it.
 
     Attributes:
-        distrust: factor for the gain that a plan must promise; doubles with each plan that was
-            taken back, and is 1 again after one that was not.
+        distrust: factor for the gain that a plan must promise; doubles with each reverted plan and
+            returns to 1 after one that is kept.
         comparison: the latest comparison in words.
     """
 
@@ -87,15 +87,15 @@ class PlanTrial:
         self._refused: set[tuple[int, ...]] = set()
 
     def refused(self, shares: IntArray) -> bool:
-        """Whether these shares were tried since a replica last changed its speed, to no avail."""
+        """Whether these shares have failed since a replica last changed its speed."""
         return tuple(shares.tolist()) in self._refused
 
     def observe(self, shares: IntArray, seconds: float) -> None:
-        """Takes note of a step with the shares of the last plan.
+        """Record a step with the shares of the last plan.
 
         Args:
             shares: samples of each replica.
-            seconds: time of the step; 0 if it is not known.
+            seconds: time of the step; 0 if unknown.
         """
         if self._shares is not None and not np.array_equal(shares, self._shares):
             self._shares = None  # another plan came in between
@@ -103,7 +103,7 @@ class PlanTrial:
             self._latest.append(seconds)
 
     def speed_changed(self) -> None:
-        """A replica is faster or slower than before: older steps are no comparison."""
+        """Discard older steps, because a replica became faster or slower."""
         while len(self._latest) > _STEPS_SINCE_CHANGE:
             self._latest.popleft()
         self._shares = None
@@ -111,16 +111,16 @@ class PlanTrial:
         self._refused.clear()
 
     def batch_changed(self) -> None:
-        """Steps have another number of samples: older ones are no comparison."""
+        """Discard older steps, because steps now have another number of samples."""
         self._latest.clear()
         self._before = self._shares = None
         self._refused.clear()
 
     def begin(self, previous: IntArray, shares: IntArray, gain: float) -> None:
-        """A plan is about to come into effect.
+        """Prepare for a plan that is about to come into effect.
 
         Args:
-            previous: shares so far.
+            previous: the current shares.
             shares: shares of the plan.
             gain: predicted gain, as a fraction of a step's compute time.
         """
@@ -129,7 +129,7 @@ class PlanTrial:
         self._latest.clear()
 
     def shares_to_return_to(self) -> IntArray | None:
-        """The shares before the plan, if the plan did not keep its promise; judged once."""
+        """Return the shares before the plan if it broke its promise; judged once."""
         if self._shares is None or self._before is None or len(self._latest) < _STEPS_TO_JUDGE:
             return None
         after, tried, self._shares = float(np.median(self._latest)), self._shares, None

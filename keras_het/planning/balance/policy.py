@@ -1,4 +1,4 @@
-"""What a policy is, and what all policies have in common."""
+"""Interface of a policy, and the base that all policies share."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ BoolArray = NDArray[np.bool_]
 
 @runtime_checkable
 class BalancePolicy(Protocol):
-    """Decides about shares from compute times, once a step.
+    """A decision about shares from compute times, once per step.
 
-    The same calls lead to the same plans, on every worker. `propose` before the first step gives
+    The same calls lead to the same plans on every worker. `propose` before the first step returns
     the first plan; after that, each step is `observe` and then `propose`. A plan comes into effect
-    some steps after it was proposed: `observe` is told the shares that were really used.
+    some steps after it is proposed: `observe` receives the shares that were really used.
     """
 
     @property
     def name(self) -> str:
-        """Name of the policy, as users give it."""
+        """Name of the policy, as users pass it."""
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Shares of the last plan; they sum to the global batch."""
 
     def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
-        """Takes note of one step.
+        """Record one step.
 
         Args:
             step: number of the step.
             shares: samples each replica really computed, int [n]. They sum to less than the global
                 batch in a partial last batch.
-            seconds: compute time of each replica, float64 [n]; NaN where not known.
+            seconds: compute time of each replica, float64 [n]; NaN if unknown.
         """
 
     def propose(self, step: int) -> BalancePlan | None:
-        """Decides.
+        """Decide whether to change shares.
 
         Args:
             step: number of the step that was observed last.
@@ -58,7 +58,7 @@ class BalancePolicy(Protocol):
         """
 
     def set_upper(self, replica: int, samples: int) -> None:
-        """Bounds a replica's share, for instance because it ran out of memory.
+        """Bound a replica's share, for instance because it ran out of memory.
 
         Args:
             replica: index of the replica.
@@ -66,7 +66,7 @@ class BalancePolicy(Protocol):
         """
 
     def set_global_batch_size(self, samples: int) -> None:
-        """Changes the number of samples that shares sum to.
+        """Change the number of samples that shares sum to.
 
         Args:
             samples: the new global batch size.
@@ -76,7 +76,7 @@ class BalancePolicy(Protocol):
 def check_number(
     name: str, value: float, least: float, most: float = math.inf, *, is_whole: bool = False
 ) -> float:
-    """Returns a setting of a policy if it is a number within its range.
+    """Return a setting of a policy if it is a number within its range.
 
     Args:
         name: name of the setting.
@@ -86,7 +86,7 @@ def check_number(
         is_whole: whether it must be a whole number.
 
     Raises:
-        TypeError: if it is no number, or not whole.
+        TypeError: if it is not a number, or not whole.
         ValueError: if it is not in the range.
     """
     if isinstance(value, bool) or not isinstance(value, Integral if is_whole else Real):
@@ -99,10 +99,10 @@ def check_number(
 
 
 class SharePolicy:
-    """Bounds, the first plan, and whether the last plan is in effect already.
+    """Bounds, the first plan, and the check that the last plan is already in effect.
 
-    Subclasses take note of steps in `_record` and decide in `_decide`, which is called only while
-    the last plan is in effect. By themselves, shares stay even.
+    Subclasses record steps in `_record` and decide in `_decide`, which is called only while the
+    last plan is in effect. By default, shares stay even.
 
     Args:
         num_replicas: number of replicas, n.
@@ -141,7 +141,7 @@ class SharePolicy:
         return tuple(self._current.tolist())
 
     def start_from(self, weights: ArrayLike) -> None:
-        """Makes the first plan one of given proportions; call it before the first `propose`.
+        """Base the first plan on given proportions; call this before the first `propose`.
 
         Args:
             weights: one weight for each replica, zero or more, float [n].
@@ -150,12 +150,12 @@ class SharePolicy:
         self._given_start = True
 
     def observe(self, step: int, shares: ArrayLike, seconds: ArrayLike) -> None:
-        """Takes note of one step.
+        """Record one step.
 
         Args:
             step: number of the step.
             shares: samples each replica really computed, int [n].
-            seconds: compute time of each replica, float64 [n]; NaN where not known.
+            seconds: compute time of each replica, float64 [n]; NaN if unknown.
 
         Raises:
             ValueError: if there is not one number for each replica.
@@ -172,7 +172,7 @@ class SharePolicy:
         self._record(used, times, matches)
 
     def propose(self, step: int) -> BalancePlan | None:
-        """Decides.
+        """Decide whether to change shares.
 
         Args:
             step: number of the step that was observed last.
@@ -189,7 +189,7 @@ class SharePolicy:
         return self._decide(step) if self._in_effect else None
 
     def set_upper(self, replica: int, samples: int) -> None:
-        """Bounds a replica's share, for instance because it ran out of memory.
+        """Bound a replica's share, for instance because it ran out of memory.
 
         Args:
             replica: index of the replica.
@@ -211,7 +211,7 @@ class SharePolicy:
         self._bounds_changed |= bool(self._current[replica] > samples)
 
     def set_global_batch_size(self, samples: int) -> None:
-        """Changes the number of samples that shares sum to.
+        """Change the number of samples that shares sum to.
 
         Args:
             samples: the new global batch size.
@@ -243,7 +243,7 @@ class SharePolicy:
         return self._adopt(plan)
 
     def _within_bounds(self) -> IntArray:
-        """New shares in the proportions of the old ones, after bounds or batch size changed."""
+        """Return new shares in the old proportions, after bounds or batch size changed."""
         return self._proportional(np.maximum(self._current, 1e-6).astype(np.float64))
 
     def _first_weights(self) -> FloatArray:
@@ -253,8 +253,8 @@ class SharePolicy:
         return "even split"
 
     def _record(self, shares: IntArray, seconds: FloatArray, matches: bool) -> None:
-        """Takes note of a step; `matches` says whether it used the shares of the last plan."""
+        """Record a step; `matches` says whether it used the shares of the last plan."""
 
     def _decide(self, step: int) -> BalancePlan | None:
-        """Decides, while the last plan is in effect; by default it stays."""
+        """Decide while the last plan is in effect; by default it stays."""
         return None

@@ -11,24 +11,24 @@ from keras_het.planning.bounded_shares import FloatArray, IntArray
 
 
 class ProportionalPolicy(SharePolicy):
-    r"""Corrects every share by its deviation from the mean time.
+    r"""Policy that corrects every share by its deviation from the mean time.
 
     .. math:: b_k' = b_k - X_k (t_k - \bar t) = b_k\, \bar t / t_k, \quad X_k = b_k / t_k
 
-    Read in the paper: the controller, the moving average of times since the last change, the
-    dead-band of 0.05 on the largest relative correction, lower and upper bounds. Ours: shares are
-    renormalised (with the arithmetic mean their sum is not kept), the number of steps before a
-    correction, and the weight of the moving average. Left out: a replica whose throughput fell
-    after its share grew is bounded there for good, which a passing slow-down would trigger too.
+    From the paper: the controller, the moving average of times since the last change, the dead-band
+    of 0.05 on the largest relative correction, lower and upper bounds. Ours: renormalized shares
+    (with the arithmetic mean their sum is not preserved), the number of steps before a correction,
+    and the weight of the moving average. Omitted: the paper permanently bounds a replica whose
+    throughput fell after its share grew, which a temporary slow-down would trigger too.
 
-    A share never falls to 0, as the controller could not bring it back.
+    A share never falls to 0, because the controller could not bring it back.
 
     Args:
         num_replicas: number of replicas, n.
         global_batch_size: samples that shares sum to.
         dead_band: smallest relative change of a share that leads to a new plan.
         smoothing: weight of the newest time in the moving average, above 0, at most 1.
-        min_steps: steps with the same shares before they change.
+        min_steps: number of steps with the same shares before a change.
         lower: smallest share of each replica, int [n]; by default 1.
         upper: largest share of each replica, int [n]; by default no bound.
 
@@ -89,7 +89,7 @@ class ProportionalPolicy(SharePolicy):
 
 
 def at_least_one(lower: IntArray, upper: IntArray, total: int) -> IntArray:
-    """Raises lower bounds of 0 to 1 where the upper bounds and the number of samples allow it.
+    """Raise lower bounds of 0 to 1 if the upper bounds and the number of samples allow it.
 
     Args:
         lower: lower bounds, int64 [n].

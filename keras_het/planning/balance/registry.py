@@ -27,7 +27,7 @@ POLICIES: dict[str, type[SharePolicy]] = {
 def make_policy(
     policy: str | BalancePolicy, num_replicas: int, global_batch_size: int, **options: Any
 ) -> BalancePolicy:
-    """Returns the policy of a name, or the policy that was given.
+    """Return the policy with a name, or the given policy itself.
 
     Args:
         policy: a name, or an object with the methods of `BalancePolicy`, which is returned as is.

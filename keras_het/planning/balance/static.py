@@ -1,4 +1,4 @@
-"""A split that is fixed by hand."""
+"""Splits that never change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EvenPolicy(SharePolicy):
     """Every replica gets the same number of samples, as in plain data parallelism.
 
     The split of `tf.distribute.MirroredStrategy` and of PyTorch's DistributedDataParallel: a step
-    takes as long as the slowest replica needs. The baseline of all other policies.
+    takes as long as the slowest replica. The baseline for all other policies.
 
     Args:
         num_replicas: number of replicas, n.
@@ -49,8 +49,8 @@ class StaticPolicy(SharePolicy):
 
     Reference:
         Tyagi and Sharma, "Taming Resource Heterogeneity In Distributed ML Training With Dynamic
-        Batching", ACSOS 2020, section on static batching. The formula is printed there without the
-        factor number of workers times base batch; the sum demands it.
+        Batching", ACSOS 2020, section on static batching. The formula printed there lacks the
+        factor "number of workers times base batch", which the sum requires.
     """
 
     name = "static"

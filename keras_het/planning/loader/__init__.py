@@ -1,4 +1,4 @@
-"""Decides how many loaders prepare batches, and how many finished ones may wait."""
+"""Decide how many loaders prepare batches and how many finished batches may wait."""
 
 from keras_het.planning.loader.allocation import allocate_loaders, allocate_readers
 from keras_het.planning.loader.controller import FixedController, LoaderController

@@ -1,4 +1,4 @@
-"""What a loader controller is, and the one that changes nothing."""
+"""Interface of a loader controller, and the controller that changes nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from keras_het.planning.loader.window import LoaderWindow, WindowSize
 
 @runtime_checkable
 class LoaderController(Protocol):
-    """Decides about loaders from windows of steps; the same windows lead to the same plans."""
+    """Decisions about loaders from windows of steps; the same windows lead to the same plans."""
 
     @property
     def name(self) -> str:
-        """Name of the controller, as users give it."""
+        """Name of the controller, as users pass it."""
 
     @property
     def plan(self) -> LoaderPlan:
@@ -22,23 +22,23 @@ class LoaderController(Protocol):
 
     @property
     def next_window(self) -> WindowSize:
-        """Which steps the next `observe` should cover."""
+        """Return which steps the next `observe` should cover."""
 
     def observe(self, window: LoaderWindow) -> LoaderPlan | None:
-        """Takes a window under the plan in effect; returns a new plan if there should be one."""
+        """Take a window under the plan in effect; return a new plan if there should be one."""
 
     def refused(self, plan: LoaderPlan) -> None:
-        """Takes back the plan that `observe` returned last: it could not be put into effect."""
+        """Withdraw the last plan of `observe`, which could not be put into effect."""
 
     def set_cpus(self, cpus: float) -> None:
-        """Bounds the CPUs that the loaders may use."""
+        """Bound the CPUs that the loaders may use."""
 
     def set_reading_loaders(self, loaders: int | None) -> None:
-        """Bounds the loaders while they mostly wait for I/O; None if nothing does."""
+        """Bound the loaders while they mostly wait for I/O; None for no bound."""
 
 
 class FixedController:
-    """Keeps one plan.
+    """Controller that keeps one plan.
 
     Args:
         plan: the plan.
@@ -51,19 +51,19 @@ class FixedController:
 
     @property
     def next_window(self) -> WindowSize:
-        """A window of a second."""
+        """Return a window of a second."""
         return WindowSize(skip_steps=0, min_steps=1, min_seconds=1.0)
 
     def observe(self, window: LoaderWindow) -> LoaderPlan | None:
-        """Takes a window; the plan stays."""
+        """Take a window; the plan stays."""
         del window
         return None
 
     def refused(self, plan: LoaderPlan) -> None:
-        """Never called: this controller proposes nothing."""
+        """Do nothing; never called, because this controller proposes nothing."""
 
     def set_cpus(self, cpus: float) -> None:
-        """Takes note of nothing: the plan stays."""
+        """Do nothing: the plan stays."""
 
     def set_reading_loaders(self, loaders: int | None) -> None:
-        """Takes note of nothing: the plan stays."""
+        """Do nothing: the plan stays."""

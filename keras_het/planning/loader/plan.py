@@ -1,4 +1,4 @@
-"""What a loader controller decides about."""
+"""The decision of a loader controller."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class LoaderPlan:
-    """How much a worker's input pipeline works ahead and at once.
+    """Degree of read-ahead and parallelism of a worker's input pipeline.
 
     Args:
-        loaders: samples that are prepared at the same time, n.
-        prefetch: finished batches that may wait for the device.
-        reason: why, in a few words.
+        loaders: number of samples prepared at the same time, n.
+        prefetch: number of finished batches that may wait for the device.
+        reason: the reason, in a few words.
 
     Raises:
         ValueError: if a number is less than 1.

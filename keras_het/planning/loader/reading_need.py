@@ -1,4 +1,4 @@
-"""How many threads a job needs whose loaders wait for I/O."""
+"""Number of threads needed by a job whose loaders wait for I/O."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import dataclasses
 from keras_het.planning.loader.window import LoaderWindow
 
 _WAITS = 0.1
-"""Idle fraction from which the threads of a pipeline are busy, be it with waiting."""
+"""Idle fraction above which all threads of a pipeline are busy or waiting."""
 _HIGHEST_IDLE_FRACTION = 0.99
 _AVERAGED_SECONDS = 4.0
-"""What each job has of a disk goes up and down within seconds."""
+"""Averaging time: each job's share of a disk fluctuates within seconds."""
 _CHANGED = 1.25
-"""Ratio from which a need is another one: each division costs handovers."""
+"""Ratio above which a need counts as changed: each division costs handovers."""
 _SHORTEST_SECONDS = 15.0
 _SHORTEST_IN_WINDOWS = 4.0
 _OTHER_STEPS_OF_A_MOVE = 32
-"""Of the buffer, and of the window after it."""
+"""Steps of the buffer, and of the window after it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadingNeed:
-    """What a job whose loaders mostly wait for I/O tells the others of its host.
+    """Announcement to the host's other jobs by a job whose loaders mostly wait for I/O.
 
     Args:
-        threads: loaders with which its device would not wait, r; 1 or more.
-        until: time from which it no longer reads unless it says so again, in seconds of a clock
-            that all jobs share.
+        threads: number of loaders with which its device would not wait, r; 1 or more.
+        until: time after which it no longer counts as reading unless it announces again, in seconds
+            of a clock that all jobs share.
 
     Raises:
         ValueError: if it needs no thread.
@@ -41,13 +41,12 @@ class ReadingNeed:
 
 
 class ReadingJob:
-    """Whether the loaders of a job mostly wait for I/O, from window to window, and its need.
+    """Whether a job's loaders mostly wait for I/O, from window to window, and its need.
 
-    Where the device waits, every loader is at work: what it does not compute, and does not wait for
-    a CPU, it waits for I/O. Where the device does not wait loaders rest, and what was found before
-    holds.
+    While the device waits, every loader is busy: time in which it neither computes nor waits for a
+    CPU is I/O wait. While the device does not wait, loaders rest, and the earlier finding holds.
 
-    The device works a part 1 - idle = n / r of the time where it waits, so that r = n / (1 - idle).
+    While it waits, the device works a fraction 1 - idle = n / r of the time, so r = n / (1 - idle).
     """
 
     def __init__(self) -> None:
@@ -56,16 +55,16 @@ class ReadingJob:
         self._told = 0.0
 
     def observe(self, loaders: int, window: LoaderWindow, now: float) -> ReadingNeed | None:
-        """Takes a window.
+        """Take a window.
 
         Args:
             loaders: loaders in effect, n.
-            window: what was measured.
+            window: the measurements.
             now: time, in seconds of a clock that all jobs share.
 
         Returns:
-            What the job needs, the same as before unless it differs by a quarter; None if its
-            loaders do not mostly wait for I/O.
+            The job's need, unchanged unless it differs by a quarter; None if its loaders do not
+            mostly wait for I/O.
         """
         did_read, self._reads = self._reads, self._still_reads(loaders, window)
         if not self._reads:
@@ -80,19 +79,19 @@ class ReadingJob:
 
     def _still_reads(self, loaders: int, window: LoaderWindow) -> bool:
         if window.loader_cpu_seconds is None:
-            return False  # nothing tells reading from computing
+            return False  # nothing distinguishes reading from computing
         if window.idle_fraction <= _WAITS:
             return self._reads
         runs = window.loader_cpu_seconds + (window.loader_queue_seconds or 0.0)
-        # a job on the border stays what it was
+        # Hysteresis: a borderline job keeps its classification.
         limit = 0.6 if self._reads else 0.5
         return runs < limit * loaders * window.seconds
 
 
 def _seconds_until_the_next(loaders: int, window: LoaderWindow) -> float:
-    """Time within which a job that still reads has another window: it may validate, or save.
+    """Return the time within which a reading job has another window: it may validate or save.
 
-    One that moves reads too, but has no window until its loaders' batches are used.
+    A job in the middle of a move reads too, but has no window until its loaders' batches are used.
     """
     move = (2 * loaders + _OTHER_STEPS_OF_A_MOVE) * window.seconds / window.steps
     return max(_SHORTEST_SECONDS, _SHORTEST_IN_WINDOWS * window.seconds, 1.5 * move)

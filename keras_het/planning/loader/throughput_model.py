@@ -1,4 +1,4 @@
-"""A-Dloader's model of one job: how many steps/s it makes with n loaders."""
+"""A-Dloader's model of one job: its steps/s with n loaders."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 import numpy as np
 
 SHARPNESS = 4.0
-"""Exponent of the smooth minimum: 16 % below supply and demand where they are equal, 1.5 % below
-the smaller where the other is twice as large."""
+"""Exponent of the smooth minimum: 16 % below supply and demand if they are equal, 1.5 % below
+the smaller if the other is twice as large."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,15 +17,15 @@ class JobModel:
     """Steps/s of a job as a function of its number of loaders.
 
     n loaders supply batches at S(n) = 1 / (L / n + R), bounded by C: S(n) <= cpus / C. The device
-    takes 1 / T. Both together give X(n) = (S^-g + T^g)^(-1/g) with g = 4.
+    takes 1 / T. Together they give X(n) = (S^-g + T^g)^(-1/g) with g = 4.
 
     Args:
-        loader_seconds: L, time of one loader alone for a batch, in seconds.
+        loader_seconds: L, time of a single loader for a batch, in seconds.
         device_seconds: T, time of a step with its batch at hand, in seconds.
         cpu_seconds: C, CPU time for a batch, in seconds.
-        serial_seconds: R, time for a batch of what more loaders do not speed up, in seconds: the
-            disk, the network, a stage that is not parallel.
-        weight: how much this job's throughput counts among others.
+        serial_seconds: R, time per batch that more loaders do not reduce, in seconds: the disk, the
+            network, a serial stage.
+        weight: weight of this job's throughput among others.
 
     Reference:
         Jia et al. (A-Dloader), IEEE CLOUD 2022, https://doi.org/10.1109/CLOUD55607.2022.00068
@@ -38,13 +38,13 @@ class JobModel:
     weight: float = 1.0
 
     def supply(self, loaders: float, cpus: float = math.inf) -> float:
-        """Batches/s that n loaders give with this many CPUs, S(n)."""
+        """Return the batches/s of n loaders with this many CPUs, S(n)."""
         seconds = self.loader_seconds / max(loaders, 1e-9) + self.serial_seconds
         seconds = max(seconds, self.cpu_seconds / cpus, 1e-9)
         return 1.0 / seconds
 
     def throughput(self, loaders: float, cpus: float = math.inf) -> float:
-        """Steps/s with n loaders, X(n)."""
+        """Return the steps/s with n loaders, X(n)."""
         slower, faster = sorted((self.supply(loaders, cpus), 1.0 / max(self.device_seconds, 1e-9)))
         return float(slower * (1.0 + (slower / faster) ** SHARPNESS) ** (-1.0 / SHARPNESS))
 
@@ -56,12 +56,12 @@ class JobModel:
         return min(self.cpu_seconds / self.loader_seconds, 1.0)
 
     def enough_loaders(self, most: int, cpus: float = math.inf, gain: float = 0.02) -> int:
-        """The number of loaders from which a quarter more gives less than `gain`, at most `most`.
+        """Return the number of loaders from which a quarter more gains less than `gain`.
 
         Args:
-            most: largest number that is possible.
+            most: largest possible number, the upper limit of the result.
             cpus: CPUs that the loaders may use.
-            gain: relative throughput that is worth a quarter more.
+            gain: relative throughput that justifies a quarter more.
         """
         loaders = 1
         while loaders < most:
@@ -73,18 +73,18 @@ class JobModel:
 
 
 class ThroughputModel:
-    """Fits a `JobModel` to what is measured while the job runs.
+    """Fit of a `JobModel` to measurements while the job runs.
 
-    The device waits in proportion to 1 / X = L / n + R where it waits at all: windows with a wait
-    give points of that line, of which the latest are kept. One number of loaders alone gives L with
-    R = 0; two or more give both by least squares with L, R >= 0.
+    Steps take 1 / X = L / n + R while the device waits: windows with a wait give points of that
+    line, the latest of which are kept. A single number of loaders gives L with R = 0; two or more
+    give both by least squares with L, R >= 0.
 
     Args:
-        memory: numbers of loaders that are kept.
+        memory: how many numbers of loaders are kept.
     """
 
     def __init__(self, memory: int = 6) -> None:
-        # the latest time of a step for each number of loaders, the oldest number first
+        # The latest step time for each number of loaders, the oldest number first.
         self._points: dict[int, float] = {}
         self._memory = memory
         self._device_seconds = 0.0
@@ -98,19 +98,19 @@ class ThroughputModel:
         device_seconds: float,
         cpu_seconds: float | None,
     ) -> None:
-        """Takes note of one window.
+        """Record one window.
 
         Args:
             loaders: loaders in effect, n.
             steps_per_second: throughput, X.
-            idle_fraction: part of the time in which the device waited.
+            idle_fraction: fraction of the time in which the device waited.
             device_seconds: time of a step without the wait.
-            cpu_seconds: CPU time of the loaders for a batch, None if not known.
+            cpu_seconds: CPU time of the loaders for a batch, None if unknown.
         """
         self._device_seconds = device_seconds
         if cpu_seconds is not None:
             self._cpu_seconds = cpu_seconds
-        # Where waits are short, throughput tells more of the device than of the loaders; it is
+        # If waits are short, throughput says more about the device than about the loaders; it is
         # better than nothing.
         if idle_fraction > (0.1 if self._points else 0.03):
             before = self._points.pop(loaders, 1.0 / steps_per_second)
@@ -119,7 +119,7 @@ class ThroughputModel:
                 del self._points[next(iter(self._points))]
 
     def forget(self) -> None:
-        """Drops all points: the job has changed."""
+        """Drop all points, because the job has changed."""
         self._points.clear()
 
     @property
@@ -134,7 +134,7 @@ class ThroughputModel:
 
     @property
     def job(self) -> JobModel:
-        """The model as of now; without a point, one loader is taken to be enough."""
+        """Return the current model; without a point, one loader is assumed to be enough."""
         loader, serial = self._line()
         return JobModel(
             loader_seconds=max(loader, 1e-9),

@@ -1,4 +1,4 @@
-"""The controller that grows only while the device waits, and confirms each move by measurement."""
+"""Controller that grows only while the device waits, and confirms each move by measurement."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from keras_het.planning.loader.window import LoaderWindow, WindowSize
 
 FIRST_PAUSE_SECONDS = 2.0
 UP = ("more loaders", "more prefetch")
-"""Kinds of move that cost something, so that they must make it faster."""
+"""Kinds of move that have a cost and must therefore make steps faster."""
 LONGEST_PAUSE_SECONDS = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A plan in effect that must still prove itself.
+    """A plan in effect that has yet to prove itself.
 
     Args:
-        kind: what changed: "more loaders", "fewer loaders", "more prefetch", "less prefetch".
-        before: the plan to go back to.
-        window: what was measured under it.
-        predicted_gain: relative throughput that the model promised, 0 for moves down.
+        kind: the change: "more loaders", "fewer loaders", "more prefetch", "less prefetch".
+        before: the plan to revert to.
+        window: the measurements under that plan.
+        predicted_gain: relative throughput gain that the model promised, 0 for moves down.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Trial:
     predicted_gain: float = 0.0
 
     def pays(self, after: LoaderWindow) -> bool:
-        """Whether the move is kept: up must make it faster, down must not make it slower."""
+        """Whether to keep the move: up must make steps faster, down must not make them slower."""
         gain = after.steps_per_second / self.window.steps_per_second - 1.0
         if self.kind in UP:
             return gain >= min(0.08, max(0.02, self.predicted_gain / 2))
@@ -42,14 +42,14 @@ class Trial:
 
 
 class Pauses:
-    """How long each kind of move stays away after it failed: twice as long each time."""
+    """Time for which each kind of failed move stays blocked: twice as long each time."""
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}
         self._length: dict[str, float] = {}
 
     def start(self, kind: str, now: float) -> None:
-        """Keeps a kind of move away from now on.
+        """Block a kind of move from now on.
 
         Args:
             kind: the kind.
@@ -64,51 +64,52 @@ class Pauses:
         return now >= self._until.get(kind, 0.0)
 
     def end(self, kind: str | None = None) -> None:
-        """Allows a kind of move, by default all: what was learned holds no longer."""
+        """Unblock a kind of move, by default all: earlier findings no longer hold."""
         for each in [kind] if kind is not None else list(self._until):
             self._until.pop(each, None)
             self._length.pop(each, None)
 
 
 WAITS = 0.03
-"""Idle fraction from which the device counts as waiting."""
+"""Idle fraction above which the device counts as waiting."""
 WORTH_A_TRIAL_SECONDS = 0.2
-"""Time lost to short waits from which a move is tried: about what one that fails costs."""
+"""Time lost to short waits that justifies a move: about the cost of a failed one."""
 _MUCH = 0.25
-"""Idle fraction from which each window costs more than a trial."""
+"""Idle fraction above which each window costs more than a trial."""
 CALM_SECONDS = 4.0
-"""Time without waiting after which less is tried."""
+"""Time without waiting after which smaller settings are tried."""
 CHANGED = 0.25
-"""Relative error of the predicted throughput from which the job counts as another one."""
+"""Relative error of the predicted throughput above which the job counts as changed."""
 
 
 class TunerController:
-    """Finds the fewest loaders and the shortest buffer with which the device does not wait.
+    """Search for the fewest loaders and shortest buffer with which the device does not wait.
 
-    - Up, while the device waits and the host has what it takes: loaders that compute need idle
-      CPUs, loaders that wait for I/O may outnumber the cores and need none that is idle: what they
-      compute must be within this job's part of the CPUs. A throughput model fitted to the windows
-      says how far to go; a step is at most x4 while it is less sure (x16 for loaders that
-      mostly wait, which cost little), x2 while the device waits for less than half of the time.
-    - A wait of a few percent has little to gain, and a move that fails costs two handovers and a
-      slow second: it is tried once the device has lost as much (the rule of ski rental: no more
-      than twice the loss of what had known).
-    - Each move is confirmed by the next window and taken back if it does not pay. A kind of move
-      that failed stays away for 2, 4, 8, ... 120 s, or until the job changes, which the model's
-      error tells.
+    - Up, while the device waits and the host has the resources: computing loaders need idle
+      CPUs; loaders that wait for I/O may outnumber the cores and need no idle CPU, but their
+      computation must fit this job's part of the CPUs. A throughput model fitted to the windows
+      says how far to go; a step is at most x4 while the model is less certain (x16 for loaders
+      that mostly wait, which cost little), x2 while the device waits less than half of the time.
+    - A wait of a few percent offers little gain, and a failed move costs two handovers and a
+      slow second: it is tried once the device has lost as much (the ski-rental rule: at most
+      twice the loss of perfect foresight).
+    - Each move is confirmed by the next window and reverted if it does not pay. A kind of move
+      that failed stays blocked for 2, 4, 8, ... 120 s, or until the job changes, which shows in
+      the model's error.
     - Down, if the device has not waited for a while, or if busy CPUs have more loaders than they
       can use.
-    - `skip_steps` of the windows leaves out what was buffered under the plan before.
+    - `skip_steps` of the windows excludes batches buffered under the previous plan.
 
     Args:
         plan: the first plan.
-        cpus: CPUs that this process may use.
-        max_loaders: most loaders.
-        max_prefetch: most finished batches that wait.
-        max_memory: most bytes of batches that are prepared or wait; None for no bound.
+        cpus: number of CPUs that this process may use.
+        max_loaders: largest number of loaders.
+        max_prefetch: largest number of finished batches that wait.
+        max_memory: largest total size in bytes of batches in preparation or waiting; None for no
+            bound.
 
     Raises:
-        ValueError: if there is no CPU, or `plan` is beyond a bound.
+        ValueError: if there is no CPU, or `plan` exceeds a bound.
     """
 
     name = "tuner"
@@ -152,12 +153,12 @@ class TunerController:
 
     @property
     def confirmed_plan(self) -> LoaderPlan:
-        """The plan in effect, or the one before it while it must still prove itself."""
+        """The plan in effect, or the previous one while it has yet to prove itself."""
         return self.plan if self._trial is None else self._trial.before
 
     @property
     def next_window(self) -> WindowSize:
-        """Short while much is to gain, longer where a few percent must be told from noise."""
+        """A short window while much can be gained, a longer one to tell small waits from noise."""
         effect = self._trial.predicted_gain if self._trial else (1.0 if self._hurry else 0.0)
         if effect > 0.5:
             return WindowSize(self._skip, 4, 0.1)
@@ -165,21 +166,21 @@ class TunerController:
         return WindowSize(self._skip, 16, 0.5 if sure else 1.0)
 
     def set_cpus(self, cpus: float) -> None:
-        """Bounds the CPUs of the loaders: this job's part of a host that it shares."""
+        """Bound the CPUs of the loaders: this job's part of a shared host."""
         self._cpus = min(cpus, self._host_cpus)
 
     def set_reading_loaders(self, loaders: int | None) -> None:
-        """Bounds the loaders: this job's part of the reading threads that a user gave the host.
+        """Bound the loaders: this job's part of the host's user-defined reading threads.
 
         Args:
-            loaders: most loaders, None for no bound of this kind.
+            loaders: largest number of loaders, None for no such bound.
         """
         if (loaders or math.inf) > (self._reading or math.inf):
-            self._pauses.end("more loaders")  # they failed where there was less
+            self._pauses.end("more loaders")  # they failed under a tighter bound
         self._reading = loaders
 
     def refused(self, plan: LoaderPlan) -> None:
-        """Goes back, because a plan could not be put into effect."""
+        """Revert, because a plan could not be put into effect."""
         before, self._replaced = self._replaced, None
         if before is None or plan != self.plan:
             return
@@ -191,14 +192,14 @@ class TunerController:
         self._skip = 0
 
     def observe(self, window: LoaderWindow) -> LoaderPlan | None:
-        """Takes a window under the plan in effect; returns a new plan if there should be one."""
+        """Take a window under the plan in effect; return a new plan if there should be one."""
         self._now += window.seconds
         self._skip = 0
         moved = self._keep_part()
         if moved is not None:
             return moved
         if self._trial is None and self._has_changed(window):
-            # this window is of the job before and the job after: the next one decides
+            # This window mixes the job before and after the change: the next one decides.
             self._hurry = True
             return None
         cpu = window.loader_cpu_seconds
@@ -216,12 +217,12 @@ class TunerController:
         return plan
 
     def _keep_part(self) -> LoaderPlan | None:
-        """Leaves reading threads to other jobs."""
+        """Leave reading threads to other jobs."""
         part = self._reading
         if part is None or self.plan.loaders <= part:
             return None
         self._trial = self._expected = None
-        # a read took as long as all threads of the host made it
+        # Read times depended on all threads of the host.
         self._model.forget()
         reason = f"{part} reading threads are this job's part of the host"
         return self._adopt(LoaderPlan(part, self.plan.prefetch, reason))
@@ -275,7 +276,7 @@ class TunerController:
         target = job.enough_loaders(max(most, 1))
         if target <= now:
             return None
-        # no more than all of the wait can be gained
+        # The gain is at most the entire wait.
         most_gain = window.idle_fraction / max(1.0 - window.idle_fraction, 1e-9)
         gain = min(job.throughput(target) / job.throughput(now) - 1.0, most_gain)
         if gain < 0.02:
@@ -285,12 +286,12 @@ class TunerController:
         return self._try("more loaders", plan, window, gain)
 
     def _loaders_for_cpus(self, window: LoaderWindow, job: JobModel) -> int:
-        """Loaders for which there are CPUs: those they use now, and idle ones.
+        """Return the number of loaders for which there are CPUs: those in use and idle ones.
 
-        On a busy host loaders that mostly wait may use this job's part of the CPUs.
+        On a busy host, loaders that mostly wait may use this job's part of the CPUs.
         """
         if window.loader_cpu_seconds is None:
-            # unknown: no idle CPU, no growth
+            # Unknown: no idle CPU, no growth.
             return self.plan.loaders
         used = window.loader_cpu_seconds / window.seconds
         part = max(self._cpus - used, 0.0)
@@ -298,7 +299,7 @@ class TunerController:
         if free < 0.1 * self._host_cpus:
             if not _waits_for_io(self.plan.loaders, window):
                 return self.plan.loaders
-            # More of them wait side by side; the next window tells if they lack the CPUs after all.
+            # More of them wait in parallel; the next window shows if they lack the CPUs after all.
             free = part
         return max(int((used + free) / max(job.cpus_per_loader, 1e-3)), 1)
 
@@ -308,7 +309,7 @@ class TunerController:
         return max(self._max_memory // window.batch_bytes - self.plan.prefetch, 1)
 
     def _more_prefetch(self, window: LoaderWindow) -> LoaderPlan | None:
-        """A longer buffer helps where supply is enough on average, and uneven."""
+        """Lengthen the buffer, which helps if supply is sufficient on average but uneven."""
         if window.waiting_steps is not None and not window.waits_unevenly:
             return None
         if not self._pauses.allow("more prefetch", self._now):
@@ -326,7 +327,7 @@ class TunerController:
     # --- down
 
     def _relieve(self, window: LoaderWindow) -> LoaderPlan | None:
-        """Fewer loaders where all CPUs are busy with more of them than they can use."""
+        """Remove loaders if all CPUs are busy with more of them than they can use."""
         fewest = max(math.ceil(self._cpus), 1)
         busy = window.idle_cpus < 0.1 * self._host_cpus
         uses = 1.0
@@ -336,18 +337,18 @@ class TunerController:
         if not (busy and computes and self.plan.loaders > fewest):
             return None
         if _waits_for_io(self.plan.loaders, window):
-            return None  # as many as it takes to use the CPUs
+            return None  # as many as needed to use the CPUs
         if not self._pauses.allow("fewer loaders", self._now):
             return None
         reason = f"CPUs are busy, more than {fewest} loaders only hinder each other"
         return self._try("fewer loaders", LoaderPlan(fewest, self.plan.prefetch, reason), window)
 
     def _trim(self, window: LoaderWindow) -> LoaderPlan | None:
-        """Fewer loaders where, as the model now knows, a part that is not parallel bounds them."""
+        """Remove loaders if, as the model now knows, a serial part bounds them."""
         if not self._model.has_line or not self._pauses.allow("fewer loaders", self._now):
             return None
         enough = self._model.job.enough_loaders(self.plan.loaders)
-        # the line knows nothing of CPUs, which fewer loaders would leave idle
+        # The line ignores CPUs, which fewer loaders would leave idle.
         enough = max(enough, math.ceil(self._cpus))
         if enough > 0.6 * self.plan.loaders:
             return None
@@ -355,7 +356,7 @@ class TunerController:
         return self._try("fewer loaders", plan, window)
 
     def _less(self, window: LoaderWindow) -> LoaderPlan | None:
-        """Fewer loaders, then a shorter buffer, while the device does not wait."""
+        """Remove loaders, then shorten the buffer, while the device does not wait."""
         loaders, prefetch = self.plan.loaders, self.plan.prefetch
         if loaders > 1 and self._pauses.allow("fewer loaders", self._now):
             target = max(loaders // 2, 1)
@@ -371,7 +372,7 @@ class TunerController:
         return None
 
     def _over_bound(self, window: LoaderWindow) -> LoaderPlan | None:
-        """A plan that keeps to `max_memory`, if the present one does not."""
+        """Return a plan that respects `max_memory`, if the current one does not."""
         if self._max_memory is None or not window.batch_bytes:
             return None
         batches = max(self._max_memory // window.batch_bytes, 2)
@@ -392,8 +393,8 @@ class TunerController:
         return self._adopt(plan)
 
     def _adopt(self, plan: LoaderPlan) -> LoaderPlan:
-        """Puts a plan into effect; what was ready before is not its work."""
-        # a loader holds up to two samples or batches
+        """Put a plan into effect; batches that were ready before are not its work."""
+        # A loader holds up to two samples or batches.
         self._skip = self.plan.prefetch + 2 * self.plan.loaders + 1
         self._calm = self._lost = 0.0
         self._replaced, self.plan = self.plan, plan
@@ -401,7 +402,7 @@ class TunerController:
 
 
 def _waits_for_io(loaders: int, window: LoaderWindow) -> bool:
-    """Whether loaders mostly wait for I/O, and not for a CPU; False if nothing tells."""
+    """Whether loaders mostly wait for I/O rather than for a CPU; False if nothing shows it."""
     if window.loader_cpu_seconds is None or window.loader_queue_seconds is None:
         return False
     runs = window.loader_cpu_seconds + window.loader_queue_seconds

@@ -1,4 +1,4 @@
-"""What was measured over a few steps, and which steps are measured."""
+"""Measurements over a few steps, and the choice of the steps to measure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class LoaderWindow:
 
     Args:
         steps: number of steps.
-        seconds: their time, from the moment one asks for its batch to the moment the next does.
-        input_wait_seconds: part of it in which the device waited for a batch.
-        idle_cpus: CPUs of the host that this process may use and nobody used, on average.
-        loader_cpu_seconds: CPU time of the pipeline's own threads; None if not known.
-        batch_bytes: size of a batch, 0 if not known.
-        waiting_steps: steps that waited for 5 % of their time or more; None if not known.
-        loader_queue_seconds: time in which the pipeline's own threads could run and waited for a
-            CPU; None if not known.
+        seconds: their duration, from one step's request for its batch to the next step's request.
+        input_wait_seconds: the part of it in which the device waited for a batch.
+        idle_cpus: average number of the host's CPUs that this process may use and that were idle.
+        loader_cpu_seconds: CPU time of the pipeline's own threads; None if unknown.
+        batch_bytes: size of a batch, 0 if unknown.
+        waiting_steps: number of steps that waited for 5 % of their time or more; None if unknown.
+        loader_queue_seconds: time in which the pipeline's own threads were runnable but waited for
+            a CPU; None if unknown.
 
     Raises:
         ValueError: if there is no step, or no time.
@@ -47,12 +47,12 @@ class LoaderWindow:
 
     @property
     def idle_fraction(self) -> float:
-        """Part of the time in which the device waited for data."""
+        """Fraction of the time in which the device waited for data."""
         return min(self.input_wait_seconds / self.seconds, 1.0)
 
     @property
     def waits_unevenly(self) -> bool:
-        """Whether a part of the steps found a batch waiting: supply is enough between bursts."""
+        """Whether some of the steps found a batch ready: supply is sufficient between bursts."""
         if self.waiting_steps is None:
             return False
         return self.steps - self.waiting_steps >= max(self.steps / 4, 2)
@@ -65,12 +65,12 @@ class LoaderWindow:
 
 @dataclasses.dataclass(frozen=True)
 class WindowSize:
-    """Which steps the next window covers.
+    """The steps that the next window covers.
 
     Args:
-        skip_steps: steps to let go by: their batches were ready before the plan was in effect.
-        min_steps: steps that a window has at least.
-        min_seconds: time that a window has at least.
+        skip_steps: number of steps to skip: their batches were ready before the plan was in effect.
+        min_steps: smallest number of steps of a window.
+        min_seconds: shortest duration of a window.
     """
 
     skip_steps: int
@@ -79,17 +79,17 @@ class WindowSize:
 
 
 class StepSums:
-    """Gathers steps until a window is full; called in every step, so it only adds.
+    """Collection of steps until a window is full; called in every step, so it only adds.
 
     Args:
-        size: which steps the first window covers.
+        size: the steps that the first window covers.
     """
 
     def __init__(self, size: WindowSize) -> None:
         self.begin(size)
 
     def begin(self, size: WindowSize) -> None:
-        """Starts a new window."""
+        """Start a new window."""
         self._skip = size.skip_steps
         self._min_steps, self._min_seconds = size.min_steps, size.min_seconds
         self.steps = self.waiting_steps = 0
@@ -97,20 +97,20 @@ class StepSums:
         self.is_skipping = size.skip_steps > 0
 
     def pause(self, steps: int) -> None:
-        """Lets steps go by, for instance the first ones of an epoch, and then goes on.
+        """Skip steps, for instance the first ones of an epoch, and then continue.
 
         Args:
-            steps: how many.
+            steps: number of steps to skip.
         """
         self._skip = max(self._skip, steps)
         self.is_skipping = self._skip > 0
 
     def add(self, seconds: float, input_wait_seconds: float, steps: int = 1) -> bool:
-        """Takes one step, or several that ran at once; returns whether the window is full.
+        """Add one step, or several that ran at once; return whether the window is full.
 
         Args:
-            seconds: time of the steps.
-            input_wait_seconds: part of it in which they waited for their batches.
+            seconds: duration of the steps.
+            input_wait_seconds: the part of it in which they waited for their batches.
             steps: number of steps.
         """
         if self._skip > 0:

@@ -1,1 +1,1 @@
-"""Who trains in which role, how often workers exchange, and which machine sums what."""
+"""Roles of workers, frequency of their exchanges, and placement of the summation."""

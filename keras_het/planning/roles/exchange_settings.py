@@ -1,9 +1,9 @@
-r"""How often workers exchange with a center, and what one exchange costs them.
+r"""Frequency of a worker's exchanges with a center, and the cost of one exchange.
 
 A task is busy with an exchange for c seconds, in which it computes nothing, and the weights need e
-seconds to travel there and back. Where e lies behind the computation of the next period, p batches
-of t seconds make a period of :math:`\max(p t, e) + c`; a worker that goes on only with the answer
-needs :math:`p t + e + c`.
+seconds for the round trip. If e is hidden behind the computation of the next period, p batches of t
+seconds make a period of :math:`\max(p t, e) + c`; a worker that needs the answer to continue takes
+:math:`p t + e + c`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from keras_het.planning.roles.push_rates import plan_pushes
 from keras_het.planning.times.time_model import check_not_negative
 
 LARGEST_OVERHEAD = 0.1
-"""Part of its time that a task may be busy with exchanges whose period is planned."""
+"""Fraction of its time that a task may be busy with exchanges whose period is planned."""
 EXCHANGES_AN_EPOCH = 8
-"""A planned period is not so long that there are fewer."""
+"""A planned period is short enough for at least this many."""
 
 
 class Pusher(NamedTuple):
     """A task that exchanges: an async worker, or the sync group.
 
     Attributes:
-        batch_samples: samples of one of its steps, in the mean.
+        batch_samples: mean number of samples of one of its steps.
         batch_seconds: time of such a step.
-        travel_seconds: time in which its weights travel there and back.
-        busy_seconds: time of an exchange in which it computes nothing, whatever travels meanwhile.
-        parts: its steps for one global batch.
+        travel_seconds: round-trip time of its weights.
+        busy_seconds: time of an exchange in which it computes nothing, regardless of messages in
+            flight.
+        parts: number of its steps for one global batch.
     """
 
     batch_samples: float
@@ -42,23 +43,24 @@ class Pusher(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeSettings:
-    """How a training with async workers exchanges, as `HybridAggregation` is told.
+    """Exchange settings of a training with async workers, as passed to `HybridAggregation`.
 
     Args:
-        period: steps of every task between two exchanges; None where each plans its own, as
-            `period="auto"` does.
-        async_period: the same of async workers, where the rule tells them another one.
-        async_batch_size: samples of an async worker's own steps; None for the global batch over the
-            members of the sync group.
+        period: steps of every task between two exchanges; None if each plans its own, as with
+            `period="auto"`.
+        async_period: the same for async workers, if the rule gives them another one.
+        async_batch_size: samples in each of an async worker's steps; None for the global batch over
+            the number of members of the sync group.
         busy_seconds: time that a task itself needs for one exchange, such as reading and writing
-            its weights, and computes nothing; 0 if it is not known.
-        sends_gradients: whether a worker sends the mean gradient of a period and goes on only with
-            the answer; else it runs its own optimizer, and takes the answer after the step in which
-            it comes.
-        num_batches: global batches of an epoch, which bound a planned period; None for no bound.
+            its weights, during which it computes nothing; 0 if unknown.
+        sends_gradients: whether a worker sends the mean gradient of a period and waits for the
+            answer; otherwise it runs its own optimizer and takes the answer after the step in which
+            it arrives.
+        num_batches: number of global batches in an epoch, which bounds a planned period; None for
+            no bound.
 
     Raises:
-        TypeError: if a number is none.
+        TypeError: if an argument is not a number.
         ValueError: if a number is out of range.
     """
 
@@ -80,18 +82,18 @@ class ExchangeSettings:
                 )
 
     def parts(self, global_batch: int, members: int) -> int:
-        """Steps that an async worker makes of a global batch.
+        """Return the number of steps that an async worker makes of a global batch.
 
         Args:
-            global_batch: its samples.
-            members: workers of the sync group.
+            global_batch: its number of samples.
+            members: number of workers in the sync group.
         """
         if self.async_batch_size is None:
             return members
         return math.ceil(global_batch / self.async_batch_size)
 
     def periods(self, pushers: Sequence[Pusher]) -> tuple[int, ...]:
-        """Steps of every task between two exchanges.
+        """Return the steps of every task between two exchanges.
 
         Args:
             pushers: all tasks that exchange, the sync group first.
@@ -110,24 +112,24 @@ class ExchangeSettings:
         )
 
     def period_seconds(self, pusher: Pusher, period: int) -> float:
-        """Time from one exchange of a task to its next.
+        """Return the time from one exchange of a task to its next.
 
         Args:
             pusher: the task.
-            period: its steps between them.
+            period: its number of steps between them.
         """
         compute, travel = period * pusher.batch_seconds, pusher.travel_seconds
         hidden = compute + travel if self.sends_gradients else max(compute, travel)
         return hidden + pusher.busy_seconds
 
     def mean_age_in_periods(self, pusher: Pusher, period: int) -> float:
-        """Time from what a push starts from to its arrival, mean over its steps.
+        """Return the mean time over a push's steps from their starting point to its arrival.
 
-        Those until the answer to the push before is there start from an older one.
+        Steps before the answer to the previous push arrives start from an older center.
 
         Args:
             pusher: an async worker.
-            period: its steps between two exchanges.
+            period: its number of steps between two exchanges.
         """
         if self.sends_gradients:
             return 1.0
@@ -145,9 +147,9 @@ class ExchangeSettings:
 
 
 def longest_period(num_steps: int) -> int:
-    """The longest period of a task whose period is planned.
+    """Return the longest period of a task whose period is planned.
 
     Args:
-        num_steps: steps that an epoch has for it, if it trains all of it.
+        num_steps: number of its steps in an epoch if it trains all of it.
     """
     return max(1, num_steps // EXCHANGES_AN_EPOCH)

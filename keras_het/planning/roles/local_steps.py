@@ -1,7 +1,7 @@
-r"""Local steps, data and compression of workers that exchange as often as each other (ASHL).
+r"""Local steps, data and compression of workers with equal exchange rates (ASHL).
 
-Workers of different speed train between two exchanges as many steps as fit into the time of the
-slowest one; what remains of that time, their links use for a larger part of the update.
+Between two exchanges, workers of different speed train as many steps as fit into the time of the
+slowest one; their links use the rest of that time for a larger part of the update.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from keras_het.planning.shares import apportion
 
 @dataclasses.dataclass(frozen=True)
 class LocalStepsPlan:
-    """What every worker does between two exchanges.
+    """Every worker's work between two exchanges.
 
     Args:
         steps: local steps of every worker between two exchanges, H.
-        compression_ratios: part of the update's values that every worker sends, R; at most 1.
+        compression_ratios: fraction of the update's values that every worker sends, R; at most 1.
         update_seconds: predicted time from one exchange to the next of every worker.
     """
 
@@ -32,17 +32,17 @@ class LocalStepsPlan:
 
     @property
     def data_shares(self) -> tuple[float, ...]:
-        """Part of the data of every worker, D_i = H_i / sum H."""
+        """Fraction of the data of every worker, D_i = H_i / sum H."""
         return tuple(own / sum(self.steps) for own in self.steps)
 
     def samples(self, total: int) -> tuple[int, ...]:
-        """Splits a data set by the data shares.
+        """Split a data set by the data shares.
 
         Args:
-            total: samples of the data set.
+            total: number of samples of the data set.
 
         Returns:
-            Samples of every worker; they sum to `total`.
+            The number of samples of every worker; they sum to `total`.
         """
         return apportion(total, self.steps)
 
@@ -53,17 +53,17 @@ def choose_local_steps(
     pull_seconds: Sequence[float],
     preset_steps: int,
 ) -> tuple[int, ...]:
-    r"""Chooses how many local steps every worker does between two exchanges.
+    r"""Choose how many local steps every worker does between two exchanges.
 
     .. math::
         T_{update,i} &= T_{iter,i} H_{preset} + T_{push,i} + T_{pull,i} \\
         H_i &= round\left(\frac{\max_j T_{update,j} - T_{push,i} - T_{pull,i}}{T_{iter,i}}\right)
 
-    The slowest worker keeps the preset, nobody gets less.
+    The slowest worker keeps the preset, and no worker gets fewer.
 
     Args:
         iteration_seconds: time of one local step of every worker, above 0.
-        push_seconds: time in which every worker sends an update in full, at least 0.
+        push_seconds: time in which every worker sends a full update, at least 0.
         pull_seconds: time in which every worker receives the center, at least 0.
         preset_steps: local steps of the slowest worker, at least 1.
 
@@ -71,8 +71,8 @@ def choose_local_steps(
         H_i of every worker. Halves are rounded up, which the paper does not state.
 
     Raises:
-        ValueError: if a time is negative or not finite, a step takes none, or the lists differ in
-            length.
+        ValueError: if a time is negative or not finite, a step takes no time, or the lists differ
+            in length.
 
     Reference:
         Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
@@ -98,28 +98,29 @@ def compression_ratios(
     preset_ratio: float,
     compress_seconds: float = 0.0,
 ) -> tuple[float, ...]:
-    r"""Chooses which part of its update every worker sends, by the time that is left.
+    r"""Choose the fraction of its update that every worker sends, by the time that is left.
 
     .. math::
         T_{base,i} &= T_{iter,i} H_i + T_{compress} + T_{pull,i} \\
         T_{max} &= \max_i (T_{base,i} + T_{push,i} \, r_{preset}) \\
         R_i &= \min\left(1, \frac{T_{max} - T_{base,i}}{T_{push,i}}\right)
 
-    The slowest worker keeps the preset, nobody sends less; who pushes in no time sends everything.
+    The slowest worker keeps the preset, and no worker sends less; a worker that pushes in no time
+    sends everything.
 
     Args:
         iteration_seconds: time of one local step of every worker, above 0.
-        push_seconds: time in which every worker sends an update in full, at least 0.
+        push_seconds: time in which every worker sends a full update, at least 0.
         pull_seconds: time in which every worker receives the center, at least 0.
         steps: local steps of every worker between two exchanges, H.
-        preset_ratio: part that the slowest worker sends, above 0, at most 1.
-        compress_seconds: time of compressing an update, the same for all.
+        preset_ratio: fraction that the slowest worker sends, above 0, at most 1.
+        compress_seconds: time to compress an update, the same for all.
 
     Returns:
         R_i of every worker.
 
     Raises:
-        ValueError: if a time is negative or not finite, a step takes none, the lists differ in
+        ValueError: if a time is negative or not finite, a step takes no time, the lists differ in
             length, or the ratio is outside its range.
 
     Reference:
@@ -138,9 +139,9 @@ def compression_ratios(
         )
     base = iteration * np.asarray(steps) + compress_seconds + pull
     left = (base + push * preset_ratio).max() - base
-    with np.errstate(over="ignore"):  # push times next to nothing
+    with np.errstate(over="ignore"):  # push times close to zero
         ratios = np.divide(left, push, out=np.ones_like(push), where=push > 0)
-    # The difference loses the preset to rounding where pushes take little of the time.
+    # The difference loses the preset to rounding if pushes take little of the time.
     return tuple(np.clip(ratios, preset_ratio, 1.0).tolist())
 
 
@@ -152,21 +153,21 @@ def plan_local_steps(
     preset_ratio: float = 1.0,
     compress_seconds: float = 0.0,
 ) -> LocalStepsPlan:
-    """Chooses local steps first and compression for the time that rounding and links leave.
+    """Choose local steps first, then compression for the time that rounding and links leave.
 
     Args:
         iteration_seconds: time of one local step of every worker, above 0.
-        push_seconds: time in which every worker sends an update in full, at least 0.
+        push_seconds: time in which every worker sends a full update, at least 0.
         pull_seconds: time in which every worker receives the center, at least 0.
         preset_steps: local steps of the slowest worker, at least 1.
-        preset_ratio: part of its update that the slowest worker sends, above 0, at most 1.
-        compress_seconds: time of compressing an update, the same for all.
+        preset_ratio: fraction of its update that the slowest worker sends, above 0, at most 1.
+        compress_seconds: time to compress an update, the same for all.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: as `choose_local_steps` and `compression_ratios` do.
+        ValueError: under the conditions of `choose_local_steps` and `compression_ratios`.
     """
     times = (iteration_seconds, push_seconds, pull_seconds)
     steps = choose_local_steps(*times, preset_steps)

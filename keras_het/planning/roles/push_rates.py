@@ -1,11 +1,11 @@
-r"""How many samples every worker accumulates for one push, and the learning rate of that push.
+r"""Number of samples every worker accumulates for one push, and that push's learning rate.
 
-Asynchronous large mini-batches: a worker pushes the mean gradient of A_i samples. Where all workers
-push at about the same rate, a push of a slow worker is no staler than one of a fast worker, so
-A_i is in proportion to speed; where a link is slow, more samples and fewer pushes.
+Asynchronous large mini-batches: a worker pushes the mean gradient of A_i samples. If all workers
+push at about the same rate, a push of a slow worker is no staler than one of a fast worker, so A_i
+is in proportion to speed; a slow link calls for more samples and fewer pushes.
 
-Kim et al. 2020 publish the idea, not the formulas: all of this module that is not credited to
-another paper is reconstructed.
+Kim et al. 2020 publish the idea but not the formulas: everything in this module that is not
+credited to another paper is reconstructed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from keras_het.planning.times.time_model import check_not_negative
 
 @dataclasses.dataclass(frozen=True)
 class PushPlan:
-    """How many samples every pusher accumulates for one push.
+    """Number of samples every pusher accumulates for one push.
 
     A pusher is an async worker, or the sync group as a whole.
 
     Args:
-        target_seconds: time between pushes that was aimed at.
+        target_seconds: target time between pushes.
         samples: samples of one push of every pusher, A_i; a multiple of its batch.
         push_seconds: predicted time between two pushes of every pusher.
         age_seconds: predicted time from the pull of the weights to the arrival of the push.
@@ -57,15 +57,15 @@ def accumulated_samples(
     exchange_seconds: float = 0.0,
     overlapped: bool = True,
 ) -> int:
-    r"""Chooses A_i of one worker: whole batches of which a push takes about the target time.
+    r"""Choose A_i of one worker: whole batches for which a push takes about the target time.
 
     The time between two pushes of A samples, with speed s and an exchange of e seconds, is
 
     .. math:: \max(A / s, e) \;\text{(overlapped)} \qquad A / s + e \;\text{(one after the other)}
 
-    Of the two neighbouring numbers of batches, the one whose time is nearer to the target in ratio
-    is taken. Overlapped, it is at least so many that the exchange ends before they are computed:
-    the worker never waits for its link.
+    Of the two neighboring numbers of batches, the one whose time is closer to the target in ratio
+    is chosen. If overlapped, it is at least large enough that the exchange ends before the batches
+    are computed: the worker never waits for its link.
 
     Args:
         samples_per_second: speed of the worker, s.
@@ -78,11 +78,11 @@ def accumulated_samples(
         Samples of one push, a multiple of `batch_samples`, at least one batch.
 
     Raises:
-        TypeError: if a number is none.
-        ValueError: if a speed, batch or target is not positive, or the time of exchange negative.
+        TypeError: if an argument is not a number.
+        ValueError: if a speed, batch or target is not positive, or the exchange time is negative.
 
     Reference:
-        The idea of pushing at one rate: Kim et al., Cluster Computing 23, 2020; reconstructed.
+        The idea of pushing at a common rate: Kim et al., Cluster Computing 23, 2020; reconstructed.
     """
     _check_positive("samples_per_second", samples_per_second)
     _check_positive("target_seconds", target_seconds)
@@ -98,7 +98,7 @@ def accumulated_samples(
     below, above = fewer * batch_seconds + apart, (fewer + 1) * batch_seconds + apart
     batches = fewer if below * above >= target_seconds**2 else fewer + 1
     if overlapped:
-        # 1e-9: a quotient that is a whole number but for rounding
+        # 1e-9: a quotient that is whole except for rounding.
         batches = max(batches, math.ceil(exchange_seconds / batch_seconds - 1e-9))
     return batches * int(batch_samples)
 
@@ -110,14 +110,14 @@ def plan_pushes(
     target_seconds: float | None = None,
     overlapped: bool = True,
 ) -> PushPlan:
-    """Chooses the samples of one push for all pushers, so that they push at about the same rate.
+    """Choose the samples of one push for all pushers, for about equal push rates.
 
     Args:
         samples_per_second: speed of every pusher; the sync group is one pusher.
-        batch_samples: samples of one step of every pusher; of the sync group its global batch.
-        exchange_seconds: time of one push and pull; 0 where the parameter service is embedded.
-        target_seconds: time between pushes; by default the shortest that everyone can keep up
-            with, one batch and one exchange of the slowest pusher.
+        batch_samples: samples of one step of every pusher; for the sync group, its global batch.
+        exchange_seconds: time of one push and pull; 0 if the parameter service is embedded.
+        target_seconds: time between pushes; by default the shortest that all can sustain, one batch
+            and one exchange of the slowest pusher.
         overlapped: whether pushers compute while they exchange.
 
     Returns:
@@ -125,7 +125,7 @@ def plan_pushes(
         sqrt(1 + 1 / k) for k batches, unless one batch or its exchange alone takes longer.
 
     Raises:
-        TypeError: if a number is none.
+        TypeError: if an argument is not a number.
         ValueError: if the lists differ in length or are empty, or for a number that
             `accumulated_samples` refuses.
     """
@@ -158,24 +158,24 @@ def _push_seconds(samples: int, speed: float, exchange: float, overlapped: bool)
 
 
 def warm_up(scale: float, version: int, warm_up_pushes: int) -> float:
-    r"""Part of a scaled learning rate that is used at the beginning.
+    r"""Return the fraction of a scaled learning rate that is used during warm-up.
 
-    A learning rate that linear scaling raises to k times its base begins at the base and rises in
-    a line over the first V pushes:
+    A learning rate that linear scaling raises to k times its base starts at the base and rises
+    linearly over the first V pushes:
 
     .. math:: k \cdot warm(v) = 1 + (k - 1) \min(1, v / V) \quad (k > 1), \qquad warm = 1 \quad
               (k \le 1)
 
     Args:
         scale: factor of linear scaling, k.
-        version: pushes that the center has received, v.
+        version: number of pushes that the center has received, v.
         warm_up_pushes: V; 0 for no warm-up.
 
     Returns:
         warm(v), between 1 / k and 1.
 
     Raises:
-        TypeError: if a number is none.
+        TypeError: if an argument is not a number.
         ValueError: if a number is negative or not finite, or the scale is 0.
 
     Reference:
@@ -197,7 +197,7 @@ def learning_rate_factor(
     version: int = 0,
     warm_up_pushes: int = 0,
 ) -> float:
-    r"""Factor of the base learning rate with which the center applies a push.
+    r"""Return the factor of the base learning rate with which the center applies a push.
 
     .. math:: \frac{A_i}{A_{ref}} \cdot warm(v) \cdot \frac{1}{\max(1, \tau)}
 
@@ -205,14 +205,14 @@ def learning_rate_factor(
         samples: samples of the push, A_i.
         reference_samples: samples for which the base learning rate was chosen.
         staleness: versions of the center between the pull and the push, tau.
-        version: pushes that the center has received, v.
-        warm_up_pushes: pushes over which a raised learning rate is reached; 0 for none.
+        version: number of pushes that the center has received, v.
+        warm_up_pushes: number of pushes over which a raised learning rate is reached; 0 for none.
 
     Returns:
         The factor.
 
     Raises:
-        TypeError: if a number is none.
+        TypeError: if an argument is not a number.
         ValueError: if samples are not positive, or another number negative or not finite.
 
     Reference:

@@ -1,14 +1,14 @@
-r"""What a cluster would train per second with given roles of its workers.
+r"""Predicted training throughput of a cluster with given roles of its workers.
 
-A sync group of m workers with balanced shares of the global batch B, model of M bytes, takes
+A sync group of m workers with balanced shares of the global batch B and a model of M bytes takes
 
 .. math:: step = \min_b \max_i (f_i + b_i / s_i)
           + 2 (m - 1) \left(h + \frac{M}{m \min_i L_i}\right)
 
-with speeds s, fixed times f, link rates L and the time h of a message of no size. With async
-workers it exchanges every p steps, which costs it such an all-reduce and what it does itself. Async
-workers cut global batches into steps of their own and exchange every p of these; the group does not
-wait for them. The model is this package's own (reconstructed; no publication has it).
+with speeds s, fixed times f, link rates L and the time h of an empty message. With async workers,
+the group exchanges every p steps, which costs it such an all-reduce and its own work. Async workers
+cut global batches into smaller steps and exchange every p of these; the group does not wait for
+them. The model is specific to this package (reconstructed; it appears in no publication).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Role = Literal["sync", "async", "out"]
 Mode = Literal["balanced", "leave_out", "hybrid"]
 
 NOISE_SCALE_IN_GLOBAL_BATCHES = 16.0
-"""Assumed gradient noise scale, where none was measured."""
+"""Gradient noise scale assumed without a measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +37,17 @@ class ClusterSpeeds:
         link_bytes_per_second: rate of every worker's link to the others, in each direction.
         model_bytes: bytes of the gradients, and of the weights, that travel.
         global_batch: samples of a step of the sync group.
-        fixed_seconds: time of a step of every worker that does not depend on its samples; by
+        fixed_seconds: the part of every worker's step time that does not depend on its samples; by
             default 0.
         noise_scale: gradient noise scale in samples; by default 16 global batches, which is an
-            assumption and no measurement.
-        hop_seconds: time of a message between two workers beside that of its bytes, of which an
-            all-reduce of m workers has 2 (m - 1) in turn; 0 if it is not known.
-        exchange: how a training with async workers exchanges; by default every 8 steps, at no cost
-            of a task's own.
+            assumption, not a measurement.
+        hop_seconds: time of a message between two workers in addition to that of its bytes; an
+            all-reduce of m workers has 2 (m - 1) of them in sequence; 0 if unknown.
+        exchange: exchange settings of a training with async workers; by default every 8 steps, at
+            no cost to the task itself.
 
     Raises:
-        TypeError: if a number is none.
+        TypeError: if an argument is not a number.
         ValueError: if there is no worker, the lists differ in length, or a number is out of range.
     """
 
@@ -84,10 +84,10 @@ class ClusterSpeeds:
             )
 
     def with_all_reduce_of(self, seconds: float) -> ClusterSpeeds:
-        """The same cluster, with hops that an all-reduce of all its workers takes so long by.
+        """Return the same cluster with hop times that match an all-reduce of all its workers.
 
         Args:
-            seconds: what it took; `hop_seconds` is not below 0.
+            seconds: duration of the all-reduce; `hop_seconds` is not below 0.
         """
         everyone = range(len(self.samples_per_second))
         num_hops = 2 * (len(everyone) - 1)
@@ -97,7 +97,7 @@ class ClusterSpeeds:
 
     @property
     def even_share_seconds(self) -> tuple[float, ...]:
-        """Computation of an even share of the global batch on every worker."""
+        """Computation time of an even share of the global batch on every worker."""
         even = self.global_batch / len(self.samples_per_second)
         return tuple(
             fixed + even / speed
@@ -107,15 +107,15 @@ class ClusterSpeeds:
 
 @dataclasses.dataclass(frozen=True)
 class ModePrediction:
-    """What is predicted for one mode with its best roles.
+    """The prediction for one mode with its best roles.
 
     Args:
         mode: "balanced" (all in the sync group), "leave_out" (some not used) or "hybrid" (some
             asynchronous).
-        roles: role of every worker.
+        roles: the role of every worker.
         samples_per_second: samples that all workers compute.
-        effective_samples_per_second: these, discounted for staleness.
-        step_seconds: time of one step of the sync group, with its part of an exchange.
+        effective_samples_per_second: the same, discounted for staleness.
+        step_seconds: time of one step of the sync group, including its part of an exchange.
     """
 
     mode: Mode
@@ -127,7 +127,7 @@ class ModePrediction:
 
 @dataclasses.dataclass(frozen=True)
 class _PushedStream:
-    """What one task that exchanges computes, and how stale it is where it arrives."""
+    """Work of one exchanging task, and its staleness on arrival."""
 
     samples_per_second: float
     step_seconds: float
@@ -136,7 +136,7 @@ class _PushedStream:
 
 
 def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePrediction:
-    """Predicts a sync group with balanced shares; all other workers are left out.
+    """Predict a sync group with balanced shares; all other workers are left out.
 
     Args:
         cluster: measured speeds.
@@ -166,15 +166,15 @@ def predict_sync(cluster: ClusterSpeeds, members: Collection[int]) -> ModePredic
 def predict_hybrid(
     cluster: ClusterSpeeds, sync: ModePrediction, asynchronous: Sequence[int]
 ) -> ModePrediction:
-    """Predicts a sync group with async workers beside it.
+    """Predict a sync group with async workers alongside it.
 
-    The parameter service is at the member of the sync group with the fastest link. Its async
-    workers share equally what the all-reduce leaves of this link.
+    The parameter service runs on the member of the sync group with the fastest link. Its async
+    workers equally share the part of this link that the all-reduce leaves.
 
     Args:
         cluster: measured speeds.
         sync: prediction of the sync group alone.
-        asynchronous: the async workers, none of the sync group, at least one.
+        asynchronous: the async workers, disjoint from the sync group, at least one.
 
     Returns:
         The prediction; workers that are in neither group are left out.
@@ -192,19 +192,19 @@ def predict_hybrid(
 
 
 def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> float:
-    r"""What a sample is worth whose gradient arrives when others are under way.
+    r"""Return the worth of a sample whose gradient arrives while others are in flight.
 
-    The samples Q that a gradient does not know of, those that it has in common with others that are
-    under way, are as in one batch of Q samples. A sample of a batch Q is worth, relative to one of
-    the global batch B, with the gradient noise scale phi,
+    The samples Q that a gradient does not reflect, those that it shares with others in flight,
+    count as one batch of Q samples. A sample of a batch Q is worth, relative to one of the global
+    batch B, with the gradient noise scale phi,
 
     .. math:: E = \frac{\phi + B}{\phi + \max(B, Q)}
 
-    With a large noise scale staleness is free; as it goes to 0, E is B / Q, one over the number of
-    global batches in flight, like the damping 1 / tau of staleness-aware learning rates.
+    With a large noise scale staleness is free; as it goes to 0, E approaches B / Q, one over the
+    number of global batches in flight, like the damping 1 / tau of staleness-aware learning rates.
 
     Args:
-        cluster: gives phi and B.
+        cluster: provides phi and B.
         samples_in_flight: Q.
 
     Returns:
@@ -222,7 +222,7 @@ def statistical_efficiency(cluster: ClusterSpeeds, samples_in_flight: float) -> 
 
 
 def async_age_seconds(cluster: ClusterSpeeds, sync: ModePrediction, worker: int) -> float:
-    """Predicts the time from pull to arrival of a push, if a worker alone is asynchronous.
+    """Predict the time from pull to arrival of a push, with a single asynchronous worker.
 
     Args:
         cluster: measured speeds.
@@ -236,7 +236,7 @@ def async_age_seconds(cluster: ClusterSpeeds, sync: ModePrediction, worker: int)
 
 
 def _effective(cluster: ClusterSpeeds, stream: _PushedStream, everyone: float) -> float:
-    """Its samples, discounted for those of others that it has not seen; its own steps it knows."""
+    """Discount a stream for the others' samples that it has not seen; it knows its own steps."""
     others = everyone - stream.samples_per_second
     unseen = stream.unseen_samples + others * stream.age_seconds
     return stream.samples_per_second * statistical_efficiency(cluster, unseen)
@@ -245,11 +245,11 @@ def _effective(cluster: ClusterSpeeds, stream: _PushedStream, everyone: float) -
 def _streams(
     cluster: ClusterSpeeds, sync: ModePrediction, asynchronous: Sequence[int]
 ) -> list[_PushedStream]:
-    """The sync group, then every async worker."""
+    """Return the stream of the sync group, then those of the async workers."""
     group = _group(sync)
     busy = cluster.exchange.busy_seconds
     batch = float(cluster.global_batch)
-    # what the leader gets reaches the others by an all-reduce, for which they all wait
+    # An all-reduce passes the leader's update to the others, and all of them wait for it.
     told = busy + _all_reduce_seconds(cluster, group)
     parts = cluster.exchange.parts(cluster.global_batch, len(group))
     pushers = [Pusher(batch, sync.step_seconds, 0.0, told, 1)]
@@ -258,7 +258,7 @@ def _streams(
         travel = _travel_seconds(cluster, sync, i, len(asynchronous))
         pushers.append(Pusher(batch / parts, seconds, travel, busy, parts))
     periods = cluster.exchange.periods(pushers)
-    # the center is in the group's own memory
+    # The center is in the group's own memory.
     own, *others = zip(pushers, periods, strict=True)
     age = cluster.exchange.mean_age_in_periods
     return [
@@ -274,7 +274,7 @@ def _stream(
     return _PushedStream(
         samples_per_second=pushed / seconds,
         step_seconds=seconds / period,
-        # with its own optimizer every step starts from the one before it
+        # With a local optimizer, every step starts from the previous one.
         unseen_samples=pushed if exchange.sends_gradients else pusher.batch_samples,
         age_seconds=age_periods * seconds,
     )
@@ -287,10 +287,10 @@ def _group(sync: ModePrediction) -> list[int]:
 def _travel_seconds(
     cluster: ClusterSpeeds, sync: ModePrediction, worker: int, num_async: int
 ) -> float:
-    """Push and pull at the same time, over the slower of the worker's link and its part of ours."""
+    """Return the time of a simultaneous push and pull over the slower of both links."""
     group = _group(sync)
     leader = max(cluster.link_bytes_per_second[i] for i in group)
-    # above 0, as no all-reduce fills the time of the computation
+    # Above 0, because no all-reduce fills the time of the computation.
     left = leader - _ring_bytes(cluster, len(group)) / sync.step_seconds
     return cluster.model_bytes / min(cluster.link_bytes_per_second[worker], left / num_async)
 

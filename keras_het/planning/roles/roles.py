@@ -1,4 +1,4 @@
-"""Who joins the sync group, who trains beside it, and who is left out."""
+"""Select the sync group, the async workers, and the workers to leave out."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from keras_het.planning.roles.role_prediction import (
 from keras_het.planning.times.time_model import check_not_negative
 
 EXHAUSTIVE_WORKERS = 8
-"""Up to so many workers, all sync groups are tried."""
+"""Largest number of workers for which all sync groups are tried."""
 CLEARLY_SLOWER = 0.1
-"""An async worker computes by this part slower than every member of the sync group, or would make
-its steps by this part longer by its link."""
+"""An async worker computes slower by this fraction than every member of the sync group, or would
+lengthen the group's steps by this fraction through its link."""
 
 HYBRID_MARGIN = 0.02
-"""Gain over the best synchronous mode from which workers are made asynchronous.
+"""Gain over the best synchronous mode above which workers become asynchronous.
 
-On the benchmarks' four clusters hybrid's gain in the time to a target was predicted between 21 %
-too low, of the hops that steps measured, and 3 % too high, of hops fitted to other steps (medians
-of the runs of a cluster; of the worker at an eighth, where it does not pay, 22 % too low). It is
-small because equals are better trained by the simpler mode.
+On the benchmarks' four clusters, hybrid's gain in time to target was predicted between 21 %
+too low, with hops measured by steps, and 3 % too high, with hops fitted to other steps (medians
+of the runs of a cluster; 22 % too low for the worker at an eighth, where it does not pay). It is
+small because the simpler mode trains equal workers better.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class RolePlan:
-    """The role of every worker, and what was predicted for each mode.
+    """The role of every worker, and the prediction for each mode.
 
     `str(plan)` explains the choice in one line.
 
     Args:
-        predictions: the best roles of every mode that was tried, simplest mode first.
+        predictions: the best roles of every mode tried, simplest mode first.
         chosen: the prediction whose roles are used.
         margin: gain of leave_out up to which balanced is preferred.
-        hybrid_margin: gain of hybrid up to which the others are.
+        hybrid_margin: gain of hybrid up to which the other modes are preferred.
     """
 
     predictions: tuple[ModePrediction, ...]
@@ -53,7 +53,7 @@ class RolePlan:
 
     @property
     def mode(self) -> Mode:
-        """The mode that was chosen."""
+        """The chosen mode."""
         return self.chosen.mode
 
     @property
@@ -92,24 +92,24 @@ class RolePlan:
 def advise_roles(
     cluster: ClusterSpeeds, margin: float = 0.05, hybrid_margin: float = HYBRID_MARGIN
 ) -> RolePlan:
-    """Chooses among all workers in the sync group, some left out, and some asynchronous.
+    """Choose between all workers in the sync group, some left out, and some asynchronous.
 
-    Every mode is predicted with the best sync group: of all groups for up to 8 workers, of those of
-    `likely_groups` and their neighbours for more. For hybrid, the others are asynchronous in the
-    order of the age of their pushes, or in its opposite, as long as that helps. It is chosen if it
-    gains more than its own margin over the better of the others, which are predicted more closely;
-    else balanced, if leave_out gains no more than the margin.
+    Every mode is predicted with the best sync group: out of all groups for up to 8 workers, out of
+    `likely_groups` and their neighbors for more. For hybrid, the others become asynchronous in
+    ascending or descending order of the age of their pushes, while that helps. Hybrid is chosen if
+    it gains more than its own margin over the better of the other modes, which are predicted more
+    accurately; otherwise balanced, if leave_out gains no more than the margin.
 
     Args:
         cluster: measured speeds.
         margin: gain of leave_out up to which balanced is preferred, at least 0.
-        hybrid_margin: gain of hybrid up to which the others are, at least 0.
+        hybrid_margin: gain of hybrid up to which the other modes are preferred, at least 0.
 
     Returns:
-        The plan. A single worker has the mode balanced alone, equal workers no hybrid.
+        The plan. A single worker has only the mode balanced; equal workers have no hybrid.
 
     Raises:
-        TypeError: if a margin is no number.
+        TypeError: if a margin is not a number.
         ValueError: if a margin is negative or not finite.
     """
     check_not_negative("margin", margin)
@@ -135,14 +135,14 @@ def _chosen(
 
 
 def search_all(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
-    """Finds the best sync groups among all, without the group of all workers.
+    """Find the best sync groups among all, excluding the group of all workers.
 
     Args:
         cluster: measured speeds of at least two workers.
 
     Returns:
-        The best predictions of leave_out and, if it is possible, hybrid. They are exact, but for
-        the async workers of hybrid, which are chosen by `best_hybrid`.
+        The best predictions of leave_out and, if it is possible, hybrid. They are exact, except for
+        the async workers of hybrid, which `best_hybrid` chooses.
     """
     workers = range(len(cluster.samples_per_second))
     sizes = (itertools.combinations(workers, size) for size in workers[1:])
@@ -151,10 +151,10 @@ def search_all(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
 
 
 def search_likely(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
-    """Finds good sync groups among the likely ones, without the group of all workers.
+    """Find good sync groups among the likely ones, excluding the group of all workers.
 
-    The best likely group of hybrid is improved as long as one worker more, less or another one
-    does so.
+    The best likely group of hybrid is improved by adding, removing or replacing one worker, while
+    that helps.
 
     Args:
         cluster: measured speeds of at least two workers.
@@ -175,10 +175,10 @@ def search_likely(cluster: ClusterSpeeds) -> tuple[ModePrediction, ...]:
 
 
 def likely_groups(cluster: ClusterSpeeds) -> list[tuple[int, ...]]:
-    """Lists sync groups that may be best, without the group of all workers.
+    """List candidates for the best sync group, excluding the group of all workers.
 
     Of the workers with at least a certain link rate, the first 1, 2, ... by the time of an even
-    share, by speed, and by link rate: 3 n^2 groups at most.
+    share, by speed, and by link rate: at most 3 n^2 groups.
 
     Args:
         cluster: measured speeds.
@@ -203,7 +203,7 @@ def likely_groups(cluster: ClusterSpeeds) -> list[tuple[int, ...]]:
 
 
 def _neighbours(prediction: ModePrediction) -> Iterable[set[int]]:
-    """Sync groups with one worker more, one less, or one exchanged."""
+    """Return sync groups with one worker more, one less, or one exchanged."""
     group = {i for i, role in enumerate(prediction.roles) if role == "sync"}
     others = set(range(len(prediction.roles))) - group
     if len(others) > 1:
@@ -214,10 +214,10 @@ def _neighbours(prediction: ModePrediction) -> Iterable[set[int]]:
 
 
 def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction | None:
-    """Chooses the async workers beside a sync group.
+    """Choose the async workers for a sync group.
 
     Only workers that are clearly slower than every member, in computation or in their link, may be
-    asynchronous: they would hold the group up. Among equals there is no reason for stale gradients.
+    asynchronous: they would hold the group up. Among equals, stale gradients have no benefit.
 
     Args:
         cluster: measured speeds.
@@ -225,12 +225,11 @@ def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction 
 
     Returns:
         The best prediction with the first or the last of the slower workers asynchronous, at least
-        one, in the order of the age of their pushes, and the rest left out; None if no worker is
-        slower.
+        one, by the age of their pushes, and the rest left out; None if no worker is slower.
     """
     order = sorted(_slower(cluster, sync), key=lambda i: async_age_seconds(cluster, sync, i))
     first = [order[: size + 1] for size in range(len(order))]
-    # where what is stale does harm, the slowest do the least
+    # If staleness does harm, the slowest workers do the least.
     last = [order[size:] for size in range(1, len(order))]
     hybrids = [predict_hybrid(cluster, sync, beside) for beside in (*first, *last)]
     return _best(hybrids) if hybrids else None
@@ -239,7 +238,7 @@ def best_hybrid(cluster: ClusterSpeeds, sync: ModePrediction) -> ModePrediction 
 def _slower(cluster: ClusterSpeeds, sync: ModePrediction) -> list[int]:
     link, time = cluster.link_bytes_per_second, cluster.even_share_seconds
     group = [i for i, role in enumerate(sync.roles) if role == "sync"]
-    # a message there and back; rates of fast links differ by chance, and cost nothing
+    # A message there and back; rates of fast links differ by chance and cost nothing.
     allowed = CLEARLY_SLOWER * sync.step_seconds / (2 * max(cluster.model_bytes, 1))
     longest_message = 1 / min(link[i] for i in group) + allowed
     longest = max(time[i] for i in group) / (1 - CLEARLY_SLOWER)
@@ -251,7 +250,7 @@ def _slower(cluster: ClusterSpeeds, sync: ModePrediction) -> list[int]:
 
 
 def _best_hybrids(cluster: ClusterSpeeds, groups: Iterable[ModePrediction]) -> list[ModePrediction]:
-    """The best hybrid of all groups, in a list that is empty if there is none."""
+    """Return the best hybrid of all groups, in a list that is empty if there is none."""
     hybrids = [best_hybrid(cluster, group) for group in groups]
     possible = [hybrid for hybrid in hybrids if hybrid is not None]
     return [_best(possible)] if possible else []

@@ -1,13 +1,13 @@
-r"""Which machine sums which bytes of the gradients.
+r"""Placement of the summation: the bytes of the gradients that each machine sums.
 
 n workers hold a gradient of M bytes each; k spare machines hold none, but can sum. Every byte is
-summed on one machine: a worker that sums x bytes sends the other M - x bytes of its own gradient
-away and returns x summed bytes to n - 1 others; a spare machine that sums y bytes returns them to
-n workers. Every link carries the same in both directions:
+summed on one machine: a worker that sums x bytes sends away the other M - x bytes of its own
+gradient and returns x summed bytes to n - 1 others; a spare machine that sums y bytes returns them
+to n workers. Every link carries the same in both directions:
 
 .. math:: worker: M + (n - 2) x_i \qquad spare: n y_j \qquad \sum_i x_i + \sum_j y_j = M
 
-The plan minimises the time of the most loaded link. With k = 0 that is the traffic of a ring
+The plan minimizes the time of the most loaded link. With k = 0 this is the traffic of a ring
 all-reduce, with k = n (equal links) that of parameter servers.
 """
 
@@ -23,14 +23,14 @@ from keras_het.planning.shares import apportion
 
 @dataclasses.dataclass(frozen=True)
 class SummationPlan:
-    """How many bytes every machine sums, and what that costs.
+    """The bytes that every machine sums, and the cost of that.
 
     Machines are numbered workers first, then spare machines.
 
     Args:
-        gradient_bytes: bytes of one worker's gradients, M.
+        gradient_bytes: size of one worker's gradients in bytes, M.
         worker_rates: bytes per second and direction of every worker's link.
-        spare_rates: the same of every spare machine.
+        spare_rates: the same for every spare machine.
         worker_bytes: bytes summed on every worker.
         spare_bytes: bytes summed on every spare machine; with the workers' they sum to M.
     """
@@ -48,10 +48,10 @@ class SummationPlan:
 
     @property
     def link_bytes(self) -> tuple[int, ...]:
-        """Bytes that every machine's link carries a step in, and as many out."""
+        """Bytes per step that every machine's link carries in each direction."""
         n = len(self.worker_bytes)
         if n == 1:
-            # What the only worker sums itself goes nowhere.
+            # The sums of a single worker stay where they are.
             return (sum(self.spare_bytes), *self.spare_bytes)
         workers = (self.gradient_bytes + (n - 2) * own for own in self.worker_bytes)
         return (*workers, *(n * own for own in self.spare_bytes))
@@ -70,7 +70,7 @@ class SummationPlan:
 
     @property
     def parameter_server_seconds(self) -> float:
-        """Predicted time if the spare machines alone sum; infinite without any."""
+        """Predicted time if only the spare machines sum; infinite without any."""
         if not self.spare_rates:
             return math.inf
         servers = len(self.worker_rates) * self.gradient_bytes / math.fsum(self.spare_rates)
@@ -90,23 +90,24 @@ class SummationPlan:
 def plan_summation(
     gradient_bytes: int, worker_rates: Sequence[float], spare_rates: Sequence[float] = ()
 ) -> SummationPlan:
-    r"""Splits the summation so that the most loaded link is done as early as possible.
+    r"""Split the summation such that the most loaded link finishes as early as possible.
 
     Within t seconds a worker can sum (t B_i - M) / (n - 2) bytes, a spare machine t C_j / n, and no
-    worker is done before M / B_i. Both bounds are linear in t, so the smallest t at which they sum
-    to M is a formula, of which the paper's is the case of equal rates:
+    worker finishes before M / B_i. Both bounds are linear in t, so the smallest t at which they sum
+    to M has a closed form; the paper's is the case of equal rates:
 
     .. math:: t = \max\left(\frac{M}{\min_i B_i},
               \frac{2(n - 1) M}{\sum_i B_i + \frac{n - 2}{n} \sum_j C_j}\right)
 
-    Where the first term decides there is room left, and every machine gets less in proportion. Two
-    workers exchange M bytes wherever these are summed: then spare machines sum what their links
-    carry meanwhile, as in the paper's formula, and the workers the rest in proportion to rates.
+    If the first term decides, there is room left, and every machine gets less in proportion. Two
+    workers exchange M bytes wherever these are summed: then spare machines sum as much as their
+    links carry in that time, as in the paper's formula, and the workers the rest in proportion to
+    rates.
 
     Args:
-        gradient_bytes: bytes of one worker's gradients, M.
+        gradient_bytes: size of one worker's gradients in bytes, M.
         worker_rates: full-duplex rate of every worker's link in bytes per second, B_i.
-        spare_rates: the same of every spare machine, C_j.
+        spare_rates: the same for every spare machine, C_j.
 
     Returns:
         The plan, in whole bytes; each differs by less than one from the real-valued optimum.
@@ -115,7 +116,7 @@ def plan_summation(
         ValueError: if there is no worker, no byte, or a rate is not positive and finite.
 
     Reference:
-        Jiang et al., OSDI 2020, for equal links. The generalisation to unequal rates is
+        Jiang et al., OSDI 2020, for equal links. The generalization to unequal rates is
         reconstructed from the traffic above; it is not the authors' text.
     """
     workers, spare = (
@@ -139,7 +140,7 @@ def plan_summation(
 
 
 def _real_shares(total: Fraction, workers: list[Fraction], spare: list[Fraction]) -> list[Fraction]:
-    """The optimal split up to a common factor; exact, so that rounding decides nothing."""
+    """Return the optimal split up to a common factor; exact, so rounding decides nothing."""
     n = len(workers)
     if n == 1:
         return [Fraction(1)] + [Fraction(0)] * len(spare)

@@ -1,1 +1,1 @@
-"""How long devices take for samples: models, and their fit to measured times."""
+"""Models of how long devices take for samples, and their fit to measured times."""

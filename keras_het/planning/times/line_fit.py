@@ -9,19 +9,19 @@ from collections.abc import Iterable, Sequence
 MIN_SPREAD = 1.1
 # A slope is at least this fraction of time per sample, so that no device looks infinitely fast.
 MIN_SLOPE_FRACTION = 0.05
-# How sure the earlier fixed part is: the standard deviation as a fraction of the compute time.
+# Uncertainty of the earlier fixed part: its standard deviation as a fraction of the compute time.
 FIXED_PART_DEVIATION = 0.5
 _MIN_NOISE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What was measured of one replica with one share.
+    """The measurement of one replica with one share.
 
     Args:
         share: samples of the share.
         seconds: lower median of the compute times.
-        count: number of steps that were measured.
+        count: number of measured steps.
     """
 
     share: int
@@ -30,14 +30,14 @@ class Measurement:
 
 
 def measurements(shares: Sequence[int], seconds: Sequence[float]) -> list[Measurement]:
-    """Groups observations by share.
+    """Group observations by share.
 
-    The median is the lower one, so that one slow outlier of two does not count: noise of compute
-    times goes up more than down.
+    The median is the lower one, so that one slow outlier out of two does not count: noise raises
+    compute times more than it lowers them.
 
     Args:
         shares: share of each observation.
-        seconds: compute time of each.
+        seconds: compute time of each observation.
 
     Returns:
         One measurement for each distinct share, in the order of first appearance.
@@ -54,25 +54,25 @@ def measurements(shares: Sequence[int], seconds: Sequence[float]) -> list[Measur
 def fit_line(
     points: Iterable[Measurement], fixed_before: float, noise: float
 ) -> tuple[float, float, bool]:
-    r"""Fits t(n) = fixed + slope n with fixed >= 0 and slope > 0.
+    r"""Fit t(n) = fixed + slope n with fixed >= 0 and slope > 0.
 
-    Minimises squared relative errors, weighted by counts, plus the squared distance to the fixed
-    part that was known before (a ridge):
+    Minimizes squared relative errors, weighted by counts, plus the squared distance to the
+    previously known fixed part (a ridge):
 
     .. math:: \sum_g \frac{c_g}{\sigma^2} \left(\frac{f + s n_g}{t_g} - 1\right)^2
         + \left(\frac{f - f_0}{0.5\, \bar t}\right)^2
 
-    With one share, the fixed part stays what it was and the slope goes through the point. A share
+    With one share, the fixed part keeps its value and the slope goes through the point. A share
     measured once counts only if no other was measured more often.
 
     Args:
         points: at least one measurement.
-        fixed_before: fixed part known before, in seconds; 0 if nothing is known.
+        fixed_before: previously known fixed part, in seconds; 0 if nothing is known.
         noise: relative standard deviation of one measurement.
 
     Returns:
-        Fixed seconds, seconds per sample, and whether the shares are far enough apart to tell
-        these two from each other.
+        Fixed seconds, seconds per sample, and whether the shares are far enough apart to
+        distinguish the two.
     """
     chosen = list(points)
     often = [point for point in chosen if point.count > 1]
@@ -91,7 +91,7 @@ def fit_line(
 
 
 def _ridge(points: list[Measurement], fixed_before: float, noise: float) -> tuple[float, float]:
-    """Solves the two normal equations."""
+    """Solve the two normal equations."""
     mean = sum(point.seconds for point in points) / len(points)
     prior = 1.0 / (FIXED_PART_DEVIATION * mean) ** 2
     a11, a12, a22, b1, b2 = prior, 0.0, 0.0, prior * fixed_before, 0.0
@@ -103,13 +103,13 @@ def _ridge(points: list[Measurement], fixed_before: float, noise: float) -> tupl
         b1 += weight * point.seconds
         b2 += weight * point.seconds * point.share
     determinant = a11 * a22 - a12 * a12
-    if determinant <= 0:  # one time so much heavier that rounding leaves nothing of the others
+    if determinant <= 0:  # one dominant time leaves the others to rounding
         return 0.0, b2 / a22
     return (b1 * a22 - b2 * a12) / determinant, (a11 * b2 - a12 * b1) / determinant
 
 
 def _slope_for(points: list[Measurement], fixed: float) -> float:
-    """Weighted least squares of the slope alone."""
+    """Fit the slope alone by weighted least squares."""
     over = sum(p.count * p.share * (p.seconds - fixed) / p.seconds**2 for p in points)
     under = sum(p.count * (p.share / p.seconds) ** 2 for p in points)
     return over / under

@@ -9,17 +9,17 @@ from keras_het.planning.times.time_model import LinearTimeModel, check_not_negat
 
 @dataclasses.dataclass(frozen=True)
 class OverlappedTimeModel:
-    r"""When a replica's step is over if gradients are sent while backward still runs.
+    r"""Duration of a replica's step if gradients are sent during the backward pass.
 
     With a(n) the time of everything but the backward pass and P(n) that of the backward pass,
 
     .. math:: t(n) = \max(a + P + T_u,\; a + \gamma P + T_o + T_u)
 
-    The first bucket of gradients is ready when the fraction gamma of the backward pass is done;
+    The first bucket of gradients is ready when the fraction gamma of the backward pass is complete;
     from then on the all-reduce of all but the last bucket takes :math:`T_o` and overlaps, and that
     of the last bucket, :math:`T_u`, never does. A replica with a long backward pass hides the
     communication; one with a short backward pass is bound by it. Both terms are nondecreasing in n,
-    so the min-max program needs no cases.
+    so the min-max program needs no special cases.
 
     Args:
         other: time of loading, forward and update, a straight line over the samples.
@@ -31,11 +31,11 @@ class OverlappedTimeModel:
 
     Raises:
         TypeError: if a number is not real.
-        ValueError: if a number is out of its range.
+        ValueError: if a number is out of range.
 
     Reference:
         Nie, Maghakian and Liu, "Cannikin: Optimal Adaptive Distributed DNN Training over
-        Heterogeneous Clusters", Middleware 2024, arXiv:2402.05302. Written down from its
+        Heterogeneous Clusters", Middleware 2024, arXiv:2402.05302. Implemented from its
         description, not from its code.
     """
 
@@ -56,7 +56,7 @@ class OverlappedTimeModel:
             )
 
     def seconds(self, samples: float) -> float:
-        """Returns when the step is over, counted from its start.
+        """Return the end of the step, counted from its start.
 
         Args:
             samples: number of samples of the replica's share; at least 0.
@@ -74,13 +74,13 @@ class OverlappedTimeModel:
         return max(computed, sent) + self.last_bucket_seconds
 
     def hides_communication(self, samples: float) -> bool:
-        """Tells whether the replica is bound by its computation.
+        """Tell whether the replica is bound by its computation.
 
         Args:
             samples: number of samples of the replica's share; at least 0.
 
         Returns:
-            True if (1 - gamma) P >= T_o, so that the overlapping buckets cost nothing.
+            True if (1 - gamma) P >= T_o, in which case the overlapping buckets cost nothing.
         """
         hidden = (1 - self.overlap_start) * self.backward.seconds(samples)
         return hidden >= self.overlapped_seconds

@@ -1,4 +1,4 @@
-"""How long a device needs for a number of samples."""
+"""Time a device needs for a number of samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TimeModel(Protocol):
     """Compute time of one step as a nondecreasing function of a replica's share."""
 
     def seconds(self, samples: float) -> float:
-        """Returns the compute time of one step.
+        """Return the compute time of one step.
 
         Args:
             samples: Number of samples of the replica's share; at least 0.
@@ -28,8 +28,8 @@ class LinearTimeModel:
 
     .. math:: t(n) = fixed\_seconds + seconds\_per\_sample \cdot n
 
-    The fixed part is what a step costs whatever its share (kernel launches, Python); the slope is
-    the inverse of the device's speed in samples per second.
+    The fixed part is the cost of a step regardless of its share (kernel launches, Python); the
+    slope is the inverse of the device's speed in samples per second.
 
     Args:
         fixed_seconds: Time of a step without samples, in seconds; at least 0.
@@ -48,7 +48,7 @@ class LinearTimeModel:
             check_not_negative(name, getattr(self, name))
 
     def seconds(self, samples: float) -> float:
-        """Returns the compute time of one step.
+        """Return the compute time of one step.
 
         Args:
             samples: Number of samples of the replica's share; at least 0.
@@ -65,17 +65,18 @@ class LinearTimeModel:
 
 
 def check_not_negative(name: str, value: object) -> None:
-    """Checks that a value is a finite real number, at least 0.
+    """Check that a value is a finite real number, at least 0.
 
     Args:
-        name: What the error calls the value.
+        name: The value's name in the error.
         value: The value.
 
     Raises:
         TypeError: If it is not a real number.
         ValueError: If it is negative or not finite.
     """
-    # numpy's scalars have no common base with Python's numbers, so convert rather than test types.
+    # numpy's scalars share no base class with Python's numbers, so convert instead of testing
+    # types.
     if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
         raise TypeError(
             f"`{name}` must be a real number. Received: {name}={value!r} ({type(value).__name__})."

@@ -1,4 +1,4 @@
-"""Time models of all replicas, kept up to date from the compute times of each step."""
+"""Time models of all replicas, updated from the compute times of each step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.times.line_fit import Measurement, fit_line, measurements
 from keras_het.planning.times.time_model import LinearTimeModel
 
-# Assumed before anything is measured, as if so many differences had been seen.
+# Assumed before the first measurement, as if this many differences had been seen.
 PRIOR_NOISE = 0.03
 PRIOR_DIFFERENCES = 4.0
 MEMORY = 256.0
-# E|x - y| of two standard normal numbers
+# E|x - y| of two standard normal numbers.
 _MEAN_DIFFERENCE = 2 / math.sqrt(math.pi)
 
 
 class NoiseLevel:
     """Relative standard deviation of one compute time, over all replicas.
 
-    Taken from differences of successive times with the same share, which need no model. Large
-    differences are cut, so that outliers and changes of speed count little.
+    Estimated from differences of successive times with the same share, which needs no model. Large
+    differences are clipped, which limits the influence of outliers and changes of speed.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class NoiseLevel:
         return self._noise
 
     def add(self, seconds: FloatArray, seconds_before: FloatArray) -> None:
-        """Adds the times of two successive steps with the same shares.
+        """Add the times of two successive steps with the same shares.
 
         Args:
             seconds: later times, float64 [k].
@@ -53,9 +53,9 @@ class NoiseLevel:
 
 BoolArray = NDArray[np.bool_]
 
-# A deviation from the model counts from one standard deviation on, up to three (so that an outlier
-# is no change), and means a change when the counts of successive steps sum to more than this: four
-# slow or three fast steps that are far off, or more that are less so. Outliers are slow.
+# A deviation from the model counts from one standard deviation up to three (so that an outlier is
+# not a change), and means a change when the counts of successive steps sum to more than this: four
+# slow or three fast steps that are far off, or more that are less far off. Outliers are slow.
 CHANGE_LIMITS = np.array([[7.5], [5.5]])
 LARGEST_DEVIATION = 3.0
 MIN_DEVIATION_UNIT = 0.02
@@ -66,13 +66,13 @@ _STREAK_BEFORE_CHANGE = 3
 
 
 class TimeModelFit:
-    """Fits one straight line a replica to (share, seconds) pairs and notices changes of speed.
+    """One straight line per replica through (share, seconds) pairs, and detection of speed changes.
 
     Each replica has a window of its latest observations; lines are fitted to the medians for each
     share (`fit_line`), so single outliers do not move them. Two-sided cumulative sums of the
-    deviations from the line (CUSUM) tell a change of speed from noise. After one, the observations
-    since the change alone count, and the line that was known is scaled to pass through them: a
-    device that is clocked down or shared is slower in all it does. New shares then correct the
+    deviations from the line (CUSUM) distinguish a change of speed from noise. After a change, only
+    the observations since then count, and the known line is scaled to pass through them: a device
+    that is clocked down or shared becomes slower in everything it does. New shares then correct the
     fixed part.
 
     Args:
@@ -80,8 +80,8 @@ class TimeModelFit:
         window: number of observations kept for each replica.
 
     Reference:
-        Page, "Continuous inspection schemes", Biometrika 41, 1954. That a line known before is
-        rescaled to the latest time is the idea of LBB's rapid tuning, which keeps the fixed part.
+        Page, "Continuous inspection schemes", Biometrika 41, 1954. Rescaling a known line to the
+        latest time is the idea of LBB's rapid tuning, which keeps the fixed part.
     """
 
     def __init__(self, num_replicas: int, window: int = 64) -> None:
@@ -94,7 +94,7 @@ class TimeModelFit:
         self._streak = np.zeros(num_replicas, np.int64)
         self._last_share = np.zeros(num_replicas, np.int64)
         self._last_seconds = np.ones(num_replicas)
-        # row 0: slower than the model, row 1: faster
+        # Row 0: slower than the model; row 1: faster.
         self._sums = np.zeros((2, num_replicas))
         self._runs = np.zeros((2, num_replicas), np.int64)
         self._known = np.zeros(num_replicas, np.bool_)
@@ -107,22 +107,22 @@ class TimeModelFit:
 
     @property
     def known(self) -> BoolArray:
-        """Which replicas have a model, bool [n]."""
+        """Whether each replica has a model, bool [n]."""
         return self._known
 
     @property
     def identified(self) -> BoolArray:
-        """Of which replicas two different shares were seen since their speed changed, bool [n]."""
+        """Whether each replica has had two shares since its last speed change, bool [n]."""
         return self._identified
 
     @property
     def fixed_seconds(self) -> FloatArray:
-        """Fixed parts, float64 [n]; 0 where there is no model."""
+        """Fixed parts, float64 [n]; 0 for replicas without a model."""
         return self._fixed
 
     @property
     def seconds_per_sample(self) -> FloatArray:
-        """Slopes, float64 [n]; 0 where there is no model."""
+        """Slopes, float64 [n]; 0 for replicas without a model."""
         return self._slope
 
     @property
@@ -132,25 +132,25 @@ class TimeModelFit:
 
     @property
     def version(self) -> int:
-        """Grows whenever a model changes."""
+        """Counter that grows whenever a model changes."""
         return self._version
 
     def models(self) -> tuple[LinearTimeModel | None, ...]:
-        """Returns the time model of each replica, None where nothing was measured."""
+        """Return the time model of each replica, None for replicas never measured."""
         return tuple(
             LinearTimeModel(float(fixed), float(slope)) if known else None
             for fixed, slope, known in zip(self._fixed, self._slope, self._known, strict=True)
         )
 
     def observe(self, shares: ArrayLike, seconds: ArrayLike) -> BoolArray:
-        """Adds the compute times of one step.
+        """Add the compute times of one step.
 
         Args:
             shares: samples that each replica computed, int [n]. A time with share 0 does not count.
-            seconds: compute times, float64 [n]; NaN where not known.
+            seconds: compute times, float64 [n]; NaN if unknown.
 
         Returns:
-            Which replicas were found to have changed their speed, bool [n].
+            For each replica, whether a change of speed was detected, bool [n].
         """
         share = np.asarray(shares, np.int64)
         second = np.asarray(seconds, np.float64)
@@ -170,7 +170,7 @@ class TimeModelFit:
         return changed
 
     def forget(self, replica: int) -> None:
-        """Drops a replica's observations; its model stays until there are new ones.
+        """Drop a replica's observations; its model stays until there are new ones.
 
         Args:
             replica: index of the replica.
@@ -181,7 +181,7 @@ class TimeModelFit:
         self._identified[replica] = False
 
     def counts(self, shares: ArrayLike) -> IntArray:
-        """Counts observations with given shares.
+        """Count observations with given shares.
 
         Args:
             shares: one share for each replica, int [n].
@@ -196,7 +196,7 @@ class TimeModelFit:
         return counted
 
     def latest(self) -> tuple[Measurement | None, ...]:
-        """Returns the measurements of each replica with the share it had last."""
+        """Return the measurements of each replica with its most recent share."""
         found: list[Measurement | None] = []
         for replica, share in enumerate(self._last_share.tolist()):
             points = [point for point in self._measurements(replica) if point.share == share]
@@ -213,8 +213,8 @@ class TimeModelFit:
         self._since_fit[rows] += 1
 
     def _detect(self, valid: BoolArray, share: IntArray, second: FloatArray) -> BoolArray:
-        # While one share alone was seen, a deviation at a new share tells of the line, not of a
-        # change of speed.
+        # If only one share has been seen, a deviation at a new share reveals the line, not a change
+        # of speed.
         judged = valid & self._known & ~self._rescale
         judged &= self._identified | (self._streak >= _STREAK_BEFORE_CHANGE)
         ratio = np.ones_like(second)
@@ -222,7 +222,7 @@ class TimeModelFit:
         deviation = (ratio - 1.0) / max(self.noise, MIN_DEVIATION_UNIT)
         np.minimum(deviation, LARGEST_DEVIATION, out=deviation)
         np.maximum(deviation, -LARGEST_DEVIATION, out=deviation)
-        # one row for slower, one for faster
+        # One row for slower, one for faster.
         sums = np.maximum(self._sums + _SIGNS * deviation - 1.0, 0.0)
         np.copyto(self._sums, sums, where=judged)
         np.copyto(self._runs, np.where(sums > 0, self._runs + 1, 0), where=judged)
@@ -230,7 +230,7 @@ class TimeModelFit:
         return changed
 
     def _cut(self, changed: BoolArray) -> None:
-        """Keeps the observations since the change alone."""
+        """Keep only the observations since the change."""
         run = np.where(self._sums[0] > CHANGE_LIMITS[0], self._runs[0], self._runs[1])
         self._count = np.where(changed, np.minimum(run, self._count), self._count)
         self._sums[:, changed] = 0.0
