@@ -1,4 +1,4 @@
-"""What adapts training between steps."""
+"""Callbacks that adapt training between steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Who tunes a loader alone needs no parameter service in memory.
+    # A program that only tunes a loader should not load the parameter service.
     if name in _MODULES:
         check_keras_backend_before_import()
         module = importlib.import_module(f"keras_het.callbacks.{_MODULES[name]}")

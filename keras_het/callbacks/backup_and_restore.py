@@ -1,4 +1,4 @@
-"""Backups from which all workers go on at the right sample."""
+"""Backups from which all workers resume at the right sample."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _SERVICE = "service/"
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
-    """`keras.callbacks.BackupAndRestore` that continues in the middle of an epoch.
+    """`keras.callbacks.BackupAndRestore` that resumes in the middle of an epoch.
 
-    Keras saves after `save_freq` batches but starts the interrupted epoch from its first batch, so
-    that the samples before the backup are used twice. This one also tells the data path where the
-    backup was made: shuffles continue in the same order, and the epoch goes on with the next global
-    batch. Only the chief writes; every worker reads, so `backup_dir` is a path that all share.
+    Keras saves after `save_freq` batches but restarts an interrupted epoch from its first batch and
+    thus uses the samples before the backup twice. This callback also tells the data path the
+    position of the backup: shuffles continue in the same order, and the epoch continues with the
+    next global batch. Only the chief writes; every worker reads, so `backup_dir` must be a shared
+    path.
 
-    A backup is one file, there as a whole or not at all, and checked when it is read. The metrics
-    of the interrupted epoch are those of its second part.
+    A backup is one file, written atomically and verified when read. The metrics of the interrupted
+    epoch cover only its second part.
 
     Args:
         backup_dir: folder of the backup, the same for all workers.
         save_freq: "epoch", or the number of batches between two backups.
-        verbose: 1 prints on the chief where a training goes on, and each backup.
+        verbose: 1 prints each backup, and the point at which a training resumes, on the chief.
         **kwargs: further arguments of `keras.callbacks.BackupAndRestore`.
 
     Raises:
-        ValueError: if the model does not train under a `HeterogeneousStrategy`, the workers found
-            different backups, or one is in another format.
+        ValueError: if the model does not train under a `HeterogeneousStrategy`, the workers find
+            different backups, or a backup has another format.
         OSError: if the only backup is damaged, or a backup cannot be written.
 
     Reference: `keras.callbacks.BackupAndRestore`.
@@ -55,16 +56,16 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._step = 0
         self._data: Any = None
         self._loop: Any = None
-        # Steps of the interrupted pass that are behind, until its epoch begins; None after that.
+        # Completed steps of the interrupted pass, until its epoch begins; None after that.
         self._pass_step: int | None = None
         self._num_steps: int | None = None
         self._shorter_epochs = ShorterEpochs()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restores weights, optimizer, epoch and place in the data."""
+        """Restore weights, optimizer, epoch and position in the data."""
         strategy = self._strategy()
         if strategy.is_async_worker:
-            return  # it goes on from the group's center and epoch
+            return  # it resumes from the group's center and epoch
         self._check_same_backup(self._folder.find())
         super().on_train_begin(logs)  # finds no backup in Keras's format
         self._forget()
@@ -97,33 +98,33 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         tell(f"Training goes on from {self._folder.newest} at {place}.", strategy, self._verbose)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes where the epoch starts."""
+        """Record the start of the epoch."""
         super().on_epoch_begin(epoch, logs)
-        self.model._initial_epoch = None  # a later fit begins with its own
+        self.model._initial_epoch = None  # a later fit sets its own
         if epoch != self._epoch:
             self._epoch, self._first_step = epoch, 0
         self._step, self._num_steps = self._first_step, self._steps_of_epoch()
         if self._pass_step is not None:
             self._loop.resume_epoch(self._first_step, self._pass_step)
         if self._first_step:
-            # The rest of an epoch is shorter than Keras expects; that is no lack of data.
+            # The rest of an epoch is shorter than Keras expects; the data has not run out.
             self._shorter_epochs.expect()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves every `save_freq` batches."""
+        """Save every `save_freq` batches."""
         self._step = self._first_step + batch + 1
         super().on_train_batch_end(batch, logs)
         self._save_if_it_ends()
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves if training ends within a validation."""
+        """Save if training ends during validation."""
         super().on_test_batch_end(batch, logs)
         self._save_if_it_ends()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Saves after the epoch, if `save_freq` is "epoch"."""
+        """Save after the epoch if `save_freq` is "epoch"."""
         if self._shorter_epochs.end() and self._leaves_an_iterator():
-            # after this shorter epoch it did not
+            # Keras did not create this iterator after the shorter epoch.
             iter(self._data)
         if self._pass_step is not None:
             self._loop.end_resumed_epoch()
@@ -133,33 +134,34 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._save_if_it_ends()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Deletes the backup, unless it is to be kept."""
+        """Delete the backup, unless it is to be kept."""
         if (request := self._strategy().stop_request) is not None:
             request.end_if_agreed()
         super().on_train_end(logs)
         self.model._initial_epoch = None
 
     def _save_if_it_ends(self) -> None:
-        """Saves if all workers end by a signal before the next step."""
+        """Save if a signal ends all workers before the next step."""
         request = self._strategy().stop_request
         if request is not None and request.is_agreed:
             self._save_model()
 
     def _forget(self) -> None:
-        """Forgets a `fit` that failed within an epoch."""
+        """Discard the state of a `fit` that failed within an epoch."""
         self._shorter_epochs.end()
         self._pass_step = None
         self._epoch = self._first_step = self._step = 0
 
     def _steps_of_epoch(self) -> int | None:
-        """Steps of an epoch, None if not known: fewer than at first where the batch has grown."""
+        """Steps of an epoch, None if unknown; fewer than initially once the batch has grown."""
         known = [self.params.get("steps"), int(getattr(self._data, "cardinality", -1))]
         return min((steps for steps in known if steps and steps > 0), default=None)
 
     def _leaves_an_iterator(self) -> bool:
-        """Whether Keras makes an iterator after this epoch that it does not use.
+        """Whether Keras creates an iterator after this epoch that it does not use.
 
-        It moves shuffles on. Keras makes it after as many steps as the data had at first.
+        Such an iterator advances shuffles. Keras creates it after the data's initial number of
+        steps.
         """
         is_counted = self._num_steps is not None and self._num_steps == self.params.get("steps")
         return is_counted and self._loop.steps_per_epoch is None
@@ -171,7 +173,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             tell(f"Saved {self._folder.newest}.", self._strategy(), self._verbose)
 
     def _service_state(self) -> dict[str, np.ndarray]:
-        """Versions and the rule's state of a parameter service; those saved last if it is lost."""
+        """Versions and rule state of a parameter service; the last saved ones if it is lost."""
         state = self._strategy().training_state.export
         arrays = state() if state is not None else {}
         if arrays is None:
@@ -192,7 +194,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
 
     def _check_same_backup(self, sha256: str) -> None:
-        """Compares what all workers are about to go on from."""
+        """Check that all workers resume from the same backup."""
         strategy = self._strategy()
         if strategy.num_workers == 1:
             return
@@ -211,16 +213,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _position(self) -> dict[str, Any]:
         passes, pass_step = ((), 0) if self._data is None else self._data.position
         if self._strategy().num_async_workers:
-            # who took which batches of an epoch is not kept: it starts again from its beginning
+            # The assignment of an epoch's batches is not stored: the epoch restarts from its
+            # beginning.
             return {"epoch": self._epoch, "step": 0, "passes": passes, "pass_step": 0}
         epoch, step = self._epoch, self._step
         if step and self._loop.steps_per_epoch and self._loop.is_at_end_of_pass:
-            epoch, step = epoch + 1, 0  # Keras ends an epoch with the pass, however short it is
+            epoch, step = epoch + 1, 0  # Keras ends an epoch with the pass, however short
         is_at_end = bool(self._num_steps) and self._step >= (self._num_steps or 0)
         if is_at_end and not pass_step and self._leaves_an_iterator():
             passes = (*passes, False)  # that iterator is yet to come
         elif self._loop.steps_per_epoch and not self._step and not pass_step:
-            # after epochs of given length Keras has begun the next pass already
+            # After epochs of given length, Keras has already begun the next pass.
             passes = passes[:-1] if passes[-1:] == (False,) else passes
         return {
             "epoch": epoch,

@@ -1,4 +1,4 @@
-"""Gives each replica the share with which all finish at the same moment."""
+"""Give each replica the share with which all finish at the same time."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ _FIXED_POLICIES = ("even", "static")
 
 
 class BatchBalancer(SessionCallback):
-    r"""Measures every replica's compute time and shares out the global batch by it.
+    r"""Callback that splits the global batch by every replica's measured compute time.
 
-    With compute times :math:`t_i(b_i)` of shares :math:`b_i`, a step takes
-    :math:`\max_i t_i(b_i)`; the balancer looks for the shares with the least maximum, whose sum is
-    the global batch. The global batch stays, and every step is exact whatever the shares, so that
-    the numbers are those of training without it.
+    With compute times :math:`t_i(b_i)` of shares :math:`b_i`, a step takes :math:`\max_i t_i(b_i)`;
+    the balancer finds the shares that minimize this maximum and sum to the global batch. The global
+    batch stays the same, and every step is exact for any shares, so the results equal those of
+    training without it.
 
     Compute times are measured inside the training step, before the collective: an all-reduce is a
-    barrier, which makes step times equal on all replicas. They travel in the collective that a step
-    has anyway, and so does the chief's decision: all workers change shares after the same step.
+    barrier, which makes step times equal on all replicas. They travel in the step's existing
+    collective, as does the chief's decision: all workers change shares after the same step.
 
-    With `global_batch="adaptive"` the global batch grows between epochs as far as the noise of the
-    gradient allows, see `GlobalBatchGrowth`; the learning rate grows with it.
+    With `global_batch="adaptive"` the global batch grows between epochs as far as the gradient
+    noise allows, see `GlobalBatchGrowth`; the learning rate grows with it.
 
     Args:
         policy: "boa" (the exact min-max program over fitted times), "even", "static",
             "proportional", "lb_bsp", "lbb", or an object with the methods of
             `keras_het.planning.BalancePolicy`.
-        max_share: largest share of each replica in samples, for instance what its memory holds: one
-            number for all, a list with one for each replica (None for no bound), or a dict from
+        max_share: largest share of each replica in samples, for instance the limit of its memory:
+            one number for all, a list with one for each replica (None for no bound), or a dict from
             replica to number.
-        min_share: smallest share of each replica, likewise. By default 1 for the policies that
-            measure, as a device without a share computes a row of zeros all the same; 0 allows them
-            to give a replica nothing.
-        memory_directory: directory, shared by all workers, that remembers over restarts which share
-            was too large for a replica's memory; such a bound is obeyed like `max_share`.
-        global_batch: "constant", or "adaptive": the batch that makes the most progress a second,
-            never below that of the data; needs the policy "boa" and two replicas at least.
+        min_share: smallest share of each replica, in the same form. By default 1 for the policies
+            that measure, because a device without a share computes a row of zeros anyway; 0 allows
+            them to give a replica nothing.
+        memory_directory: directory, shared by all workers, that records across restarts which share
+            was too large for a replica's memory; such a bound acts like `max_share`.
+        global_batch: "constant", or "adaptive": the batch that makes the most progress per second,
+            never below that of the data; needs the policy "boa" and at least two replicas.
         max_global_batch: largest global batch of "adaptive"; by default eight times the first.
         verbose: 1 prints every plan on the chief; plans are always logged at level INFO.
         keep_measurements: number of steps whose measurements are kept.
@@ -76,9 +76,9 @@ class BatchBalancer(SessionCallback):
 
     Attributes:
         plans: all `keras_het.planning.BalancePlan`s so far, oldest first; on workers other than the
-            chief with the shares only.
-        global_batch_sizes: sizes of the global batch so far; one, unless it is adaptive or a
-            later `fit` has another.
+            chief, with the shares only.
+        global_batch_sizes: sizes of the global batch so far; only one, unless it is adaptive or a
+            later `fit` uses another.
         measurements: the latest steps as dicts of "step", "shares" (samples) and "seconds" (compute
             time), each with one number for each replica.
 
@@ -108,7 +108,7 @@ class BatchBalancer(SessionCallback):
         **options: Any,
     ) -> None:
         super().__init__()
-        # a wrong argument is an error here, not after an hour
+        # A wrong argument should fail here, not after an hour.
         check_share_bounds(min_share, max_share)
         _check_options(policy, min_share, max_share, options)
         if not isinstance(policy, str) and min_share is not None:
@@ -139,7 +139,7 @@ class BatchBalancer(SessionCallback):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Switches on the measurement."""
+        """Start measuring."""
         strategy = heterogeneous_strategy(self.model, self)
         fit = self.fit_session
         others = [each for each in fit.callbacks if each is not self] if fit is not None else []
@@ -151,7 +151,7 @@ class BatchBalancer(SessionCallback):
             )
         strategy.measure_compute_times(self.model, gradients=self._is_growing)
         self._interval = ReadingInterval()
-        # steps and wishes of fits in between are not this balancer's
+        # Steps and wishes of fits in between do not belong to this balancer.
         strategy.compute_times.read_new()
         wanted = self.plans[-1].shares if self.plans else [0] * len(strategy.shares)
         strategy.compute_times.control.send_shares(wanted)
@@ -159,8 +159,8 @@ class BatchBalancer(SessionCallback):
             fit.add_layer(
                 Rank.NOTE_MEMORY, functools.partial(note_out_of_memory, self._out_of_memory)
             )
-        # Keras has looked at the first batch, which tells the size of the global batch: bounds and
-        # weights count from the first step.
+        # Keras has inspected the first batch, which determines the size of the global batch: bounds
+        # and weights apply from the first step.
         data = data_of_fit(self.model, strategy)
         if hasattr(data, "refuse_shares"):
             data.refuse_shares("BatchBalancer")
@@ -177,18 +177,18 @@ class BatchBalancer(SessionCallback):
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Decides after every step; after several where steps are short."""
+        """Decide after every step, or after several if steps are short."""
         if self._interval.is_due():
             self._read()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restarts the step clock, so that validation does not count as a step."""
+        """Restart the step clock, because validation does not count as a step."""
         self._latest_reading = None
         self._follow_batch(self._growth.epoch_begins() if self._growth is not None else None)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Changes the global batch, if it is adaptive."""
-        # validation and other callbacks came before, which are no steps
+        """Change the global batch if it is adaptive."""
+        # Validation and other callbacks came before this point; they are not steps.
         self._latest_reading = None
         if self._growth is not None:
             self._growth.steps_end()
@@ -196,7 +196,7 @@ class BatchBalancer(SessionCallback):
         self._follow_batch(self._growth.epoch_ends() if self._growth is not None else None)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Reads the rest, and leaves Keras as it was."""
+        """Read the remaining measurements and restore Keras's state."""
         self._read(is_last=True)
         if self._growth is not None:
             self._growth.training_ends()
@@ -212,7 +212,7 @@ class BatchBalancer(SessionCallback):
         if not steps:
             return
         if self._step == 0 and len(steps) + len(self._first_steps) < 2 and not is_last:
-            self._first_steps = steps  # whether it is a warm-up, the next step will tell
+            self._first_steps = steps  # the next step shows whether it is a warm-up
             return
         steps, self._first_steps = [*self._first_steps, *steps], []
         self._note_whole_steps(len(steps))
@@ -227,7 +227,7 @@ class BatchBalancer(SessionCallback):
         self._follow(strategy, tuple(steps[-1].wanted_shares.tolist()))
 
     def _note_whole_steps(self, count: int) -> None:
-        """Tells the policy how long steps took as a whole, which is what counts in the end."""
+        """Report total step times to the policy; these are the times that matter in the end."""
         now, before = time.perf_counter(), self._latest_reading
         self._latest_reading = now
         note = getattr(self._policy, "observe_step_seconds", None)
@@ -239,7 +239,7 @@ class BatchBalancer(SessionCallback):
         return None if predict is None else predict(samples)
 
     def _observe(self, strategy: TrainingStrategy, steps: list[StepTimes]) -> None:
-        """Takes note of steps with the same shares, which count as one."""
+        """Record steps with the same shares, which count as one."""
         shares = steps[-1].shares
         total = int(shares.sum())
         _check_same_shares(shares, np.mean([step.mean_shares for step in steps], axis=0))
@@ -248,7 +248,7 @@ class BatchBalancer(SessionCallback):
         elif total > self._global_batch_size:
             self._global_batch_size = total
             self._policy.set_global_batch_size(total)
-        # A replica without a share computed a row of zeros: its time says nothing about samples.
+        # A replica without a share computes a row of zeros: its time says nothing about samples.
         seconds = [np.where(shares > 0, step.seconds, np.nan) for step in steps]
         is_warm_up = self._step == 0 and self._warms_up
         for each in seconds:
@@ -261,7 +261,7 @@ class BatchBalancer(SessionCallback):
             self._policy.observe(self._step - 1, shares, median)
 
     def _start(self, strategy: TrainingStrategy, total: int) -> None:
-        """The first plan, which depends on nothing measured: the same on all workers."""
+        """Make the first plan, which depends on no measurement and is equal on all workers."""
         self._global_batch_size = total
         self.global_batch_sizes = [total]
         self._policy = self._make_policy(strategy, total)
@@ -276,25 +276,25 @@ class BatchBalancer(SessionCallback):
             strategy.compute_times.control.send_shares(plan.shares)
 
     def _go_on(self, strategy: TrainingStrategy, total: int) -> None:
-        """Another fit with this balancer: its shares count again, for batches of that size."""
+        """Start another fit with this balancer: its shares apply again, to batches of that size."""
         if self._used_shares:
             strategy.set_shares(self._used_shares)
         data = data_of_fit(self.model, strategy)
         size = int(getattr(data, "global_batch_size", None) or total)
-        # a single smaller batch may be the rest of some data: that is not another size
+        # A single smaller batch may be the remainder of some data, not another size.
         is_rest = size < (self._global_batch_size or 0) and data.cardinality == 1
         if size != self._global_batch_size and size >= len(strategy.shares) and not is_rest:
             self._follow_batch(size)
 
     def _follow_batch(self, batch: int | None) -> None:
-        """Makes the next plans sum to another global batch, on every worker."""
+        """Make the next plans sum to another global batch, on every worker."""
         if batch is not None and self._policy is not None:
             self._global_batch_size = batch
             self.global_batch_sizes.append(batch)
             self._policy.set_global_batch_size(batch)
 
     def _decided(self, strategy: TrainingStrategy, plan: BalancePlan | None) -> None:
-        """The chief's decision goes to all workers with the next step."""
+        """Send the chief's decision to all workers with the next step."""
         if plan is None:
             return
         self._note(strategy, plan)
@@ -304,7 +304,7 @@ class BatchBalancer(SessionCallback):
             strategy.set_shares(plan.shares)
 
     def _follow(self, strategy: TrainingStrategy, wanted: tuple[int, ...]) -> None:
-        """Applies what the chief wants, on all workers after the same step."""
+        """Apply the chief's wish on all workers after the same step."""
         if strategy.num_workers == 1 or not any(wanted) or wanted == self._used_shares:
             return
         self._used_shares = wanted
@@ -319,7 +319,7 @@ class BatchBalancer(SessionCallback):
 
     def _make_policy(self, strategy: TrainingStrategy, total: int) -> BalancePolicy:
         num_replicas = len(strategy.shares)
-        # a later global batch may be larger than this one
+        # A later global batch may be larger than this one.
         upper = each_bound(self._max_share, num_replicas, MAX_TOTAL, MAX_TOTAL)
         for replica, most in (self._memory.read() if self._memory else {}).items():
             if replica < num_replicas:
@@ -341,17 +341,17 @@ class BatchBalancer(SessionCallback):
         return make_policy(self._given_policy, num_replicas, total, **options)
 
     def _least_share(self, strategy: TrainingStrategy, total: int) -> int:
-        """Samples that every replica gets unless told otherwise.
+        """Return the number of samples every replica gets by default.
 
         A real device without a share computes a row of zeros, which takes as long as one sample:
-        nothing is gained by giving it none. An emulated one takes no time then.
+        giving it no samples gains nothing. An emulated device then takes no time.
         """
         is_fixed = self._given_policy in _FIXED_POLICIES
         few_samples = total < len(strategy.shares)
         return 0 if is_fixed or few_samples or strategy.emulated_devices is not None else 1
 
     def _out_of_memory(self, message: str) -> str:
-        """Remembers the bound; returns what to tell the user."""
+        """Record the bound; return the message for the user."""
         strategy = heterogeneous_strategy(self.model, self)
         first = strategy.layout.local_replicas.start
         devices = strategy.extended.worker_devices
@@ -373,14 +373,14 @@ class BatchBalancer(SessionCallback):
         )
 
     def set_max_share(self, replica: int, samples: int) -> None:
-        """Bounds a replica's share from the next plan on; call it on the chief at least.
+        """Bound a replica's share from the next plan on; call it at least on the chief.
 
         Args:
-            replica: id of the replica among those of all workers.
+            replica: id of the replica among all workers' replicas.
             samples: its largest share.
 
         Raises:
-            RuntimeError: if no step was measured yet; give `max_share` then.
+            RuntimeError: if no step has been measured yet; pass `max_share` instead.
         """
         if self._policy is None:
             raise RuntimeError(
@@ -390,12 +390,12 @@ class BatchBalancer(SessionCallback):
         self._policy.set_upper(replica, samples)
 
     def to_dict(self) -> dict[str, Any]:
-        """All plans and the kept measurements as plain Python values, for JSON."""
+        """Return all plans and the kept measurements as plain Python values, for JSON."""
         plans = [plan.to_dict() for plan in self.plans]
         return {"plans": plans, "measurements": _without_nan(self.measurements)}
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_dict()` to a JSON file; on several workers only the chief writes.
+        """Write `to_dict()` to a JSON file; with several workers, only the chief writes.
 
         Args:
             path: the file.
@@ -443,7 +443,7 @@ def _check_global_batch(global_batch: str, largest: int | None, policy: Any) -> 
 
 
 def _is_warm_up(steps: list[StepTimes]) -> bool:
-    """Whether the first step loaded kernels and memory: on all replicas, it took far longer."""
+    """Whether the first step loaded kernels and memory: it took far longer on all replicas."""
     first, *others = steps
     if not others:
         return False

@@ -1,4 +1,4 @@
-"""Checks the data of `fit` before it changes a weight, and compares the replicas' shards."""
+"""Check the data of `fit` before it changes a weight, and compare the replicas' shards."""
 
 from __future__ import annotations
 
@@ -21,41 +21,42 @@ _MOST_SHOWN = 8
 
 
 class DataValidation(SessionCallback):
-    """Holds training back until its first batches are found to be what a schema says.
+    """Callback that delays training until its first batches are found to match a schema.
 
-    The first batches of each `fit` are read ahead, compared with the schema, and then trained, in
-    order. With an anomaly `fit` ends before its first step on all workers, whichever worker found
-    it, and no weight has changed.
+    The first batches of each `fit` are read ahead, compared with the schema, and then trained in
+    order. On an anomaly, `fit` ends before its first step on all workers, whichever worker finds
+    it, and no weight changes.
 
-    With `compare_shards=True` the statistics of what each replica consumes are added up and
-    compared at the end of each epoch: unequal shares make unequal shards. Needs TensorFlow Data
+    With `compare_shards=True`, the statistics of each replica's consumed data are accumulated and
+    compared at the end of each epoch: unequal shares make unequal shards. Requires TensorFlow Data
     Validation, see docs/guides/validate_data.md.
 
     Args:
-        schema: `tensorflow_metadata` schema, or the path of one; see
-            `keras_het.loader.validation.infer_schema`. To compare shards it needs thresholds, see
+        schema: `tensorflow_metadata` schema, or its path; see
+            `keras_het.loader.validation.infer_schema`. Comparing shards needs thresholds, see
             `keras_het.loader.validation.set_comparison_thresholds`.
         on_anomaly: "raise" ends training, "warn" writes to the log.
-        first_batches: global batches that are checked, of which each worker looks at its own
-            samples. A backup that is made within these steps would leave some out.
-        compare_shards: whether to compare what the replicas consume. It costs time in each step.
-        directory: where the chief writes each epoch's statistics of all replicas, as files that
-            `keras-het validate` reads; needs `compare_shards`.
-        features: makes named features of a batch, by default
-            `keras_het.loader.validation.features_of_batch`. Sample weights of which the schema
-            knows nothing are then left out: `fit` makes some of `class_weight`.
-        environment: environment of the schema, such as "TRAINING", if it has some.
-        verbose: 1 prints on the chief what was checked and compared, also if nothing was found.
+        first_batches: number of global batches to check; each worker checks its own samples. A
+            backup made within these steps would skip some of them.
+        compare_shards: whether to compare the replicas' consumed data. This costs time in each
+            step.
+        directory: directory to which the chief writes each epoch's statistics of all replicas, as
+            files that `keras-het validate` reads; needs `compare_shards`.
+        features: converts a batch to named features, by default
+            `keras_het.loader.validation.features_of_batch`. The default omits sample weights
+            unknown to the schema, because `fit` creates them from `class_weight`.
+        environment: environment of the schema, such as "TRAINING", if it defines any.
+        verbose: 1 prints the checks and comparisons on the chief, even without findings.
 
     Attributes:
-        anomalies: what was found in this worker's first batches.
-        distances: for each epoch that was compared the skew between the replicas' shards, greatest
-            excess over its threshold first.
-        drift: the same for the drift of each replica's shard since the epoch before.
+        anomalies: anomalies found in this worker's first batches.
+        distances: for each compared epoch, the skew between the replicas' shards, sorted by excess
+            over the threshold, greatest first.
+        drift: the same for the drift of each replica's shard since the previous epoch.
 
     Raises:
         ImportError: if TensorFlow Data Validation is not installed.
-        ValueError: if an argument is none of the above.
+        ValueError: if an argument has another value.
         keras_het.loader.validation.DataAnomalyError: by `fit`, if there are anomalies.
     """
 
@@ -72,7 +73,7 @@ class DataValidation(SessionCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__()
-        # Elsewhere keras_het.callbacks is of use without TensorFlow Data Validation.
+        # keras_het.callbacks remains useful without TensorFlow Data Validation.
         self._tools: Any = importlib.import_module("keras_het.loader.validation")
         _check_arguments(on_anomaly, first_batches, compare_shards, directory)
         self._schema = (
@@ -100,7 +101,7 @@ class DataValidation(SessionCallback):
         self._is_checked = True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """The next batches are the first ones."""
+        """Mark the next batches as the first ones."""
         self._forget()
         self.anomalies, self._is_checked = [], False
         fit = self.fit_session
@@ -109,17 +110,17 @@ class DataValidation(SessionCallback):
             fit.on_end(self._forget)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begins to look at the data."""
+        """Start observing the data."""
         self._shards = self._new_shards() if self._compare_shards else None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Compares the shards of the epoch."""
+        """Compare the shards of the epoch."""
         shards, self._shards = self._shards, None
         if shards is not None:
             self._compare(epoch, shards.gather())
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Sees no more batches."""
+        """Stop observing batches."""
         self._forget()
 
     def _forget(self) -> None:
@@ -136,7 +137,7 @@ class DataValidation(SessionCallback):
         return step(_Observed(iterator, self._observe) if self._shards is not None else iterator)
 
     def _take_batches(self, steps: int, iterator: Any) -> list[Any]:
-        """The batches of the next execution, if it begins with some that were read ahead."""
+        """Return the batches of the next execution if it begins with some that were read ahead."""
         if not self._is_checked:
             self._is_checked = True
             self._waiting = self._read_and_check(iterator)
@@ -146,7 +147,7 @@ class DataValidation(SessionCallback):
         return batches + _some(iterator, steps - len(batches))
 
     def _read_and_check(self, iterator: Any) -> list[Any]:
-        """Reads the first batches, which are still to be trained, and checks them."""
+        """Read and check the first batches, which are still to be trained."""
         shards = self._new_shards()
         batches = _some(iterator, self._first_batches)
         for batch in batches:
@@ -169,7 +170,7 @@ class DataValidation(SessionCallback):
         features: Mapping[str, Any] = self._tools.features_of_batch(batch)
         return features
 
-    # --- what was found
+    # --- findings
 
     def _check(self, shards: Any) -> None:
         found: dict[str, Any] = {}
@@ -257,7 +258,7 @@ class DataValidation(SessionCallback):
     def _write(self, epoch: int, replicas: dict[int, Any]) -> None:
         if self._directory is None:
             return
-        # an earlier training's would pass for replicas, or for later epochs, of this one
+        # Files of an earlier training would pass for replicas or later epochs of this one.
         for old in self._directory.glob("epoch-*-replica-*.stats"):
             number = old.name.split("-")[1]
             if number.isdecimal() and int(number) > epoch:
@@ -268,14 +269,14 @@ class DataValidation(SessionCallback):
 
 
 class _Observed:
-    """Passes for an iterator in one execution, and shows each of its elements.
+    """Substitute for an iterator during one execution that exposes each of its elements.
 
     Args:
         iterator: the iterator.
         observe: called with each element.
 
     Attributes:
-        why_path_stays: why `LoaderTuner` changes nothing behind it.
+        why_path_stays: why `LoaderTuner` leaves the pipeline behind it unchanged.
     """
 
     why_path_stays = "DataValidation(compare_shards=True) looks at every batch on its way"
@@ -295,7 +296,7 @@ class _Observed:
             element = next(self._iterator)
         except StopIteration:
             if self._is_empty:
-                # After StopIteration Keras would go on to use a result that it does not have.
+                # After StopIteration, Keras would use a result that does not exist.
                 raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
             raise
         self._is_empty = False

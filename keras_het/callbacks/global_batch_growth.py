@@ -1,4 +1,4 @@
-"""Grows the global batch as far as the noise of the gradient allows."""
+"""Grow the global batch as far as the gradient noise allows."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ _OVERHEAD_MEMORY = 0.9
 
 
 class GlobalBatchGrowth:
-    r"""Chooses the global batch with the best goodput, between two epochs.
+    r"""Choice of the global batch with the best goodput, between two epochs.
 
-    The replicas' gradients tell how much of a gradient is noise, :math:`S`, and how much signal,
+    The replicas' gradients show how much of a gradient is noise, :math:`S`, and how much is signal,
     :math:`|G|^2`, without bias for unequal shares. A batch of s times the base then makes
-    :math:`r(s) = (S/B_0 + |G|^2) / (S/(sB_0) + |G|^2)` times the progress, and with the
-    predicted step time one batch has the best progress a second. The batch never shrinks, and at
-    most doubles from one epoch to the next; the learning rate is multiplied by
-    :math:`r(s_{new}) / r(s_{old})` for `SGD` (AdaScale), by its square root for the other
-    optimizers.
+    :math:`r(s) = (S/B_0 + |G|^2) / (S/(sB_0) + |G|^2)` times the progress, and with the predicted
+    step time one batch has the best progress a second. The batch never shrinks, and at most doubles
+    from one epoch to the next; the learning rate is multiplied by :math:`r(s_{new}) / r(s_{old})`
+    for `SGD` (AdaScale), by its square root for the other optimizers.
 
-    The chief decides; its decision travels with the next steps, so that all workers follow alike.
+    The chief decides; its decision travels with the next steps, and all workers follow together.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
-        model: the model that is trained.
-        largest: largest global batch, None for eight times the first one.
-        step_seconds: predicted compute time of a step from the size of the global batch, or None
-            while it is not known.
+        model: the model being trained.
+        largest: largest global batch; None for eight times the first one.
+        step_seconds: maps a global batch size to the predicted compute time of a step, or to None
+            while it is unknown.
 
     Raises:
-        ValueError: if there are less than two replicas, the data does not end or cannot be cut
-            into other batches, or the learning rate follows a schedule of steps.
+        ValueError: if there are fewer than two replicas, the data is infinite or cannot be
+            rebatched, or the learning rate follows a schedule of steps.
 
     Reference:
         Nie, Maghakian and Liu, "Cannikin", Middleware 2024, arXiv:2402.05302; Johnson et al.,
@@ -65,7 +64,7 @@ class GlobalBatchGrowth:
         _check(strategy, model, self._data)
         self._strategy, self._model = strategy, model
         self._step_seconds = step_seconds
-        # a backup or an earlier fit may have made it larger: bound and rate count from the first
+        # A backup or an earlier fit may have enlarged it: bound and rate refer to the first size.
         self.current = int(self._data.global_batch_size)
         self.base = int(getattr(self._data, "first_global_batch_size", None) or self.current)
         self.largest = 8 * self.base if largest is None else int(largest)
@@ -79,6 +78,7 @@ class GlobalBatchGrowth:
         self._overhead = 0.0
         self._last_end: float | None = None
         self._wanted = (0, 1.0)
+        # discards the decision of an earlier fit
         strategy.compute_times.control.send_batch(0, 1.0)
         self._is_adaptive = not isinstance(_innermost(model.optimizer), keras.optimizers.SGD)
         self._shorter_epochs = ShorterEpochs()
@@ -90,7 +90,7 @@ class GlobalBatchGrowth:
         return None if estimate is None else estimate.noise_scale
 
     def observe(self, steps: list[StepTimes]) -> None:
-        """Takes note of steps, and lets the chief decide."""
+        """Record steps and let the chief decide."""
         for step in steps:
             if (step.shares > 0).sum() < 2:
                 continue
@@ -109,7 +109,7 @@ class GlobalBatchGrowth:
             self._decide()
 
     def _note_overhead(self, steps: list[StepTimes]) -> None:
-        """What a step takes beside computing: the collective, the update, Python."""
+        """Estimate a step's time beyond computing: the collective, the update, Python."""
         now = time.perf_counter()
         if self._last_end is not None:
             elapsed = (now - self._last_end) / len(steps)
@@ -140,7 +140,7 @@ class GlobalBatchGrowth:
         self._strategy.compute_times.control.send_batch(chosen, factor)
 
     def epoch_begins(self) -> int | None:
-        """Takes the size that the data has now: another callback may have brought back a backup.
+        """Adopt the data's current size, which another callback may have restored from a backup.
 
         Returns:
             The global batch, or None if it is the same as before.
@@ -152,14 +152,14 @@ class GlobalBatchGrowth:
         return batch
 
     def steps_end(self) -> None:
-        """What comes before the next reading is no step, as validation is none."""
+        """Mark the end of steps: like validation, the time until the next reading is not a step."""
         self._last_end = None
 
     def epoch_ends(self) -> int | None:
-        """Applies what the chief wanted last; between two epochs, on every worker.
+        """Apply the chief's latest wish; between two epochs, on every worker.
 
         Returns:
-            The new global batch, or None if it stays.
+            The new global batch, or None if it is unchanged.
         """
         self.steps_end()
         batch, factor = self._wanted
@@ -177,11 +177,11 @@ class GlobalBatchGrowth:
         optimizer = _innermost(self._model.optimizer)
         rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         optimizer.learning_rate = rate * factor
-        self._shorter_epochs.expect()  # Keras takes the steps of the first epoch for those of all
+        self._shorter_epochs.expect()  # Keras assumes the first epoch's steps for all
         return batch
 
     def training_ends(self) -> None:
-        """Leaves Keras's warnings as they were."""
+        """Restore Keras's warnings."""
         self._shorter_epochs.end()
 
 
@@ -198,9 +198,9 @@ def _check(strategy: TrainingStrategy, model: Any, data: Any) -> None:
             f"that ends (without repeat()) and whose last batch() is known. Received: {data} with "
             f"batch size {size} and cardinality {int(getattr(data, 'cardinality', -2))}."
         )
-    data.set_global_batch_size(int(size))  # a pipeline that cannot is an error here
+    data.set_global_batch_size(int(size))  # fails here if the pipeline cannot change
     optimizer = _innermost(model.optimizer)
-    if isinstance(optimizer.get_config()["learning_rate"], dict):  # a serialised schedule
+    if isinstance(optimizer.get_config()["learning_rate"], dict):  # a serialized schedule
         raise ValueError(
             'global_batch="adaptive" multiplies the learning rate. Received: an optimizer whose '
             "rate follows a LearningRateSchedule of steps. Give it a number, and use "

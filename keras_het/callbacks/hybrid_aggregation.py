@@ -1,4 +1,4 @@
-"""Lets slow workers train on their own beside a synchronous group, in one `fit`."""
+"""Let slow workers train independently alongside a synchronous group, in one `fit`."""
 
 from __future__ import annotations
 
@@ -38,62 +38,65 @@ class HybridAggregation(SessionCallback):
     r"""All-reduce among the fast workers, a parameter service for the slow ones.
 
     Workers with the job `worker` (and `chief`) in TF_CONFIG train synchronously as without it.
-    Those with the job `async` run the same script, train on their own replicas, and exchange with
+    Workers with the job `async` run the same script, train on their own replicas, and exchange with
     the *center* weights every `period` steps; the sync group's leader does so in its own memory.
     With the rule "delta",
 
     .. math:: c \leftarrow c + (x_i - x_i^\text{seen}), \qquad x_i \leftarrow c + \text{own progress
               since},
 
-    what one learns reaches all others, and nobody ever waits for a slower one. Every epoch is
-    shared: each global batch is taken by the sync group or by one async worker, who is faster takes
-    more. `evaluate`, `save` and callbacks after this one in the list see the center's weights at
-    the end of an epoch and of training.
+    progress of each participant reaches all others, and none ever waits for a slower one.
+    Participants share every epoch: the sync group or one async worker takes each global batch, and
+    faster ones take more. `evaluate`, `save` and callbacks after this one in the list see the
+    center's weights at the end of an epoch and of training.
 
-    Async workers can also train by themselves: a task with the job `ps`, which runs the same script
-    too, then holds the center, and saves it.
+    Async workers can also train without a sync group: a task with the job `ps`, which runs the same
+    script, then holds the center and saves it.
 
-    Without a job `async` in TF_CONFIG it does nothing. All tasks need the same arguments and the
-    secret `KERAS_HET_SERVICE_SECRET`.
+    Without a job `async` in TF_CONFIG this callback does nothing. All tasks need the same arguments
+    and the secret `KERAS_HET_SERVICE_SECRET`.
 
     Args:
         rule: name, dict or instance of a `keras_het.asynchronous.rules.UpdateRule`.
         period: steps between two exchanges; for rules that send gradients, steps over which an
-            async worker accumulates one. "auto": each worker's own, such that all exchange at about
-            the same rate (`planning.plan_pushes`), and none costs more than a tenth of the time,
-            all as measured in training; for rules in which workers do not wait for each other.
-            Default: "auto" for rules whose workers send their changes, as "delta" does, else 8.
-        async_batch_size: samples of an async worker's own steps. Default: global batch over number
-            of workers of the sync group. A worker that takes more steps of an epoch than it has
-            batches ends its last epoch early; the others use the rest.
-        staleness_bound: updates of the center since a worker last saw it, beyond which its push is
-            not taken: it starts from the center again, with its own progress. None for no bound.
-        on_service_loss: "raise", or "continue" to let an async worker train on alone until the
-            service is back; not for rules that leave the optimizer's step to the service.
-        service: "auto": on the tasks of the job `ps` if TF_CONFIG has it, else in the sync group's
-            leader. "spread": in equal parts on every member of the sync group and every task `ps`.
-        timeout_seconds: for each message.
+            async worker accumulates one. "auto" chooses one per worker from times measured in
+            training, such that all exchange at about the same rate (`planning.plan_pushes`) and no
+            exchange costs more than a tenth of the time; for rules in which workers do not wait for
+            each other. Default: "auto" for rules whose workers send their changes, such as "delta",
+            else 8.
+        async_batch_size: samples in each of an async worker's steps. Default: the global batch over
+            the number of workers in the sync group. A worker that takes more steps of an epoch than
+            it has batches ends its last epoch early; the others use the rest.
+        staleness_bound: number of center updates since a worker last saw it, beyond which its push
+            is rejected: the worker restarts from the center, keeping its own progress. None for no
+            bound.
+        on_service_loss: "raise", or "continue" to let an async worker keep training alone until the
+            service is back; not for rules that leave the optimizer step to the service.
+        service: "auto": on the tasks of the job `ps` if TF_CONFIG has them, else in the sync
+            group's leader. "spread": in equal parts on every member of the sync group and every
+            task `ps`.
+        timeout_seconds: timeout of each message.
         connect_seconds: how long an async worker waits for the service to start.
-        end_seconds: how long the sync group waits at its end for async workers that are here; once
-            more for those that learn late that training is over.
+        end_seconds: how long the sync group waits at its end for async workers that are present; it
+            waits once more for those that learn late that training is over.
         wire: format of the weights on the wire, such as
             `keras_het.asynchronous.parameter_service.FloatWire("float16")`.
-        roles: "tf_config": as TF_CONFIG says. "auto", where it lists all as workers: the first
-            steps are measured with everybody in the sync group; then `planning.advise_roles`
-            chooses among that, some asynchronous and some left out, and tells what it predicts for
-            each. If roles change, every process starts its script again with them in TF_CONFIG,
-            or ends; what the measured steps trained is forgotten.
-        measured_steps: steps to measure, after some to warm up; at most 256.
+        roles: "tf_config": the roles in TF_CONFIG. "auto", if TF_CONFIG lists all tasks as workers:
+            the first steps are measured with all workers in the sync group; then
+            `planning.advise_roles` chooses between that, some asynchronous and some left out, and
+            reports its prediction for each. If roles change, every process restarts its script with
+            the new roles in TF_CONFIG, or exits; the training of the measured steps is discarded.
+        measured_steps: steps to measure, after some warm-up; at most 256.
         noise_scale: gradient noise scale in samples, for `roles="auto"`: the larger it is, the less
-            staleness costs. By default twice that of the measured steps, as it grows in training
-            (`planning.noise_scale.EXPECTED_GROWTH`); where it is known, say it.
-        partition_bytes: largest message of weights; smaller ones spread a small model over several
-            services, and come through a slow link in `timeout_seconds`.
-        verbose: 1 prints after each epoch, on the chief, how much of it the sync group trained.
+            staleness costs. By default twice that of the measured steps, because it grows during
+            training (`planning.noise_scale.EXPECTED_GROWTH`); pass it if it is known.
+        partition_bytes: largest message of weights; smaller messages spread a small model over
+            several services and cross a slow link within `timeout_seconds`.
+        verbose: 1 prints on the chief after each epoch how much of it the sync group trained.
 
     Raises:
-        ValueError: for arguments out of range, data that cannot be shared (that of which
-            the number of batches is not known), or a missing secret.
+        ValueError: for arguments out of range, data that cannot be shared (an unknown number of
+            batches), or a missing secret.
 
     Reference:
         Kim et al., Cluster Computing 23, 2020 (all-reduce within, parameter server between); Jiang
@@ -161,11 +164,11 @@ class HybridAggregation(SessionCallback):
 
     @property
     def participant(self) -> Participant | None:
-        """This task's side of the exchange, None before training or without async workers."""
+        """This task's side of the exchange; None before training or without async workers."""
         return self._participant
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Finds this task's role; the service starts with the first epoch."""
+        """Find this task's role; the service starts with the first epoch."""
         strategy = heterogeneous_strategy(self.model, self)
         if self._chooses_roles and self._measures_first(strategy):
             return
@@ -206,12 +209,12 @@ class HybridAggregation(SessionCallback):
         fit.on_end(self._abandon)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Opens the service, or connects to it; gives the worker its own weights back."""
+        """Open or connect to the service; restore the worker's own weights."""
         self._last_batch = -1
         self._steps_of_epoch = self._samples_of_epoch = 0
         if self._participant is None:
             return
-        self._shorter_epochs.expect()  # the others take a part of each
+        self._shorter_epochs.expect()  # the others take part of each
         if self._starts:
             self._starts = False
             self._participant.forget_gradients()
@@ -219,20 +222,20 @@ class HybridAggregation(SessionCallback):
         self._participant.start_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Lets the epoch's pass take this task's batches; others over the same data take all."""
+        """Give the epoch's pass this task's batches; other passes over the same data take all."""
         if self._participant is None:
             return
         self._samples = 0
         if self._last_batch >= 0:
             return
         data = self._participant.data
-        data.cut_again()  # others may have looked at its first element since
+        data.cut_again()  # others may have inspected its first element since
         _check_can_be_shared(data)
-        self._participant.check_rate()  # which others set at the begin or end of an epoch
+        self._participant.check_rate()  # others set it at the start or end of an epoch
         self._begins_pass = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Exchanges if it is time."""
+        """Exchange if it is due."""
         if self._choice is not None:
             self._last_batch, steps = batch, batch - self._last_batch
             self._choose_roles(self._choice.steps_done(steps))
@@ -247,12 +250,12 @@ class HybridAggregation(SessionCallback):
         self._participant.steps_done(steps, self._samples)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Shows the center."""
+        """Load the center into the model."""
         if self._participant is not None:
             self._participant.show_center()
 
     def _end_epoch(self, epoch: int, logs: Any) -> None:
-        """Shows the center to all callbacks."""
+        """Show the center to all callbacks."""
         self._shorter_epochs.end()
         if self._participant is None:
             return
@@ -265,16 +268,16 @@ class HybridAggregation(SessionCallback):
         tell(message, heterogeneous_strategy(self.model, self), self._verbose)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Stops measuring for roles, if it does still."""
+        """Stop measuring for roles if that is still in progress."""
         choice, self._choice = self._choice, None
         if choice is not None:
             choice.end()
 
     def _end_training(self, logs: Any = None) -> None:
-        """Leaves the center's weights in the model, for all callbacks to look at."""
+        """Leave the center's weights in the model, visible to all callbacks."""
         if self._participant is None:
             return
-        if self._starts:  # no epoch has begun: nobody has met, and there is no center
+        if self._starts:  # no epoch has begun: no connection, and no center
             self._participant.leave()
         else:
             self._participant.hide_center()
@@ -282,11 +285,11 @@ class HybridAggregation(SessionCallback):
         self._forget()
 
     def _count_samples(self, step: StepFunction, batches: Any) -> Any:
-        """A layer that counts the samples of steps alone: callbacks may predict what is trained.
+        """Count only the samples of steps: callbacks may predict on the training data.
 
         Args:
             step: the step.
-            batches: an iterator over the data, or a list where another callback has read ahead.
+            batches: an iterator over the data, or a list if another callback has read ahead.
         """
         if self._participant is None:
             return step(batches)
@@ -310,7 +313,7 @@ class HybridAggregation(SessionCallback):
             )
 
     def _abandon(self) -> None:
-        """Ends what runs beside a training that has failed."""
+        """Stop everything that runs alongside a failed training."""
         if self._participant is None:
             return
         try:
@@ -319,11 +322,11 @@ class HybridAggregation(SessionCallback):
             self._forget()
 
     def _forget(self) -> None:
-        """Leaves model and strategy as they were found."""
+        """Restore model and strategy to their original state."""
         self._shorter_epochs.end()
         strategy = heterogeneous_strategy(self.model, self)
         strategy.take_claimed_batches(None, None)
-        # a training without an epoch leaves a backup unused, which is none of the next one
+        # A training without an epoch leaves its backup unused; the next one must not get it.
         strategy.training_state.forget_center()
         if self._user_optimizer is not None:
             self.model.optimizer, self._user_optimizer = self._user_optimizer, None
@@ -331,7 +334,7 @@ class HybridAggregation(SessionCallback):
         self._participant = None
 
     def _measures_first(self, strategy: TrainingStrategy) -> bool:
-        """Whether the roles are still to be chosen; tells those that were."""
+        """Whether the roles are still to be chosen; report those already chosen."""
         chosen = os.environ.get(CHOSEN_ROLES)
         if chosen and strategy.is_chief:
             _logger.warning("Roles were chosen from measurements: %s", chosen)
@@ -345,7 +348,7 @@ class HybridAggregation(SessionCallback):
         return may_choose
 
     def _choose_roles(self, plan: RolePlan | None) -> None:
-        """Goes on if all workers stay in the sync group; else all start again in their roles."""
+        """Continue if all workers stay in the sync group; else restart all in their roles."""
         choice = self._choice
         if plan is None or choice is None:
             return
@@ -359,14 +362,14 @@ class HybridAggregation(SessionCallback):
         choice.end()
 
     def _claims(self) -> Any:
-        """Whose batches a pass takes that starts now: all of them, if it is not the epoch's."""
+        """Return the claims of a new pass: all batches, unless it is the epoch's pass."""
         if self._fit is None or not self._fit.is_in_step:
             return None  # another callback evaluates before the first step
         begins, self._begins_pass = self._begins_pass, False
         return self._participant.claims() if begins and self._participant is not None else None
 
     def _send_gradients(self, participant: Participant) -> None:
-        """Makes steps sum gradients up; the optimizer that moves weights is in the service."""
+        """Make steps sum gradients; the optimizer that updates weights is in the service."""
         self._user_optimizer = self.model.optimizer
         self.model.optimizer = participant.sum_gradients()
         self.model.make_train_function(force=True)
@@ -408,7 +411,7 @@ def _check_spread(options: HybridOptions, config: Any) -> None:
 
 
 def _check_can_be_served(rule: UpdateRule, config: Any) -> None:
-    """A task that runs no script makes the rule from its name and settings."""
+    """Check that a task that runs no script can rebuild the rule from its name and settings."""
     serving = config.parameter_services[0 if config.has_sync_group else 1 :]
     if serving and type(rule) not in RULES.values():
         raise ValueError(
@@ -458,7 +461,7 @@ def _check_trains_on(data: Any, samples: int) -> None:
 
 
 def _check_number_of_workers(rule: UpdateRule, num_workers: int) -> None:
-    """Refuses a rule that was made for another cluster: its workers would share their state."""
+    """Refuse a rule made for another cluster: its workers would share their state."""
     made_for = rule.get_config().get("num_workers")
     if made_for not in (None, num_workers):
         raise ValueError(
@@ -477,7 +480,7 @@ def _check_wire(options: HybridOptions) -> None:
 
 
 def _default_period(rule: UpdateRule) -> int | str:
-    """A plan of times, unless the rule's own settings are for a number of steps, or plan it."""
+    """Plan by times, unless the rule's settings assume a number of steps or plan it themselves."""
     counts_steps = rule.uses_gradients or isinstance(rule, ElasticAveraging)
     return _PERIOD if counts_steps or _plans_steps(rule) else "auto"
 
@@ -496,7 +499,7 @@ def _check_adapts(options: HybridOptions) -> None:
 
 
 def _check_overlap(options: HybridOptions, rule: UpdateRule, optimizer: Any) -> None:
-    """An async worker takes the steps of a period while its exchange travels."""
+    """Check the overlap: an async worker takes a period's steps while its exchange travels."""
     if isinstance(rule, ElasticAveraging) and not rule.may_wait:
         rule.check_overlap(optimizer, math.inf if options.adapts_period else options.period)
 

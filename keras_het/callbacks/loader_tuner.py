@@ -1,4 +1,4 @@
-"""No device waits for data: tunes the input pipeline while it runs."""
+"""Tune the input pipeline while it runs, so that no device waits for data."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ _DEFAULT_MEMORY_FRACTION = 0.25
 
 
 class LoaderTuner(SessionCallback):
-    """Changes an input pipeline's parallelism and buffers within an epoch, exactly.
+    """Callback that changes an input pipeline's parallelism and buffers mid-epoch, exactly.
 
-    With a data set of `keras_het.loader.pipeline` everything that its builder reads is tuned, with
-    an ordinary `tf.data.Dataset` its thread pool, the priority of its threads and the `prefetch` at
-    its end. A change hands the running pipeline over with its buffers: no element is lost, repeated
-    or reordered. Under `HeterogeneousStrategy` each worker changes its own data path, in the order
-    that all have. Pipelines that cannot be handed over, and those of TensorFlow's own strategies,
-    are only observed; the log says why.
+    With a data set of `keras_het.loader.pipeline`, everything its builder reads is tuned; with an
+    ordinary `tf.data.Dataset`, its thread pool, the priority of its threads and the `prefetch` at
+    its end. A change hands over the running pipeline with its buffers: no element is lost, repeated
+    or reordered. Under `HeterogeneousStrategy` each worker changes its own data path, in the common
+    order. Pipelines that cannot be handed over, and those of TensorFlow's own strategies, are only
+    observed; the log says why.
 
-    Loaders are added only while the device waits and the host has what it takes; each move is
-    confirmed by measurement and taken back if it does not pay; see docs/concepts/controller.md.
+    Loaders are added only while the device waits and the host has the resources; each move is
+    confirmed by measurement and reverted if it does not pay; see docs/concepts/controller.md.
 
-    The input wait of every step is measured in Python: `steps_per_execution` above 1 is exact, but
-    runs its steps one after the other.
+    The input wait of every step is measured in Python: `steps_per_execution` above 1 is exact but
+    runs its steps one after another.
 
     Args:
-        controller: "tuner", "fixed" (measures, and changes nothing), or a function that makes an
-            object with the methods of `keras_het.planning.loader.LoaderController` of the first
-            plan and the number of CPUs.
-        max_memory: most bytes of batches that are prepared or wait; by default a quarter of the
-            memory that is available when training begins, in the host and in its container.
-        nice: nice value of the pipeline's own threads, so that they give way to training steps
-            while no other program keeps the host busy; 0 leaves them alone.
-        share_host: whether jobs of the same user on this host divide its CPUs, and `io_budget`,
-            among them.
-        io_budget: reading threads of all jobs of this host together, for loaders that mostly wait
-            for I/O; None for no bound. If several jobs have one, the smallest counts.
+        controller: "tuner", "fixed" (measures but changes nothing), or a function that takes the
+            first plan and the number of CPUs and returns an object with the methods of
+            `keras_het.planning.loader.LoaderController`.
+        max_memory: largest total size in bytes of batches in preparation or waiting; by default a
+            quarter of the memory available at the start of training, in the host and in its
+            container.
+        nice: nice value of the pipeline's own threads, which makes them yield to training steps
+            while no other program keeps the host busy; 0 leaves them unchanged.
+        share_host: whether jobs of the same user on this host share its CPUs and `io_budget`.
+        io_budget: total reading threads of all jobs on this host, for loaders that mostly wait for
+            I/O; None for no bound. If several jobs set one, the smallest applies.
         verbose: whether to print the moves.
 
     Attributes:
         meter: input wait of every training step.
-        test_meter: input wait of the steps of `evaluate`, also within `fit`.
+        test_meter: input wait of the steps of `evaluate`, including those within `fit`.
         predict_meter: input wait of the steps of `predict`.
-        moves: what was changed, with the measurements that led to it.
-        replicas: devices of the replicas of this process that ran last, by their numbers.
+        moves: the changes, with the measurements behind them.
+        replicas: devices of this process's most recent replicas, by number.
 
     Raises:
-        ValueError: if there is no such controller, or a number is out of range.
+        ValueError: if the controller is unknown, or a number is out of range.
     """
 
     def __init__(
@@ -107,10 +107,11 @@ class LoaderTuner(SessionCallback):
     # --- fit
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins to measure and tune.
+        """Start measuring and tuning.
 
         Raises:
-            RuntimeError: if a callback of a `fit` with this object has called this `fit` with it.
+            RuntimeError: if a callback within a `fit` that uses this object calls this `fit` with
+                it.
         """
         if self._session is not None and self._fit is not None:
             raise RuntimeError(
@@ -131,7 +132,7 @@ class LoaderTuner(SessionCallback):
             fit.on_end(self._release)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Time between epochs is no step's."""
+        """Exclude the time between epochs from the steps."""
         self._last_start = None
         if self._ends is not None:
             self._ends.begin_epoch()
@@ -140,11 +141,11 @@ class LoaderTuner(SessionCallback):
         self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Takes note of the batch's number."""
+        """Record the batch number."""
         self._batch = batch
 
     def _end_epoch(self, epoch: int, logs: Any) -> None:
-        """Adds the input wait to the logs of the epoch, for all callbacks."""
+        """Add the input wait to the epoch logs, for all callbacks."""
         self._end_of_steps()
         seconds = self.meter.seconds - self._epoch_start[0]
         wait = self.meter.input_wait_seconds - self._epoch_start[1]
@@ -152,13 +153,13 @@ class LoaderTuner(SessionCallback):
             logs["input_wait_fraction"] = wait / seconds if seconds else 0.0
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Puts everything back; remembers the settings."""
+        """Restore everything and record the settings."""
         self._release()
         if self._verbose:
             sys.stdout.write(f"\n{self.best_settings()}\n")
 
     def _release(self) -> None:
-        """Leaves the host to others, and Keras as it was."""
+        """Release the host and restore Keras's state."""
         self._last_start = self._fit = None
         self._best = self._settings() or self._best
         if self._ends is not None:
@@ -202,7 +203,7 @@ class LoaderTuner(SessionCallback):
             self._end_of_steps()
 
     def _end_of_steps(self) -> None:
-        """What follows, a validation for instance, is no part of the last step."""
+        """Mark the end of steps: what follows, such as validation, is not part of the last step."""
         self._account(is_last=True)
         self._last_start = None
 
@@ -212,7 +213,7 @@ class LoaderTuner(SessionCallback):
         return steps if epochs is not None and epoch + 1 < epochs else None
 
     def _account(self, is_last: bool = False) -> None:
-        """Takes note of the execution before, whose time ends now."""
+        """Record the previous execution, whose time ends now."""
         if self._last_start is None or self._session is None:
             return
         end = self._ends.time_of(self._batch) if is_last and self._ends is not None else None
@@ -232,7 +233,7 @@ class LoaderTuner(SessionCallback):
     # --- evaluate and predict
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Begins to measure."""
+        """Start measuring."""
         self._end_of_steps()
         self.replicas = local_replicas(self.model)
         session = FitSession.of(self.model)
@@ -242,14 +243,14 @@ class LoaderTuner(SessionCallback):
             session.on_end(evaluation.end)
 
     def on_predict_begin(self, logs: Any = None) -> None:
-        """Begins to measure."""
+        """Start measuring."""
         self.replicas = local_replicas(self.model)
         session = FitSession.of(self.model)
         if session is not None:
             session.add_layer(Rank.TUNE_LOADER, self._predict_step)
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """From here on `predict` waits for its batches."""
+        """Record the time from which `predict` waits for its batches."""
         self._asked = time.perf_counter()
 
     def _predict_step(self, step: StepFunction, batches: Any) -> Any:
@@ -259,30 +260,30 @@ class LoaderTuner(SessionCallback):
         return result
 
     def keep_host(self) -> None:
-        """Keeps this training's part of the host: a long validation is no silence."""
+        """Keep this training's part of the host during a long validation."""
         if self._session is not None:
             self._session.share.heartbeat()
 
-    # --- what it found
+    # --- results
 
     @property
     def observes_only(self) -> str | None:
-        """Why the present training, or the last one, was only observed; None if it was tuned."""
+        """Why the current or last training was only observed; None if it was tuned."""
         return self._session.observes_only if self._session is not None else self._last_reason
 
     def inspect(self, file: Any = None) -> PipelineReport:
-        """Prints what the running pipeline does; see `keras_het.loader.inspect`.
+        """Print the activity of the running pipeline; see `keras_het.loader.inspect`.
 
-        After `fit`, and after a move, of which TensorFlow records nothing, it is what was last
-        seen: within the epoch, of a pipeline with a shuffle to the end of the training. An ordinary
-        data set with a seeded shuffle, or a cache in memory, is moved before its first batch, and
-        nothing is known of it.
+        After `fit`, and after a move (which TensorFlow does not record), this prints the last
+        observed state: within the epoch, or to the end of training for a pipeline with a shuffle.
+        An ordinary data set with a seeded shuffle, or with a cache in memory, is moved before its
+        first batch, so nothing is known about it.
 
         Args:
             file: where to print, the terminal by default.
 
         Raises:
-            RuntimeError: if nothing was trained, or under one of TensorFlow's own strategies.
+            RuntimeError: if nothing has been trained, or under one of TensorFlow's own strategies.
         """
         session = self._session
         report = self._last_report if session is None else session.report()
@@ -292,12 +293,12 @@ class LoaderTuner(SessionCallback):
         return report
 
     def best_settings(self) -> LoaderSettings:
-        """The settings in effect, as code to paste.
+        """Return the settings in effect, as code to paste.
 
         A move that no measurement has confirmed yet does not count.
 
         Raises:
-            RuntimeError: if nothing was trained yet.
+            RuntimeError: if nothing has been trained yet.
         """
         found = self._settings() or self._best
         if found is None:
@@ -319,28 +320,28 @@ class LoaderTuner(SessionCallback):
 
     @property
     def replica_waits(self) -> dict[int, Any]:
-        """Input waits of the latest training steps in seconds, by replica, the oldest first.
+        """Return the input waits of the latest training steps in seconds, by replica, oldest first.
 
-        Those of a process are equal: its replicas get their batches in one element, and none of
-        them begins a step before all have theirs. Also one with an empty share waits with them.
+        All replicas of a process have equal waits: they get their batches in one element, and none
+        begins a step before all have theirs. A replica with an empty share waits with them.
         """
         return self._by_replica(self.meter)
 
     @property
     def test_replica_waits(self) -> dict[int, Any]:
-        """The same of the steps of `evaluate`."""
+        """Return the same for the steps of `evaluate`."""
         return self._by_replica(self.test_meter)
 
     @property
     def predict_replica_waits(self) -> dict[int, Any]:
-        """The same of the steps of `predict`."""
+        """Return the same for the steps of `predict`."""
         return self._by_replica(self.predict_meter)
 
     def _by_replica(self, meter: StallMeter) -> dict[int, Any]:
         return {replica: meter.input_waits for replica in self.replicas}
 
     def to_dict(self) -> dict[str, Any]:
-        """Waits and moves as plain Python values, for JSON."""
+        """Return waits and moves as plain Python values, for JSON."""
         meters = {"train": self.meter, "test": self.test_meter, "predict": self.predict_meter}
         waits = {name: meter.to_dict() for name, meter in meters.items()}
         sums = {
@@ -355,7 +356,7 @@ class LoaderTuner(SessionCallback):
         return {**waits, "replicas": replicas, "moves": moves}
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_dict()` to a JSON file.
+        """Write `to_dict()` to a JSON file.
 
         Args:
             path: the file.
@@ -365,7 +366,7 @@ class LoaderTuner(SessionCallback):
     def _make_session(self) -> TuningSession:
         budget = self._make_budget()
         if self._controller == "fixed":
-            # not even their priority: threads stay as they are
+            # Not even their priority: threads stay unchanged.
             return TuningSession(self._make_controller, 0, budget, _FIXED)
         return TuningSession(self._make_controller, self._nice, budget)
 
@@ -394,7 +395,7 @@ class LoaderTuner(SessionCallback):
 
 
 class _Evaluation:
-    """Times the steps of one `evaluate`.
+    """Timing of the steps of one `evaluate`.
 
     Args:
         tuner: the callback.
@@ -405,7 +406,7 @@ class _Evaluation:
         self._live: LiveIterator | None = None
 
     def step(self, step: StepFunction, iterator: Any) -> Any:
-        """A layer around its steps."""
+        """Time one of its steps."""
         self._tuner.keep_host()
         start = time.perf_counter()
         if self._live is None or self._live.given is not iterator:
@@ -421,7 +422,7 @@ class _Evaluation:
         return result
 
     def end(self) -> None:
-        """Lets go of what it reads."""
+        """Release its data source."""
         if self._live is not None:
             self._live.release()
 

@@ -1,4 +1,4 @@
-"""Workers that train on their own and exchange now and then, all at once."""
+"""Workers that train independently and exchange periodically, all at once."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ class LocalTraining(SessionCallback):
 
     Each worker trains on its own share of each global batch, with its own optimizer. Its replicas
     are reduced exactly, as without this callback: with :math:`b_r` samples of replica r,
-    :math:`g_i = \sum_{r \in i} b_r g_r / \sum_{r \in i} b_r`. Every `period` steps of the rule all
-    workers sum one packed vector and combine it with the *center* weights; of "diloco",
+    :math:`g_i = \sum_{r \in i} b_r g_r / \sum_{r \in i} b_r`. Every `period` steps of the rule, all
+    workers sum one packed vector and combine it with the *center* weights; for "diloco",
 
     .. math:: D = \frac{\sum_i n_i (c - x_i)}{\sum_i n_i}, \qquad u \leftarrow \mu u + D, \qquad
               c \leftarrow c - \eta (D + \mu u), \qquad x_i \leftarrow c.
 
-    With an `overlap` of the rule, the sum travels while the next steps are computed. Everybody
-    waits at an exchange for the slowest: give workers shares by their speed.
+    With the rule's `overlap`, the sum travels while the next steps are computed. All workers wait
+    at an exchange for the slowest: give them shares in proportion to their speed.
 
-    `evaluate`, `save` and callbacks after this one in the list see the center, at the end of an
+    `evaluate`, `save` and callbacks after this one in the list see the center at the end of an
     epoch and of training; it is that of the last exchange, so let `period` divide the steps of an
-    epoch. Steps that training ends with are exchanged. Logs of an epoch are those of all workers,
-    those of a step each worker's own. `docs/guides/local_training.md` has the rest.
+    epoch. The final steps of training are exchanged too. Epoch logs cover all workers; step logs
+    cover each worker separately. `docs/guides/local_training.md` has the details.
 
     Args:
         rule: name, dict or instance of a `keras_het.asynchronous.rules.SynchronousRule`:
             "sync_easgd", "diloco", "streaming_diloco".
-        verbose: 1 prints after each epoch, on the chief, how often workers exchanged.
-        **settings: further arguments of a rule that is given by its name, such as `period` and
-            `overlap`: `LocalTraining("diloco", period=10)`.
+        verbose: 1 prints on the chief after each epoch how often workers exchanged.
+        **settings: further arguments of a rule given by name, such as `period` and `overlap`:
+            `LocalTraining("diloco", period=10)`.
 
     Raises:
-        TypeError: for a setting that the rule does not have, or settings beside a rule object.
+        TypeError: for a setting that the rule does not have, or settings in addition to a rule
+            object.
         ValueError: for a rule that is not synchronous, a single worker, a cluster with async
-            workers, or together with `BatchBalancer`.
+            workers, or use together with `BatchBalancer`.
 
     Reference:
         You, Buluc and Demmel, SC 2017 (Sync EASGD); Douillard et al., 2023 and 2025 (DiLoCo and
@@ -76,11 +77,11 @@ class LocalTraining(SessionCallback):
 
     @property
     def exchange(self) -> PeriodicExchange | None:
-        """This worker's side of the exchanges, None before the first epoch and after training."""
+        """This worker's side of the exchanges; None before the first epoch and after training."""
         return self._exchange
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Makes the training steps local; exchanges start with the first epoch."""
+        """Make the training steps local; exchanges start with the first epoch."""
         strategy = heterogeneous_strategy(self.model, self)
         _check_cluster(strategy)
         rule = _synchronous(self._rule, strategy.num_workers)
@@ -95,7 +96,7 @@ class LocalTraining(SessionCallback):
         fit.before_callbacks("on_train_end", self._end_training)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Gives the worker its own weights back."""
+        """Restore the worker's own weights."""
         strategy = heterogeneous_strategy(self.model, self)
         if self._exchange is None:
             self._start(strategy)
@@ -106,7 +107,7 @@ class LocalTraining(SessionCallback):
             self._steps.take_samples()
 
     def _start(self, strategy: TrainingStrategy) -> None:
-        """Starts from the weights that a backup may have brought back meanwhile."""
+        """Start from the current weights, which a backup may have restored in the meantime."""
         self._exchange = PeriodicExchange(self.model, strategy, self._rule_of_training)
         if strategy.training_state.restored is not None:
             self._exchange.restore(strategy.training_state.restored)
@@ -114,28 +115,28 @@ class LocalTraining(SessionCallback):
         strategy.training_state.export = self._exchange.saved
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Exchanges if it is time."""
+        """Exchange if it is due."""
         if self._exchange is None or self._steps is None:
             return
         in_epoch = self.params.get("steps")
-        if in_epoch is not None:  # Keras counts the last execution as a whole one
+        if in_epoch is not None:  # Keras counts the last execution in full
             batch = min(batch, in_epoch - 1)
         steps, self._last_batch = batch - self._last_batch, batch
         samples = self._steps.take_samples()
         self._samples_of_epoch += samples
         self._exchange.steps_done(steps, samples)
         if in_epoch is None or batch + 1 == in_epoch:
-            # Keras reads the metrics of all workers next: one collective after the other. Where the
-            # number of steps is not known, that may be after any of them.
+            # Keras reads the metrics of all workers next, and collectives must run one after
+            # another. If the number of steps is unknown, this can happen after any step.
             self._exchange.wait()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Shows the center."""
+        """Load the center into the model."""
         if self._exchange is not None:
             self._exchange.show_center()
 
     def _end_epoch(self, epoch: int, logs: Any) -> None:
-        """Shows the center, and the logs of all workers, to all callbacks."""
+        """Show the center and the logs of all workers to all callbacks."""
         if self._exchange is None:
             return
         self._exchange.show_center()
@@ -146,23 +147,23 @@ class LocalTraining(SessionCallback):
         tell(f"Local training, {name}: {count} exchanges so far.", strategy, self._verbose)
 
     def _end_training(self, logs: Any = None) -> None:
-        """Leaves the same model on all workers: the center, and the chief's optimizer state."""
+        """Leave the same model on all workers: the center, and the chief's optimizer state."""
         strategy = heterogeneous_strategy(self.model, self)
         if self._exchange is not None:
             self._exchange.end()
             adopt_variables_of_the_chief(self.model, strategy)
         if self._steps is not None:
             self._steps.leave()
-        # a training without an epoch leaves a backup unused, which is none of the next one
+        # A training without an epoch leaves its backup unused; the next one must not get it.
         strategy.training_state.forget_center()
         self._exchange = self._steps = None
 
 
 def _combine_logs(strategy: TrainingStrategy, logs: Any, samples: int) -> None:
-    """Makes logs the mean over the workers' samples, where they are not the same anyway.
+    """Average logs over the workers' samples, unless all workers already agree.
 
-    Metrics are: Keras reads their sums over all replicas. What a train step of one's own has logged
-    is each worker's own.
+    Metrics agree: Keras reads their sums over all replicas. Values logged by a custom train step
+    differ between workers.
     """
     names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
     own = np.array([[float(logs[name]) for name in names] + [samples]], np.float64)
