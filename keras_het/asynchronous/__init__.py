@@ -1,1 +1,1 @@
-"""Workers that nobody waits for: a center, and how they exchange with it."""
+"""Asynchronous workers: a center, and the workers' exchange with it."""

@@ -1,1 +1,1 @@
-"""The center as a training reaches it, in its own process or in others."""
+"""Access to the center, in the training's own process or in others."""

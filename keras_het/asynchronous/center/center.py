@@ -1,4 +1,4 @@
-"""The parameter service as the task that leads it uses it."""
+"""Interface of the parameter service for the task that leads it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _DIGIT = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Grant:
-    """Global batches of an epoch that were handed out.
+    """Global batches of an epoch handed out to a participant.
 
     Args:
-        first: the first of them.
-        count: how many, 0 for none.
-        is_last: whether the epoch has no batch after them for this participant.
+        first: the first batch.
+        count: the number of batches, 0 for none.
+        is_last: whether the epoch has no further batch for this participant.
     """
 
     first: int
@@ -27,22 +27,22 @@ class Grant:
     is_last: bool
 
     def to_numbers(self) -> tuple[int, ...]:
-        """The grant as numbers that float32 has, for a collective of those; each below 2**24."""
+        """Encode the grant as float32 numbers for a collective; each below 2**24."""
         return *divmod(self.first, _DIGIT), self.count, int(self.is_last)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> Grant:
-        """The grant of `to_numbers`.
+        """Restore the grant from the result of `to_numbers`.
 
         Args:
-            numbers: four whole ones.
+            numbers: four whole numbers.
         """
         digit, rest, count, is_last = (int(number) for number in numbers)
         return cls(digit * _DIGIT + rest, count, bool(is_last))
 
 
 class Center(abc.ABC):
-    """The service in the leader's own memory, or its way to other processes that hold it.
+    """The service in the leader's own memory, or its connection to processes that hold it.
 
     Attributes:
         ledger: the sample ledger.
@@ -52,58 +52,58 @@ class Center(abc.ABC):
 
     @abc.abstractmethod
     def start_epoch(self, epoch: int) -> None:
-        """Begins an epoch, and with the first one lets async workers in.
+        """Begin an epoch; the first one also admits async workers.
 
         Args:
-            epoch: its number, from 0.
+            epoch: the epoch's number, from 0.
         """
 
     @abc.abstractmethod
     def set_stage(self, stage: Stage) -> None:
-        """Tells all async workers how far training is.
+        """Announce the stage of training to all async workers.
 
         Args:
-            stage: how far.
+            stage: the stage.
         """
 
     @abc.abstractmethod
     def exchange(
         self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool = False
     ) -> list[Any]:
-        """Exchanges the group's weights and moving statistics with the center.
+        """Exchange the group's weights and moving statistics with the center.
 
         Args:
-            weights: the group's weights, a vector for each partition; to push with rules that
-                send gradients, the mean gradient.
-            state: its moving statistics, likewise.
-            samples: samples behind the change.
+            weights: the group's weights, a vector for each partition; the mean gradient for pushes
+                of rules that send gradients.
+            state: the group's moving statistics, in the same form.
+            samples: number of samples behind the change.
             push: whether to push weights.
-            wait: whether to wait for an answer that travels.
+            wait: whether to wait for an answer in flight.
 
         Returns:
-            The group's weights and moving statistics to go on with.
+            The group's weights and moving statistics from which to continue.
         """
 
     @abc.abstractmethod
     def claim(self, epoch: int, count: int) -> Grant:
-        """Takes batches of an epoch for the group.
+        """Claim batches of an epoch for the group.
 
         Args:
-            epoch: its number.
-            count: how many at most, from 1.
+            epoch: the epoch's number.
+            count: largest number of batches, from 1.
         """
 
     @abc.abstractmethod
     def add_used(self, samples: int) -> None:
-        """Counts samples that the group has used.
+        """Count samples that the group has used.
 
         Args:
-            samples: how many, since the last call.
+            samples: number of samples since the last call.
         """
 
     @abc.abstractmethod
     def pace(self, pace: Sequence[float]) -> tuple[Any, Any] | None:
-        """Says how fast the group is, and tells how fast all are.
+        """Report the group's pace and return the pace of all clients.
 
         Args:
             pace: as in `SampleLedger.pace`.
@@ -114,39 +114,39 @@ class Center(abc.ABC):
 
     @abc.abstractmethod
     def weights(self) -> list[Any]:
-        """The center, a vector for each partition."""
+        """The center, one vector for each partition."""
 
     @abc.abstractmethod
     def state(self) -> list[Any]:
-        """The center of the moving statistics, likewise."""
+        """The center of the moving statistics, in the same form."""
 
     @abc.abstractmethod
     def versions(self) -> Any:
-        """Updates of each partition of the weights so far."""
+        """Number of updates of each partition of the weights."""
 
     @abc.abstractmethod
     def training_clients(self) -> list[int]:
-        """Async workers that train."""
+        """Async workers that are training."""
 
     @abc.abstractmethod
     def waiting_clients(self) -> list[int]:
-        """Async workers that have ended and wait for the final weights."""
+        """Async workers that have finished and wait for the final weights."""
 
     @abc.abstractmethod
     def skip(self, client: int) -> bool:
-        """Lets nobody wait for a client that is gone.
+        """Stop all waiting for a client that is gone.
 
         Args:
-            client: its number.
+            client: the client's number.
 
         Returns:
-            Whether all of the service knows; if not, say it again.
+            Whether the entire service knows; if not, repeat the call.
         """
 
     @abc.abstractmethod
     def conclude(self) -> None:
-        """Keeps versions and counts readable after the service's end."""
+        """Keep versions and counts readable after the end of the service."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the service."""
+        """End the service."""

@@ -1,4 +1,4 @@
-"""The part of a parameter service that one process holds."""
+"""The parts of a parameter service that one process holds."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ DIRECTORY, CLOSE = "directory", "close"
 
 
 class HostedParts:
-    """Some partitions of center and moving statistics; the first process has the ledger too.
+    """Some partitions of center and moving statistics; the first process also has the ledger.
 
     Args:
-        address: "host:port" to answer on.
-        place: which of the processes this is, from 0.
+        address: "host:port" to listen on.
+        place: this process's index among the processes, from 0.
         spec: the training.
-        secret: shared by all tasks.
-        rules: of weights and moving statistics; None to make them from the description.
+        secret: secret shared by all tasks.
+        rules: rules of weights and moving statistics; None to create them from the description.
 
     Attributes:
         spec: the training.
         weights: the service of the weights.
-        state: that of the moving statistics, None without any.
-        ledger: of the samples, in the first process.
+        state: the service of the moving statistics, None without any.
+        ledger: the sample ledger, in the first process.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class HostedParts:
         self.server.register(CLOSE, self._close_function(), gate)
 
     def start(self) -> None:
-        """Starts to answer."""
+        """Start answering."""
         self.server.start()
 
     def close(self) -> None:
-        """Stops to answer and leaves the port."""
+        """Stop answering and release the port."""
         self.server.close()
 
     def tell_addresses(self, addresses: list[str]) -> None:
-        """Opens the service to async workers: they wait until they can ask who has which part.
+        """Open the service to async workers, which wait for the locations of the parts.
 
         Args:
-            addresses: of all processes of the service, this one first.
+            addresses: addresses of all processes of the service, this one first.
         """
         self._addresses.assign(",".join(addresses))
 
     @property
     def is_closed(self) -> bool:
-        """Whether the leader has said that training is over."""
+        """Whether the leader has announced the end of training."""
         return bool(self._is_closed)
 
     def _service(self, shapes: Any, rule: Any, prefix: str, **options: Any) -> ParameterService:
@@ -101,7 +101,7 @@ class HostedParts:
     def _directory_function(self) -> Any:
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
         def directory(addresses: Any) -> Any:
-            """Says where the parts are; the leader sets it by giving `addresses`."""
+            """Return the location of the parts; the leader sets it by passing `addresses`."""
             is_set = tf.greater(tf.strings.length(addresses), 0)
             tf.cond(is_set, lambda: self._set(addresses), lambda: tf.constant(True))
             return tf.constant(int(Status.OK)), self._addresses.read_value()

@@ -1,4 +1,4 @@
-"""The sample ledger as the leader uses it where another process holds it."""
+"""The leader's interface to a sample ledger in another process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NO_CHANGE = -1
 
 
 class LeaderLedger:
-    """What `SampleLedger` offers in its own process, by messages.
+    """Message-based counterpart of a local `SampleLedger`.
 
     Args:
-        client: connection of client 0.
+        client: the connection of client 0.
 
     Raises:
-        ServiceLostError: by all methods that ask, if there is no answer in time.
+        ServiceLostError: by all methods that ask, if no answer arrives in time.
     """
 
     def __init__(self, client: LedgerClient) -> None:
@@ -36,55 +36,55 @@ class LeaderLedger:
     def note(
         self, stage: Stage, epoch: int | None = None, training: TrainingFacts | None = None
     ) -> None:
-        """Keeps what `tell` tells.
+        """Store the facts for `tell`.
 
         Args:
-            stage: how far training is.
-            epoch: of the sync group; None for that of before.
-            training: what is trained; None for that of before.
+            stage: the stage of training.
+            epoch: epoch of the sync group; None for no change.
+            training: the facts about the training; None for no change.
         """
         self._stage = stage
         self._epoch = self._epoch if epoch is None else epoch
         self._training = training or self._training
 
     def tell(self, taken_until: int = 0) -> None:
-        """Tells the ledger what was noted last.
+        """Send the latest stored facts to the ledger.
 
         Args:
-            taken_until: the batch of this epoch before which none may be handed out any more.
+            taken_until: the batch of this epoch before which no more batches may be handed out.
         """
         self._ask(stage=int(self._stage), taken_until=taken_until)
 
     def claim(self, client: int, epoch: int, count: int) -> tuple[int, int]:
-        """Takes the next batches of an epoch; the first one, and how many."""
+        """Claim the next batches of an epoch; return the first one and their number."""
         del client
         _, first, granted = self._client.claim(epoch, count)
         return first, granted
 
     def is_handed_out(self, epoch: int) -> bool:
-        """Whether all batches of an epoch were handed out."""
+        """Whether all batches of an epoch have been handed out."""
         return bool(epoch == self._epoch and self._ask()[0, 4] <= 0)
 
     def note_used(self, samples: int) -> None:
-        """Keeps samples that the leader's group has used for `tell_used`.
+        """Store samples that the leader's group has used, for `tell_used`.
 
         Args:
-            samples: how many, since the last call.
+            samples: number of samples since the last call.
         """
         self._used.add(samples)
 
     def tell_used(self) -> None:
-        """Has all samples counted that were noted, each once."""
+        """Report all stored samples to the ledger, which counts each once."""
         while not (self._used.is_empty or self._is_kept):
             self._ask()
 
     def pace(self, client: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Says how fast the leader's group is, and asks how fast all are: `SampleLedger.pace`."""
+        """Report the pace of the leader's group and ask for all paces: `SampleLedger.pace`."""
         del client
         return self._client.pace(pace)
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
-        """Clients that were heard of lately, as `SampleLedger.present`."""
+        """Return clients heard from recently, like `SampleLedger.present`."""
         overview = self._ask()
         chosen = (overview[:, 0] == int(presence)) & (overview[:, 1] < within_seconds)
         return [int(client) for client in np.flatnonzero(chosen)]
@@ -96,11 +96,11 @@ class LeaderLedger:
 
     @property
     def used(self) -> np.ndarray:
-        """Samples that each client has used."""
+        """Number of samples that each client has used."""
         return self._ask()[:, 3].astype(np.int64)
 
     def keep(self) -> None:
-        """Does not ask any more: the last answer stays, when the other process is gone."""
+        """Stop asking and keep the last answer for when the other process is gone."""
         self._is_kept = True
 
     def _ask(self, stage: int = _NO_CHANGE, taken_until: int = 0) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The parameter service inside the process of its leader."""
+"""The parameter service inside its leader's process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _GROUP = 0
 
 
 class LocalCenter(Center):
-    """Center, moving statistics and sample ledger, used in memory and answering on one server.
+    """Center, moving statistics and sample ledger, used in memory and served on one server.
 
     Args:
-        leader: whose present weights become the center.
-        address: "host:port" to answer on.
-        secret: shared by all tasks.
+        leader: participant whose current weights become the center.
+        address: "host:port" to listen on.
+        secret: secret shared by all tasks.
     """
 
     def __init__(self, leader: Any, address: str, secret: bytes) -> None:
@@ -49,13 +49,13 @@ class LocalCenter(Center):
         _logger.info("The parameter service answers on %s.", address)
 
     def start_epoch(self, epoch: int) -> None:
-        """Begins an epoch."""
+        """Begin an epoch."""
         self.ledger.start_epoch(epoch, self._leader.facts)
         self.ledger.set_stage(Stage.RUNNING)
         self._parts.tell_addresses([self._parts.address])
 
     def set_stage(self, stage: Stage) -> None:
-        """Tells all async workers how far training is; in its last stage they change nothing."""
+        """Announce the stage to all async workers; in the last stage they change nothing."""
         if stage == Stage.CLOSED:
             for service in (self._weights, self._state):
                 if service is not None:
@@ -65,7 +65,7 @@ class LocalCenter(Center):
     def exchange(
         self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool = False
     ) -> list[Any]:
-        """Exchanges in memory, where nothing needs to be waited for."""
+        """Exchange in memory, without any wait."""
         del wait
         new_state = []
         if self._state is not None:
@@ -82,46 +82,46 @@ class LocalCenter(Center):
         return [*new, *new_state]
 
     def claim(self, epoch: int, count: int) -> Grant:
-        """Takes batches of an epoch for the group."""
+        """Claim batches of an epoch for the group."""
         first, granted = self.ledger.claim(_GROUP, epoch, count)
         return Grant(first, granted, granted < count)
 
     def add_used(self, samples: int) -> None:
-        """Counts samples that the group has used."""
+        """Count samples that the group has used."""
         self.ledger.add_used(_GROUP, samples)
 
     def pace(self, pace: Sequence[float]) -> tuple[Any, Any] | None:
-        """Says how fast the group is, and tells how fast all are."""
+        """Report the group's pace and return the pace of all clients."""
         return self.ledger.pace(_GROUP, pace)
 
     def weights(self) -> list[Any]:
-        """The center, a vector for each partition."""
+        """The center, one vector for each partition."""
         return self._weights.center_partitions()
 
     def state(self) -> list[Any]:
-        """The center of the moving statistics, likewise."""
+        """The center of the moving statistics, in the same form."""
         return self._state.center_partitions() if self._state is not None else []
 
     def versions(self) -> Any:
-        """Updates of each partition of the weights so far."""
+        """Number of updates of each partition of the weights."""
         return self._weights.versions()
 
     def training_clients(self) -> list[int]:
-        """Async workers that train."""
+        """Async workers that are training."""
         return self.ledger.present(Presence.TRAINING, self._presence_seconds)
 
     def waiting_clients(self) -> list[int]:
-        """Async workers that have ended and wait for the final weights."""
+        """Async workers that have finished and wait for the final weights."""
         return self.ledger.present(Presence.WAITING, self._presence_seconds)
 
     def skip(self, client: int) -> bool:
-        """Lets nobody wait for a client that is gone."""
+        """Stop all waiting for a client that is gone."""
         self._weights.signal_locally(client, Signal.LEAVE)
         return True
 
     def conclude(self) -> None:
-        """Counts stay readable here in any case."""
+        """Do nothing: counts stay readable here in any case."""
 
     def close(self) -> None:
-        """Stops to answer."""
+        """Stop answering."""
         self._parts.close()

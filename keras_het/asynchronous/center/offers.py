@@ -1,4 +1,4 @@
-"""How a process that knows no model yet learns what it is to serve."""
+"""Offers that tell a process without a model what to serve."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _POLL_SECONDS = 0.05
 
 
 class Offers:
-    """Takes the description of a training from its leader.
+    """Receiver of a training's description from its leader.
 
     Args:
-        secret: shared by all tasks.
+        secret: secret shared by all tasks.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -33,10 +33,10 @@ class Offers:
             self._text = tf.Variable("", trainable=False)
 
     def register_on(self, server: FunctionServer) -> None:
-        """Takes offers on a server that has not started.
+        """Accept offers on a server that has not started.
 
         Args:
-            server: where it listens.
+            server: the server to listen on.
         """
 
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
@@ -48,11 +48,11 @@ class Offers:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there is an offer that was not taken."""
+        """Whether there is a pending offer."""
         return bool(self._text.numpy())
 
     def take(self) -> tuple[ServiceSpec, int]:
-        """The training, and which of its services this process is to be.
+        """Return the offered training and the index of the service that this process is to be.
 
         Raises:
             ValueError: if the offer cannot be read.
@@ -69,7 +69,7 @@ class Offers:
             ) from error
 
     def wait_at(self, address: str, is_stopped: Callable[[], bool]) -> bool:
-        """Listens until there is an offer; whether there is one.
+        """Listen until there is an offer; return whether there is one.
 
         Args:
             address: "host:port" to listen on.
@@ -89,18 +89,18 @@ class Offers:
 def make_offer(
     address: str, secret: bytes, spec: ServiceSpec, place: int, timeout_seconds: float
 ) -> None:
-    """Offers a training to a process that runs `keras-het serve`.
+    """Offer a training to a process that runs `keras-het serve`.
 
     Args:
-        address: where it listens.
-        secret: shared by all tasks.
+        address: address on which the process listens.
+        secret: secret shared by all tasks.
         spec: the training.
-        place: which of the services it is to be.
-        timeout_seconds: for the message.
+        place: index of the service it is to be.
+        timeout_seconds: timeout of the message.
 
     Raises:
-        ConnectionError: if nobody answers.
-        PermissionError: if the secret is not its.
+        ConnectionError: if there is no answer.
+        PermissionError: if its secret differs.
     """
     client = FunctionClient(address, credential(secret, _ABOUT), timeout_seconds)
     text = tf.constant(json.dumps([place, spec.to_json()]))

@@ -1,4 +1,4 @@
-"""Where the parameter service lives, and how a participant gets it going."""
+"""Location of the parameter service, and its start by a participant."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from keras_het.strategy.cluster.cluster_address import free_port
 
 @dataclasses.dataclass
 class OpenService:
-    """What one participant has of the service.
+    """One participant's view of the service.
 
     Args:
-        center: the service, for its leader alone.
-        parts: partitions in this process, where the service is spread.
+        center: the service, only for its leader.
+        parts: partitions in this process, if the service is spread.
     """
 
     center: Center | None = None
     parts: HostedParts | None = None
 
     def close(self) -> None:
-        """Ends what this participant has."""
+        """Close everything that this participant holds."""
         if self.center is not None:
             self.center.close()
         if self.parts is not None:
@@ -36,14 +36,14 @@ class OpenService:
 
 
 def join_service(participant: Any) -> OpenService:
-    """Starts the parts of the service that belong to this task; the leader then connects.
+    """Start the parts of the service that belong to this task; the leader then connects.
 
     Args:
-        participant: member of the sync group, or the service task of async workers alone.
+        participant: member of the sync group, or the service task if there are only async workers.
 
     Raises:
         ConnectionError: if a process of the service does not answer.
-        PermissionError: if one refuses this training.
+        PermissionError: if a process refuses this training.
     """
     strategy, options = participant.strategy, participant.options
     config = strategy.cluster_config
@@ -62,7 +62,7 @@ def join_service(participant: Any) -> OpenService:
 
 
 def _spread(participant: Any, tasks: list[str]) -> OpenService:
-    """Every member of the sync group holds a part, and so do the tasks of the job `ps`."""
+    """Give a part to every member of the sync group and every task of the job `ps`."""
     strategy = participant.strategy
     config, extended = strategy.cluster_config, strategy.extended
     hosts = [address.rpartition(":")[0] for address in config.sync_group_addresses]

@@ -1,4 +1,4 @@
-"""The parameter service as its leader uses it where other processes hold it."""
+"""The leader's interface to a parameter service in other processes."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Sta
 from keras_het.asynchronous.rules import Signal
 
 _logger = logging.getLogger("keras_het")
-_LONGEST_FAREWELL_SECONDS = 1.0  # where a lost service may not answer
+_LONGEST_FAREWELL_SECONDS = 1.0  # a lost service may not answer
 
 
 class RemoteCenter(Center):
-    """Exchanges as an async worker does: what was sent travels while the group computes.
+    """A center that exchanges like an async worker: messages travel while the group computes.
 
-    A lost service is an error, or, if the options say so, the group trains on alone, takes all
-    batches, and goes on with the service at the first exchange after that has answered again; until
-    then a thread asks it, and no step waits. One that was restarted gets the group's weights.
+    A lost service is an error or, if the options say so, the group trains on alone, takes all
+    batches, and resumes with the service at the first exchange after it answers again; until then a
+    thread polls it, and no step waits. A restarted service gets the group's weights.
 
     Args:
-        group: the sync group, whose present weights become the center.
-        addresses: of all processes of the service, that with the ledger first.
-        tasks: those of them that nobody else ends.
+        group: the sync group, whose current weights become the center.
+        addresses: addresses of all processes of the service, the one with the ledger first.
+        tasks: those of them that only this center can end.
 
     Raises:
-        ConnectionError: if one of them does not answer.
-        PermissionError: if one refuses this group.
+        ConnectionError: if a process does not answer.
+        PermissionError: if a process refuses this group.
     """
 
     def __init__(self, group: Any, addresses: Sequence[str], tasks: Sequence[str]) -> None:
@@ -65,18 +65,18 @@ class RemoteCenter(Center):
         _logger.info("The parameter service is at %s.", ", ".join(addresses))
 
     def exported(self) -> dict[str, np.ndarray] | None:
-        """Versions and the rule's state for a backup, as arrays; None without a service."""
+        """Return versions and rule state for a backup, as arrays; None without a service."""
         found: dict[str, np.ndarray] | None = self._try(self._parts.exported, None)
         return found
 
     def start_epoch(self, epoch: int) -> None:
-        """Begins an epoch."""
+        """Begin an epoch."""
         self._taken_until = 0
         self.ledger.note(Stage.RUNNING, epoch, self._group.facts)
         self._try(self._open, None)
 
     def set_stage(self, stage: Stage) -> None:
-        """Tells all async workers how far training is; in its last stage they change nothing."""
+        """Announce the stage to all async workers; in the last stage they change nothing."""
         if stage == Stage.CLOSED:
             self._try(self._parts.close_training, None)
         self.ledger.note(stage)
@@ -85,7 +85,7 @@ class RemoteCenter(Center):
     def exchange(
         self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool = False
     ) -> list[Any]:
-        """Goes on from the last answer, and sends again."""
+        """Continue from the last answer, and send again."""
         if self._is_lost and not self._return.has_answered:
             return [*weights, *state]
         try:
@@ -99,7 +99,7 @@ class RemoteCenter(Center):
             return [*weights, *state]
 
     def claim(self, epoch: int, count: int) -> Grant:
-        """Takes batches of an epoch; without a service all that follow are the group's."""
+        """Claim batches of an epoch; without a service, the group gets all that follow."""
         left = self._group.num_batches - self._taken_until
         alone = Grant(self._taken_until, min(count, left), count > left)
         grant: Grant = self._try(lambda: self._claim(epoch, count), alone)
@@ -108,12 +108,12 @@ class RemoteCenter(Center):
         return grant
 
     def add_used(self, samples: int) -> None:
-        """Counts samples that the group has used."""
+        """Count samples that the group has used."""
         self.ledger.note_used(samples)
         self._try(self.ledger.tell_used, None)
 
     def pace(self, pace: Sequence[float]) -> tuple[Any, Any] | None:
-        """Says how fast the group is, and asks how fast all are."""
+        """Report the group's pace and ask for the pace of all clients."""
         found: tuple[Any, Any] | None = self._try(lambda: self.ledger.pace(LEADER, pace), None)
         return found
 
@@ -123,40 +123,40 @@ class RemoteCenter(Center):
         return list(self._try(lambda: self._weights.pull(exact=True), own))
 
     def state(self) -> list[Any]:
-        """The center of the moving statistics, likewise."""
+        """The center of the moving statistics, in the same form."""
         if self._state is None:
             return []
         own = self._group.vectors.state.read()
         return list(self._try(self._state.pull, own))
 
     def versions(self) -> Any:
-        """Updates of each partition of the weights so far, as far as is known."""
+        """Last known number of updates of each partition of the weights."""
         if not self._is_closed:
             self._try(self._weights.pull, None)
         return self._weights.latest_versions
 
     def training_clients(self) -> list[int]:
-        """Async workers that train."""
+        """Async workers that are training."""
         return self._present(Presence.TRAINING)
 
     def waiting_clients(self) -> list[int]:
-        """Async workers that have ended and wait for the final weights."""
+        """Async workers that have finished and wait for the final weights."""
         return self._present(Presence.WAITING)
 
     def skip(self, client: int) -> bool:
-        """Lets nobody wait for a client that is gone."""
+        """Stop all waiting for a client that is gone."""
         stage = self._try(lambda: self._parts.weights.signal(Signal.LEAVE, client), None)
         return stage is not None
 
     def conclude(self) -> None:
-        """Asks a last time for versions and counts."""
+        """Ask for versions and counts one last time."""
         self._try(self._weights.pull, None)
         self._try(self.ledger.tell, None)
         self.ledger.keep()
         self._is_closed = True
 
     def close(self) -> None:
-        """Tells the tasks of the service that training is over."""
+        """Tell the tasks of the service that training is over."""
         self._return.stop()
         if not self._is_given_up:
             is_away = self._is_lost and not self._return.has_answered
@@ -180,7 +180,7 @@ class RemoteCenter(Center):
         return [*weights, *state]
 
     def _settled(self, weights: list[Any], samples: int) -> list[Any]:
-        """Sends again what was too stale, so that the center has it."""
+        """Resend changes that were too stale for the center."""
         for _ in range(LARGEST_TRIES):
             if not self._weights.has_own_progress:
                 break
@@ -189,7 +189,7 @@ class RemoteCenter(Center):
         return weights
 
     def _finished(self, weights: list[Any]) -> list[Any]:
-        """The weights after the answer that is under way, if any."""
+        """Return the weights after the answer in flight, if any."""
         if self._pending is not None:
             weights = self._weights.finish(self._pending, weights)
             self._pending = None
@@ -200,10 +200,10 @@ class RemoteCenter(Center):
         return Grant(first, granted, granted < count)
 
     def _attach_again(self) -> None:
-        """Goes on with the service after a loss.
+        """Resume with the service after a loss.
 
         Raises:
-            ServiceLostError: if it is still away.
+            ServiceLostError: if it is still lost.
         """
         restarted = self._parts.restarted()
         if restarted or self._parts.awaits_center:
@@ -211,7 +211,7 @@ class RemoteCenter(Center):
             self._adopt_center()
             self._pending = None
             self._parts.awaits_center = False
-        else:  # all parts answer before `after_absence`: a try that fails must not scale once more
+        else:  # all parts answer before `after_absence`: a failed try must not scale again
             self._weights.meet_again(self._pending)
             if self._state is not None:
                 self._state.meet_again(None)
@@ -243,7 +243,7 @@ class RemoteCenter(Center):
         if not self._options.goes_on_without_service:
             self._is_given_up = True
             raise error
-        if isinstance(error, NoCenterError):  # it may know this training, from an offer of before
+        if isinstance(error, NoCenterError):  # it may know this training, from an earlier offer
             self._parts.awaits_center = True
         self._return.start()
         if not self._is_lost:

@@ -1,4 +1,4 @@
-"""The processes that hold the center, as the leader of the training reaches them."""
+"""The leader's interface to the processes that hold the center."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ LEADER = 0
 
 
 class RemoteParts:
-    """Tells the processes what to hold, connects to them, and brings the center there.
+    """Assignment of parts to the processes, connection to them, and transfer of the center.
 
     Args:
-        leader: participant whose weights become the center.
-        addresses: of all processes, that with the ledger first.
-        tasks: those of them that run `keras-het serve`, and are told what to serve.
+        leader: the participant whose weights become the center.
+        addresses: addresses of all processes, the one with the ledger first.
+        tasks: those of them that run `keras-het serve` and need to be told what to serve.
 
     Attributes:
-        weights: connection of the weights.
-        state: that of the moving statistics, None without any.
-        awaits_center: whether processes that were restarted still lack their center.
+        weights: the connection of the weights.
+        state: the connection of the moving statistics, None without any.
+        awaits_center: whether restarted processes still lack their center.
 
     Raises:
-        ConnectionError: if one of them does not answer.
-        PermissionError: if one refuses this training.
+        ConnectionError: if a process does not answer.
+        PermissionError: if a process refuses this training.
     """
 
     def __init__(self, leader: Any, addresses: Sequence[str], tasks: Sequence[str]) -> None:
@@ -54,14 +54,14 @@ class RemoteParts:
             self.state = connect(lambda: self._client(vectors.state, STATE_PREFIX, None), seconds)
 
     def bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
-        """Makes the leader's present weights and moving statistics the center.
+        """Make the leader's current weights and moving statistics the center.
 
         Args:
-            saved: versions and the rule's state, as `exported` gave them.
+            saved: versions and rule state, as returned by `exported`.
 
         Raises:
-            ConnectionError: if a part is not answered in time.
-            ValueError: if what was saved is of another service.
+            ConnectionError: if a part does not answer in time.
+            ValueError: if the saved state belongs to another service.
         """
         vectors = self._leader.vectors
         states = None
@@ -72,10 +72,10 @@ class RemoteParts:
             self.state.restore(vectors.state.read())
 
     def exported(self) -> dict[str, np.ndarray]:
-        """Versions and the rule's state, as arrays that a backup can keep.
+        """Return versions and rule state, as arrays that a backup can keep.
 
         Raises:
-            ServiceLostError: if a part is not answered in time.
+            ServiceLostError: if a part does not answer in time.
         """
         try:
             return to_arrays(self.weights.export())
@@ -83,10 +83,10 @@ class RemoteParts:
             raise ServiceLostError(str(error)) from error
 
     def restarted(self) -> list[str]:
-        """Addresses of processes that were restarted, and know nothing of this training.
+        """Return the addresses of restarted processes that do not know this training.
 
         Raises:
-            ServiceLostError: if one does not answer.
+            ServiceLostError: if a process does not answer.
         """
         found = []
         for address in self._addresses:
@@ -99,16 +99,16 @@ class RemoteParts:
         return found
 
     def begin_again(self, restarted: Sequence[str]) -> None:
-        """Tells processes that were restarted what to hold, and makes the weights the center.
+        """Assign parts to restarted processes, and make the weights the center.
 
         Args:
-            restarted: their addresses.
+            restarted: addresses of the restarted processes.
 
         Raises:
-            ServiceLostError: if one of them does not answer.
+            ServiceLostError: if a process does not answer.
         """
         seconds = self._leader.options.timeout_seconds
-        self.awaits_center = True  # until the leader has it back: another try must do it all
+        self.awaits_center = True  # until the leader has it back: another try must redo everything
         try:
             self._offer(restarted, seconds)
             for client in (self.weights, self.state):
@@ -119,10 +119,10 @@ class RemoteParts:
             raise ServiceLostError(str(error)) from error
 
     def open_directory(self) -> None:
-        """Lets async workers in: tells them who has which part.
+        """Admit async workers: tell them where the parts are.
 
         Raises:
-            ServiceLostError: if there is no answer in time.
+            ServiceLostError: if no answer arrives in time.
         """
         first, text = self._addresses[0], tf.constant(",".join(self._addresses))
         specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string))
@@ -132,10 +132,10 @@ class RemoteParts:
             raise ServiceLostError(f"The parameter service at {error}") from error
 
     def close_training(self) -> None:
-        """Has all processes take no push any more.
+        """Make all processes reject further pushes.
 
         Raises:
-            ServiceLostError: if one of them does not answer.
+            ServiceLostError: if a process does not answer.
         """
         try:
             for client in (self.weights, self.state):
@@ -145,16 +145,16 @@ class RemoteParts:
             raise ServiceLostError(str(error)) from error
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Tells the tasks of the service that training is over, all at once.
+        """Tell all tasks of the service at once that training is over.
 
         Args:
-            timeout_seconds: for all of their answers; that of other messages by default.
+            timeout_seconds: timeout for all of their answers; by default that of other messages.
         """
         leader = self._leader
         seconds = leader.options.timeout_seconds if timeout_seconds is None else timeout_seconds
         clients = [FunctionClient(task, leader.credential, seconds) for task in self._tasks]
         for call in [client.call(CLOSE, [], tf.TensorSpec([], tf.int32)) for client in clients]:
-            bool(call.is_ok())  # waits; the answer may be lost with the server that ends
+            bool(call.is_ok())  # waits; the answer may be lost with the ending server
 
     def _offer(self, tasks: Sequence[str], patience: float) -> None:
         leader = self._leader

@@ -1,4 +1,4 @@
-"""Asks a lost service, beside the training, whether it answers again."""
+"""Poll a lost service in the background until it answers again."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostEr
 
 _QUESTIONS_IN_TIMEOUT = 4
 _LARGEST_PAUSE = 16.0  # in time-outs
-_LONGEST_WAIT_SECONDS = 0.5  # for a question that nobody wants the answer of
+_LONGEST_WAIT_SECONDS = 0.5  # for a question whose answer is no longer needed
 
 
 class ReturnWatch:
-    """Asks from a thread after each loss until there is an answer.
+    """A thread that polls after each loss until there is an answer.
 
-    A service that is silent (stopped, behind a dead link) lets every question last for the whole
-    time-out. Between two training steps that would hold up the whole sync group again and again;
-    here nobody waits for it. Where the questions are answered and what follows is not (a link that
-    carries small messages only), each further loss doubles the pause before the next question.
+    A silent service (stopped, behind a dead link) delays every question for the entire time-out.
+    Between two training steps that would hold up the whole sync group again and again; here no step
+    waits for it. If the questions are answered but the messages that follow are not (a link that
+    carries only small messages), each further loss doubles the pause before the next question.
 
     Args:
-        ask: returns when all of the service has answered. It raises `ServiceLostError` or
-            `ConnectionError` if it does not; whatever else comes is an answer, which the training
-            itself then hears.
-        timeout_seconds: of a message.
+        ask: returns when the entire service has answered, and raises `ServiceLostError` or
+            `ConnectionError` otherwise; any other error counts as an answer, which the training
+            itself then receives.
+        timeout_seconds: timeout of a message.
     """
 
     def __init__(self, ask: Callable[[], Any], timeout_seconds: float) -> None:
@@ -43,8 +43,8 @@ class ReturnWatch:
         return self._answered.is_set()
 
     def start(self) -> None:
-        """Begins to ask, unless that is under way; to be called at each loss."""
-        with self._lock:  # batches may be claimed by another thread than that of the steps
+        """Start polling, unless it is already in progress; call this at each loss."""
+        with self._lock:  # a thread other than that of the steps may claim batches
             is_asking = self._thread is not None and not self._answered.is_set()
             if is_asking or self._stopped.is_set():
                 return
@@ -56,11 +56,11 @@ class ReturnWatch:
             self._thread.start()
 
     def attached(self) -> None:
-        """The service is in use again: the next loss is a new one."""
+        """Record that the service is in use again: the next loss is a new one."""
         self._pause = self._first_pause
 
     def stop(self) -> None:
-        """Asks no more; returns soon, and what a question under way finds does not count."""
+        """Stop polling and return soon; the result of a pending question does not count."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -76,7 +76,7 @@ class ReturnWatch:
             except (ServiceLostError, ConnectionError):
                 continue
             except Exception:
-                pass  # such as a refusal: it comes again where the training attaches
+                pass  # such as a refusal: it recurs when the training attaches
             if not self._stopped.is_set():
                 self._answered.set()
             return

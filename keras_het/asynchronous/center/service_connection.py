@@ -1,4 +1,4 @@
-"""An async worker's connection to the parameter service: opened, lost, opened again."""
+"""An async worker's connection to the parameter service: opened, lost, reopened."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from keras_het.rpc.admission import DIVERGED
 from keras_het.rpc.function_client import FunctionClient
 
 _POLL_SECONDS = 0.05
-_SILENT_SECONDS = 10.0  # of waiting for a service that is still to start
-_TURN_SECONDS = (0.002, 0.016)  # first and longest pause between two questions for the turn
+_SILENT_SECONDS = 10.0  # of waiting for a service that has yet to start
+_TURN_SECONDS = (0.002, 0.016)  # first and longest pause between two questions about the turn
 _ROOM_FOR_STRAGGLERS = 1 << 20
 _UNANSWERED = (NO_ANSWER, int(Status.NO_CENTER))
 LARGEST_TRIES = 100
-"""Pushes of the same change where others push in between, with a bound on staleness."""
+"""Pushes of the same change if others push in between, with a bound on staleness."""
 _logger = logging.getLogger("keras_het")
 _WAITS = "No parameter service for %.0f s; waiting up to %g s for it to start. %s(%s)"
 
 
 class NoCenterError(ServiceLostError):
-    """A part of the service was restarted, and its leader has yet to bring the center."""
+    """A part of the service was restarted, and its leader has yet to restore the center."""
 
 
 @dataclasses.dataclass
 class Pending:
-    """A push under way; it can be sent again, and counts once.
+    """A push in flight; it can be sent again and counts once.
 
     Args:
         push: the messages.
-        samples: samples behind the change.
+        samples: number of samples behind the change.
         versions: version of each partition that the worker had seen.
-        sequence: number of the push.
-        sent: weights that the worker went on with, for each partition.
-        had_to_wait: whether the worker was told that it is not its turn.
+        sequence: the number of the push.
+        sent: weights from which the worker continued, for each partition.
+        had_to_wait: whether the worker was told to wait for its turn.
     """
 
     push: PendingPush
@@ -62,7 +62,7 @@ class Pending:
 
 
 class CenterClient:
-    """Exchanges one worker's vectors with the service.
+    """Client that exchanges one worker's vectors with the service.
 
     Args:
         client: the connection of these vectors.
@@ -79,43 +79,43 @@ class CenterClient:
         self._versions = np.zeros(len(client.partitions.sizes), np.int64)
         self._latest_versions = self._versions
         self._residuals: list[Any] | None = None
-        # A process of this number before may have messages on their way still.
+        # An earlier process with this number may still have messages in flight.
         self._sequence = client.latest_sequence() + _ROOM_FOR_STRAGGLERS
         self._has_warned = self._has_warned_of_loss = False
         self._was_stale = self.lost_gradient = False
 
     @property
     def has_own_progress(self) -> bool:
-        """Whether the latest push was too stale: the center lacks what the worker has moved."""
+        """Whether the latest push was too stale: the center lacks the worker's progress."""
         return self._was_stale and not self._rule.uses_gradients
 
     @property
     def latest_versions(self) -> Any:
-        """Version of each partition, as far as is known; the weights may be of an older one."""
+        """Latest known version of each partition; the weights may have an older one."""
         return self._latest_versions
 
     def greet(self) -> None:
-        """Asks all of the service whether it is there.
+        """Check that the entire service is present.
 
         Raises:
-            ConnectionError: if one of its processes does not answer in time.
-            PermissionError: if one refuses this worker.
+            ConnectionError: if a process of the service does not answer in time.
+            PermissionError: if a process refuses this worker.
         """
         self._client.greet()
 
     def signal(self, signal: Signal) -> int | None:
-        """Tells the rule something; the stage of training, None without an answer in time."""
+        """Send a signal to the rule; return the stage of training, None without a timely answer."""
         return self._client.signal(signal)
 
     def pull(self, exact: bool = False) -> list[Any]:
-        """The center.
+        """Fetch the center.
 
         Args:
-            exact: whether to have all of its bits, in whatever format other messages travel.
+            exact: whether to get all of its bits, regardless of the format of other messages.
 
         Raises:
-            NoCenterError: if a part was restarted and has none yet.
-            ServiceLostError: if there is no answer in time.
+            NoCenterError: if a part was restarted and has no center yet.
+            ServiceLostError: if no answer arrives in time.
         """
         fallback = [tf.zeros([size]) for size in self._client.partitions.sizes]
         answer = self._client.pull(fallback, exact)
@@ -126,42 +126,42 @@ class CenterClient:
         return list(answer.partitions)
 
     def compress(self, ratio: float) -> None:
-        """Sends the largest values from now on; what is left over of earlier ones stays.
+        """Send only the largest values from now on; earlier residuals are kept.
 
         Args:
-            ratio: part of the values, where the service takes such messages.
+            ratio: fraction of the values, if the service accepts such messages.
         """
         self._client.use_wire(TopKWire(ratio))
 
     def adopt(self, center: list[Any]) -> None:
-        """Takes the center that was pulled just now for what was seen last."""
+        """Treat the center that was just pulled as the last one seen."""
         self.seen, self._residuals = center, None
         self._versions = self._latest_versions
 
     def after_absence(
         self, weights: list[Any], pending: Pending | None, num_workers: int
     ) -> list[Any]:
-        """Weights to go on with when the service is back: `UpdateRule.after_absence`.
+        """Return the weights to continue from when the service is back: `UpdateRule.after_absence`.
 
         Args:
-            weights: the worker's weights now, for each partition.
-            pending: what it had sent before the service was lost, None for nothing.
-            num_workers: workers that exchange with the service.
+            weights: the worker's current weights, for each partition.
+            pending: the push sent before the service was lost, None for none.
+            num_workers: number of workers that exchange with the service.
         """
         starts = self.seen if pending is None else pending.sent
         pairs = zip(weights, starts, strict=True)
         return [self._rule.after_absence(own, start, num_workers) for own, start in pairs]
 
     def send(self, weights: list[Any], samples: int) -> Pending:
-        """Sends the rule's message.
+        """Send the rule's message.
 
         Args:
-            weights: the worker's weights, for each partition; with rules that send gradients, the
-                mean gradient.
-            samples: samples behind the change.
+            weights: the worker's weights, for each partition; the mean gradient for rules that send
+                gradients.
+            samples: number of samples behind the change.
 
         Returns:
-            What is under way.
+            The push in flight.
         """
         messages, sent = outgoing(self._rule, weights, self.seen)
         if self._residuals is not None:
@@ -172,20 +172,20 @@ class CenterClient:
         return Pending(push, samples, versions, self._sequence, sent)
 
     def finish(self, pending: Pending, weights: list[Any]) -> list[Any]:
-        """Waits for the answer and combines it with the weights of now.
+        """Wait for the answer and combine it with the current weights.
 
-        A part whose push was too stale starts from the center again with the worker's own progress.
-        One that came after the end of training stays as it is: what follows is the final center.
+        A part whose push was too stale restarts from the center with the worker's own progress. A
+        part whose push arrived after the end of training stays unchanged: the final center follows.
 
         Args:
-            pending: what `send` gave; after a loss it may be given again.
-            weights: the worker's weights now, for each partition.
+            pending: the result of `send`; after a loss it may be passed again.
+            weights: the worker's current weights, for each partition.
 
         Returns:
-            The weights to go on with.
+            The weights from which to continue.
 
         Raises:
-            ServiceLostError: if a part was not answered in time. Nothing has changed then.
+            ServiceLostError: if a part does not answer in time; nothing changes then.
         """
         answer = self._final_answer(pending)
         statuses, versions = answer.statuses.numpy(), answer.versions.numpy()
@@ -205,7 +205,7 @@ class CenterClient:
         return carried
 
     def _note_lost_gradient(self, statuses: Any) -> None:
-        """A gradient that was too stale is not sent again: it would be as stale."""
+        """Record a gradient that was too stale; resending it would be just as stale."""
         uses_gradients = self._rule.uses_gradients
         self.lost_gradient = uses_gradients and bool((statuses == int(Status.STALE)).all())
         if uses_gradients and self._was_stale and not self._has_warned_of_loss:
@@ -217,9 +217,9 @@ class CenterClient:
             )
 
     def _final_answer(self, pending: Pending) -> Any:
-        """The answer; rules in which workers wait may say several times that it is not their turn.
+        """Return the final answer; rules with waiting workers may defer the turn several times.
 
-        What was taken counts once: the push is sent again with its number.
+        Accepted parts count once: the push is sent again with its number.
         """
         while True:
             answer = pending.push.answer(self.seen)
@@ -232,10 +232,10 @@ class CenterClient:
             self._client.push_again(pending.push, self._in_turn(pending.push, waiting))
 
     def _in_turn(self, push: PendingPush, waiting: list[int]) -> list[int]:
-        """Waits until it is the turn of some parts, and gives these.
+        """Wait until it is the turn of some parts, and return these.
 
-        It asks without values: the link is that of the worker whose turn it is. All parts are
-        asked, for one whose service is gone must not go unnoticed while others say to wait.
+        It asks without values, because the link belongs to the worker whose turn it is. It asks all
+        parts, because one whose service is gone must not go unnoticed while others say to wait.
         """
         pause, longest = _TURN_SECONDS
         while True:
@@ -248,20 +248,20 @@ class CenterClient:
             pause = min(2 * pause, longest)
 
     def send_again(self, pending: Pending) -> None:
-        """Sends the parts of a push that were not taken, with its old number.
+        """Send the untaken parts of a push again, with its old number.
 
-        What a part answered that was taken stays: it would answer with the center of now, in which
-        others have pushed since.
+        Answers of parts that took the push are kept: a new answer would be the current center, to
+        which others have pushed since.
         """
         statuses = pending.push.answer(self.seen).statuses.numpy()
         again = np.flatnonzero(np.isin(statuses, (*_UNANSWERED, int(Status.WAIT))))
         self._client.push_again(pending.push, again.tolist())
 
     def meet_again(self, pending: Pending | None) -> None:
-        """Waits until all parts answer after a loss; a push under way is sent again.
+        """Wait until all parts answer after a loss; a push in flight is sent again.
 
         Args:
-            pending: what `send` gave and is not finished, None for nothing.
+            pending: the unfinished result of `send`, None for none.
 
         Raises:
             ServiceLostError: if a part does not answer in time.
@@ -300,9 +300,9 @@ class CenterClient:
         return new
 
     def _left_over(self, statuses: Any, answer: Any) -> list[Any] | None:
-        """What a compressing format did not carry, to be sent with the next message.
+        """Return the residual of a compressing format, to be sent with the next message.
 
-        What was not taken is in the weights still, but for what was left over before.
+        Untaken changes are still in the weights, except for earlier residuals.
         """
         if self._client.wire_is_exact:
             return None
@@ -314,15 +314,15 @@ class CenterClient:
 
 
 def outgoing(rule: Any, progress: Sequence[Any], seen: Sequence[Any]) -> tuple[Any, Any]:
-    """What a worker sends of each partition, and the weights that it goes on with.
+    """Return a worker's message for each partition, and the weights from which it continues.
 
     Args:
         rule: the update rule.
-        progress: its weights, or its mean gradient if the rule sends gradients.
+        progress: the worker's weights, or its mean gradient if the rule sends gradients.
         seen: the answer of its last exchange.
     """
     pairs = list(zip(progress, seen, strict=True))
-    if rule.uses_gradients:  # nothing has moved: its weights are what it has seen
+    if rule.uses_gradients:  # the weights are unchanged since the last answer
         messages = [rule.message_of_gradient(gradient, s) for gradient, s in pairs]
         return messages, [rule.after_sending(s, s) for s in seen]
     messages = [rule.message(weights, s) for weights, s in pairs]
@@ -330,15 +330,15 @@ def outgoing(rule: Any, progress: Sequence[Any], seen: Sequence[Any]) -> tuple[A
 
 
 def connect(make: Any, wait_seconds: float, hint: str = "") -> Any:
-    """Calls `make` until the service is there; says so once where that takes long.
+    """Call `make` until the service is present; report a long wait once.
 
     Args:
-        make: opens a connection; raises `ConnectionError` if nobody answers.
+        make: opens a connection; raises `ConnectionError` if there is no answer.
         wait_seconds: how long to try.
-        hint: what else it may be, for those who wait.
+        hint: another possible cause, for waiting users.
 
     Raises:
-        ConnectionError: if nobody answered in that time.
+        ConnectionError: if there is no answer in that time.
     """
     began = time.monotonic()
     says_so_after = _SILENT_SECONDS
@@ -357,13 +357,13 @@ def connect(make: Any, wait_seconds: float, hint: str = "") -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """An async worker's way to the service.
+    """An async worker's connection to the service.
 
     Args:
-        weights: of the model.
-        state: its moving statistics, None without any.
-        ledger: of the samples.
-        heartbeat: a second way to the ledger, for another thread.
+        weights: connection of the model's weights.
+        state: connection of its moving statistics, None without any.
+        ledger: connection to the sample ledger.
+        heartbeat: a second connection to the ledger, for another thread.
     """
 
     weights: CenterClient
@@ -373,15 +373,15 @@ class Connection:
 
 
 def open_connection(participant: Any, client: int) -> Connection:
-    """Connects to weights, moving statistics and ledger of a service.
+    """Connect to weights, moving statistics and ledger of a service.
 
     Args:
         participant: the async worker.
-        client: its number among the service's clients.
+        client: the worker's number among the service's clients.
 
     Raises:
-        ConnectionError: if the service is not there, has not begun or is over.
-        PermissionError: if it refuses this worker.
+        ConnectionError: if the service is absent, has not begun or is over.
+        PermissionError: if the service refuses this worker.
     """
     options, vectors = participant.options, participant.vectors
     first = participant.strategy.cluster_config.service_address()
@@ -410,7 +410,7 @@ def open_connection(participant: Any, client: int) -> Connection:
 
 
 def _find_addresses(participant: Any, ledger: LedgerClient, first: str) -> list[str]:
-    """Asks the first process of the service where the others are."""
+    """Ask the first process of the service for the addresses of the others."""
     seconds = participant.options.timeout_seconds
     directory = FunctionClient(first, participant.credential, seconds)
     specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string))

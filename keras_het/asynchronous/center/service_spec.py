@@ -1,4 +1,4 @@
-"""What a parameter service must know of a training: plain values that travel as JSON."""
+"""Description of a training for a parameter service: plain values that travel as JSON."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class ServiceSpec:
     """A training's variables, rule and participants.
 
     Args:
-        shapes: shape of each trainable variable.
-        state_shapes: shape of each moving statistic; empty if there is none.
-        rule: of the weights, as `rules.serialize` has it.
-        state_rule: of the moving statistics, likewise.
-        wire: name of the format of the weights.
-        num_clients: participants that may push.
-        staleness_bound: updates beyond which a push is not taken, None for no bound.
-        fingerprint: of model, rule and wire, part of every credential.
-        num_services: processes that share the partitions.
-        partition_size: float32 elements of a partition.
+        shapes: the shape of each trainable variable.
+        state_shapes: the shape of each moving statistic; empty if there is none.
+        rule: the rule of the weights, as returned by `rules.serialize`.
+        state_rule: the rule of the moving statistics, in the same form.
+        wire: the name of the format of the weights.
+        num_clients: number of participants that may push.
+        staleness_bound: number of updates beyond which a push is rejected, None for no bound.
+        fingerprint: fingerprint of model, rule and wire, part of every credential.
+        num_services: number of processes that share the partitions.
+        partition_size: number of float32 elements of a partition.
     """
 
     shapes: Shapes
@@ -41,7 +41,7 @@ class ServiceSpec:
     partition_size: int
 
     def make_rules(self) -> tuple[UpdateRule, UpdateRule]:
-        """The rules of weights and moving statistics.
+        """Create the rules of weights and moving statistics.
 
         Raises:
             ValueError: if this version does not know them.
@@ -55,19 +55,19 @@ class ServiceSpec:
         return rules[0], rules[1]  # type: ignore[return-value]
 
     def make_wire(self) -> Wire:
-        """The format of the weights."""
+        """Create the format of the weights."""
         return wire_named(self.wire)
 
     def to_json(self) -> str:
-        """The text of it."""
+        """Return the description as JSON text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ServiceSpec:
-        """The inverse of `to_json`.
+        """Restore a description from the result of `to_json`.
 
         Raises:
-            ValueError: if the text is something else.
+            ValueError: if the text is not a description.
         """
         try:
             values = json.loads(text)
@@ -82,11 +82,11 @@ class ServiceSpec:
 
 
 def spec_of(participant: Any, num_services: int) -> ServiceSpec:
-    """Describes the training of a participant.
+    """Describe the training of a participant.
 
     Args:
         participant: the leader, or a task that hosts a part of the service.
-        num_services: processes that share the partitions.
+        num_services: number of processes that share the partitions.
     """
     vectors, options = participant.vectors, participant.options
     state = vectors.state.partitions.shapes if vectors.state is not None else ()

@@ -1,4 +1,4 @@
-"""A process that holds a part of the parameter service and knows neither script nor data."""
+"""A process that holds a part of the parameter service without script or data."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _POLL_SECONDS = 0.05
 
 
 class ServingProcess:
-    """Serves one training after the other.
+    """A process that serves one training after another.
 
     Args:
         address: "host:port" to listen on.
-        secret: shared by all tasks.
-        is_stopped: whether to end.
-        say: told what happens.
+        secret: secret shared by all tasks.
+        is_stopped: whether to stop.
+        say: receives status messages.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class ServingProcess:
 
     @property
     def is_offered_another(self) -> bool:
-        """Whether a leader waits that has offered a training: the last one was left for it."""
+        """Whether a waiting leader has offered a training, having abandoned the previous one."""
         return self._offers.is_pending
 
     def serve_one(self) -> bool:
-        """Waits for a training and serves it to its end; whether there was one.
+        """Wait for a training and serve it to its end; return whether there was one.
 
-        A leader that starts again offers again, which ends the training that it left.
+        A restarted leader offers again, which ends the training that it abandoned.
         """
         self._say(f"waiting for a training at {self.address}")
         parts = None
@@ -66,12 +66,12 @@ class ServingProcess:
         return True
 
     def _make_parts(self) -> HostedParts | None:
-        """What the leader wants to be held; None if that cannot be read."""
+        """Create the parts that the leader requests; None if the request cannot be read."""
         try:
             spec, place = self._offers.take()
             return HostedParts(self.address, place, spec, self._secret)
-        except (AttributeError, TypeError, ValueError) as error:  # as of another version
+        except (AttributeError, TypeError, ValueError) as error:  # as from another version
             self._say(f"an offer was not taken: {error}")
-        # TensorFlow ends a server with the last reference, and with it a later one at its address.
+        # TensorFlow ends a server with its last reference, and with it a later one at its address.
         gc.collect()
         return None

@@ -1,1 +1,1 @@
-"""What travels between a worker and the center, and how often."""
+"""Content and frequency of the exchanges between a worker and the center."""

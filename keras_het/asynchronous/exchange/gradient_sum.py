@@ -1,4 +1,4 @@
-"""Gradients that are summed up between two exchanges, for rules that send them."""
+"""Gradients summed between two exchanges, for rules that send them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _RATE = 1.0
 
 
 class GradientSum(keras.optimizers.Optimizer):
-    r"""Adds gradients up, and leaves the weights where they are.
+    r"""An optimizer that accumulates gradients and leaves the weights unchanged.
 
     .. math:: s \leftarrow s + g
 
-    so that any number of steps is one large batch, whose mean gradient the service applies, at a
-    rate of its own. The rate here counts for nothing: `MeanGradient.check_rate` refuses another.
+    so that any number of steps forms one large batch, whose mean gradient the service applies at
+    its own rate. The rate here has no effect: `MeanGradient.check_rate` refuses another.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class GradientSum(keras.optimizers.Optimizer):
         self.sums: list[Any] = []
 
     def build(self, variables: list[Any]) -> None:
-        """Makes a sum for each variable.
+        """Create a sum for each variable.
 
         Args:
-            variables: those that are trained.
+            variables: the trainable variables.
         """
         if self.built:
             return
@@ -37,12 +37,12 @@ class GradientSum(keras.optimizers.Optimizer):
         self.sums = self.add_optimizer_variables(variables, "sum")
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Adds the gradient of one step.
+        """Add the gradient of one step.
 
         Args:
-            gradient: of `variable`, a dense tensor or `tf.IndexedSlices`.
-            variable: which one; it stays as it is.
-            learning_rate: not used.
+            gradient: the gradient of `variable`, a dense tensor or `tf.IndexedSlices`.
+            variable: the variable; it stays unchanged.
+            learning_rate: unused.
         """
         del learning_rate
         total = self.sums[self._get_variable_index(variable)]
@@ -50,18 +50,18 @@ class GradientSum(keras.optimizers.Optimizer):
 
 
 class MeanGradient:
-    """The mean gradient of the steps since the last exchange, as vectors that travel.
+    """The mean gradient of the steps since the last exchange, as vectors for the wire.
 
     Args:
-        variables: Keras variables that are trained.
-        strategy: the strategy under which they were made.
-        partition_size: float32 elements of a partition.
-        user_optimizer: what the model was compiled with, whose state is what files have. If it
-            scales the loss, so does this: float16 gradients would be rounded to zero. Steps that it
-            skips do not count.
+        variables: trainable Keras variables.
+        strategy: the strategy under which they were created.
+        partition_size: number of float32 elements of a partition.
+        user_optimizer: the optimizer that the model was compiled with, whose state goes into files.
+            If it scales the loss, so does this one: float16 gradients would be rounded to zero.
+            Steps that it skips do not count.
 
     Attributes:
-        optimizer: what the model has meanwhile.
+        optimizer: the model's optimizer in the meantime.
     """
 
     def __init__(
@@ -84,27 +84,27 @@ class MeanGradient:
         self._taken = 0
 
     def take(self) -> list[Any]:
-        """The mean, float32 vectors as those of the weights; what comes next is a new one."""
+        """Return the mean, float32 vectors like those of the weights, and start a new one."""
         steps = self._steps() - self._taken
         means = [total / max(steps, 1) for total in self._vectors.read()]
         self.forget()
         return means
 
     def forget(self) -> None:
-        """Starts to sum up again."""
+        """Restart the sum."""
         self._vectors.write([total * 0.0 for total in self._vectors.read()])
         self._taken = self._steps()
 
     def check_rate(self, rule: str) -> None:
-        """Refuses a learning rate that a callback has set, which would move nothing.
+        """Refuse a learning rate set by a callback, which would have no effect.
 
-        It waits for the step under way: not for every step.
+        This waits for the step in progress, so do not call it for every step.
 
         Args:
-            rule: name of the rule by which the service takes the steps.
+            rule: the name of the rule by which the service takes the steps.
 
         Raises:
-            ValueError: if it is not what it was at first.
+            ValueError: if it differs from its initial value.
         """
         rate = float(keras.ops.convert_to_numpy(self._sum.learning_rate))
         if rate != _RATE:
@@ -118,13 +118,13 @@ class MeanGradient:
             )
 
     def _leave_files_to(self, user_optimizer: Any) -> None:
-        """Files have the state of the user's optimizer, which is what they are loaded with."""
+        """Store the state of the user's optimizer in files, because they are loaded with it."""
         if user_optimizer is None:
             return
         pairs = [(self.optimizer, user_optimizer)]
         if self.optimizer is not self._sum:
             pairs.append((self._sum, user_optimizer.inner_optimizer))
-        for own, other in pairs:  # Keras would take an attribute that is an optimizer for a part
+        for own, other in pairs:  # Keras would treat an optimizer attribute as a part
             own.save_own_variables = other.save_own_variables
             own.load_own_variables = other.load_own_variables
 

@@ -1,4 +1,4 @@
-"""Local steps and compression of an async worker, from the times that all workers measured."""
+"""Local steps and compression of an async worker, from times measured by all workers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KEPT_TIMES = 5
 
 
 class OwnPlan(NamedTuple):
-    """What one worker does between two exchanges.
+    """One worker's plan between two exchanges.
 
     Attributes:
         steps: local steps, H.
-        ratio: part of the values that it sends, R.
+        ratio: fraction of the values that it sends, R.
     """
 
     steps: int
@@ -29,16 +29,16 @@ class OwnPlan(NamedTuple):
 
 
 class LocalStepTuner:
-    """The plan of this worker, by a rule that makes it from measured times.
+    """The plan of this worker, by a rule that derives it from measured times.
 
-    Until a step and an exchange were measured it takes the rule's preset steps and sends all
-    values. The times of all workers are in the sample ledger; each makes its own plan of the same
+    Until a step and an exchange have been measured, it uses the rule's preset steps and sends all
+    values. The times of all workers are in the sample ledger; each makes its own plan from the same
     table.
 
     Args:
         rule: the rule.
-        client: number of this worker among the service's clients.
-        clock: in seconds.
+        client: this worker's number among the service's clients.
+        clock: clock in seconds.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LocalStepTuner:
         self._part = 1.0
 
     def steps(self, stage: int) -> int | None:
-        """Local steps of a stage, None before the first plan.
+        """Return the local steps of a stage, None before the first plan.
 
         Args:
             stage: 1 in the second stage, 0 before.
@@ -61,7 +61,7 @@ class LocalStepTuner:
         return None if self._chosen is None else self._chosen[stage].steps
 
     def next_ratio(self, stage: int) -> float:
-        """Part of the values that the following messages carry, by the latest plan.
+        """Return the fraction of the values in the following messages, by the latest plan.
 
         Args:
             stage: 1 in the second stage, 0 before.
@@ -71,37 +71,37 @@ class LocalStepTuner:
         return self._part
 
     def sent(self) -> None:
-        """Notes that a message leaves now."""
+        """Record that a message leaves now."""
         self._sent_at = self._clock()
 
     def answered(self) -> None:
-        """Notes that an answer is here."""
+        """Record that an answer has arrived."""
         self._seconds = self._clock() - self._sent_at
 
     def took_at_once(self) -> None:
-        """Says that the answer had the center: the worker was not told to wait for its turn."""
+        """Record that the answer was the center: the worker did not have to wait for its turn."""
         self._num_pushes += 1
         if self._num_pushes > 1:  # the first one is traced
             self._pushes.append((self._seconds, self._part))
 
     def pull(self, pull: Callable[[], Any]) -> None:
-        """Measures how long the center takes to come.
+        """Measure how long the center takes to arrive.
 
         Args:
-            pull: fetches it.
+            pull: fetches the center.
         """
         started = self._clock()
         pull()
         self._pulls.append(self._clock() - started)
 
     def pace(self, pace: Pace) -> Pace | None:
-        """A worker's pace with the time of an exchange in which all values are sent.
+        """Extend a worker's pace by the time of an exchange in which all values are sent.
 
         Args:
-            pace: of its steps.
+            pace: the pace of its steps.
 
         Returns:
-            The pace; None before an exchange was measured.
+            The pace; None before the first measured exchange.
         """
         if not self._pushes or not self._pulls:
             return None
@@ -110,12 +110,13 @@ class LocalStepTuner:
         return pace._replace(exchange_seconds=full + pull, pull_seconds=pull)
 
     def choose(self, paces: Any, silence: Any, longest_silence: float) -> None:
-        """Makes the plan of both stages.
+        """Make the plan of both stages.
 
         Args:
-            paces: `Pace` of every client, float64 of shape [num_clients, 4]; zeros: not known.
-            silence: seconds since each was heard of, float64 of shape [num_clients].
-            longest_silence: of a client that counts, in seconds; this one always does.
+            paces: `Pace` of every client, float64 of shape [num_clients, 4]; zeros if unknown.
+            silence: seconds since each client was last heard from, float64 of shape [num_clients].
+            longest_silence: longest silence of a client that counts, in seconds; this one always
+                counts.
         """
         paces = np.asarray(paces, np.float64)
         counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)

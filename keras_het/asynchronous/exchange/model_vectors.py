@@ -1,4 +1,4 @@
-"""A model's weights as the vectors that travel to the parameter service."""
+"""A model's weights as vectors for the parameter service."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 class VariableVectors:
-    """Reads and writes variables as partitions of one vector.
+    """Variables, read and written as partitions of one vector.
 
-    What 16-bit variables cannot hold of the values is kept beside them, so that `read` gives what
-    was written: else workers would send the rounding as a change, which each of them makes again.
+    Rounding errors of 16-bit variables are kept separately, so `read` returns the written
+    values: otherwise workers would send the rounding as a change, and each would repeat it.
 
     Args:
         variables: Keras variables of float type.
-        strategy: the strategy under which they were made.
-        partition_size: float32 elements of a partition.
+        strategy: the strategy under which they were created.
+        partition_size: number of float32 elements of a partition.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class VariableVectors:
         self._rest: list[Any] | None = None
 
     def read(self) -> list[Any]:
-        """The values, a float32 vector for each partition."""
+        """Return the values, a float32 vector for each partition."""
         held = list(self._read())
         if self._rest is None:
             return held
         return [own + rest for own, rest in zip(held, self._rest, strict=True)]
 
     def write(self, parts: Sequence[Any]) -> None:
-        """Sets the values on every local replica."""
+        """Set the values on every local replica."""
         with self._strategy.scope():
             self._write(list(parts))
         if self._rounds:
@@ -70,16 +70,16 @@ class VariableVectors:
 class ModelVectors:
     """The parts of a model that are shared with the parameter service.
 
-    Trainable weights are combined by the update rule. Moving statistics (float state that is not
-    trained) are averaged. Seeds and metrics stay each worker's own.
+    The update rule combines trainable weights. Moving statistics (non-trainable float state) are
+    averaged. Seeds and metrics stay local to each worker.
 
     Args:
         model: a built model.
         strategy: the strategy under which it was built.
-        partition_size: float32 elements of a partition.
+        partition_size: number of float32 elements of a partition.
 
     Raises:
-        ValueError: if nothing is trained.
+        ValueError: if the model has no trainable weights.
     """
 
     def __init__(self, model: Any, strategy: TrainingStrategy, partition_size: int) -> None:
@@ -94,7 +94,7 @@ class ModelVectors:
         self._described = [*model.trainable_variables, *state]
 
     def fingerprint(self, rule: Any) -> str:
-        """What all participants must agree on: the variables, and the rule with its settings."""
+        """Hash what all participants must agree on: variables, and rule with settings."""
         settings = json.dumps(serialize(rule), sort_keys=True, default=str)
         return model_fingerprint(
             [variable.path for variable in self._described],

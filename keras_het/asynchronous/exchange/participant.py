@@ -1,4 +1,4 @@
-"""What the sync group and an async worker have in common."""
+"""Common base of the sync group and an async worker."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 class StatisticsAveraging(ElasticAveraging):
-    """Elastic averaging, in which a worker's statistics stay between its own and the center's.
+    """Elastic averaging that keeps a worker's statistics between its own and the center's.
 
-    A worker that took steps while the answer travelled moves by the difference at the time of
-    sending, so that nothing that it learned meanwhile is lost. That difference may be larger than
-    what is left of a variance that has fallen since: hence the bound. To the service, which keeps
-    the center, this is elastic averaging, and has its name.
+    A worker that took steps while the answer traveled moves by the difference at the time of
+    sending, so that everything it has learned in the meantime is kept. That difference may exceed
+    the rest of a variance that has fallen since: hence the bound. To the service, which keeps the
+    center, this is elastic averaging under the same name.
 
     Args:
         alpha: moving rate, at most 1.
     """
 
     def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
-        """Its own, moved towards the center as the center was towards it, but not beyond."""
-        if self.alpha == 1:  # nobody else moves the center: it is what this worker sent
+        """Move the worker's statistics towards the center as it moved, but not beyond it."""
+        if self.alpha == 1:  # only this worker moves the center, which equals its message
             return weights
         pulled = super().receive(weights, sent_weights, answer)
         return tf.clip_by_value(pulled, tf.minimum(weights, answer), tf.maximum(weights, answer))
@@ -44,24 +44,25 @@ WEIGHTS_PREFIX, STATE_PREFIX = "weights_", "state_"
 
 @dataclasses.dataclass(frozen=True)
 class HybridOptions:
-    """How a sync group and async workers train together.
+    """Options for training a sync group and async workers together.
 
     Args:
-        rule: combines what a worker sends with the center.
+        rule: combines a worker's message with the center.
         period: steps between two exchanges.
-        adapts_period: whether that is only the first one, and the pace of all tasks says the next.
-        async_batch_size: samples of an async worker's own steps; None for the global batch over the
-            number of workers of the sync group, or the whole batch without one.
-        staleness_bound: updates of the center since a worker last saw it, beyond which its push is
-            not taken; None for no bound.
-        timeout_seconds: for each message.
+        adapts_period: whether that is only the first period, and the pace of all tasks determines
+            the next.
+        async_batch_size: samples in each of an async worker's steps; None for the global batch over
+            the number of workers of the sync group, or the whole batch without a sync group.
+        staleness_bound: number of center updates since a worker last saw it, beyond which its push
+            is rejected; None for no bound.
+        timeout_seconds: timeout of each message.
         connect_seconds: how long an async worker waits for the service to start.
-        end_seconds: how long the sync group waits at the end for async workers that are here.
-        goes_on_without_service: whether an async worker trains on where the service is lost.
-        wire: how values travel; None for float32.
+        end_seconds: how long the sync group waits at the end for async workers that are present.
+        goes_on_without_service: whether an async worker continues to train if the service is lost.
+        wire: format of the values; None for float32.
         spreads_service: whether every member of the sync group holds a part of the center.
-        partition_bytes: largest message of weights.
-        num_epochs: epochs of the training.
+        partition_bytes: size of the largest message of weights.
+        num_epochs: number of epochs of the training.
     """
 
     rule: UpdateRule
@@ -80,48 +81,48 @@ class HybridOptions:
 
     @property
     def waits_for_answer(self) -> bool:
-        """Whether a worker goes on only with the answer to what it sent."""
+        """Whether a worker needs the answer to its message to continue."""
         return self.rule.uses_gradients or self.rule.may_wait
 
     def wire_of(self, worker: int) -> Wire:
-        """How the weights of an async worker travel: the rule may send a part of them.
+        """Return the format of an async worker's weights: the rule may send only some of them.
 
         Args:
-            worker: its number among the async workers.
+            worker: the worker's number among the async workers.
         """
         ratio = None if self.wire else self.rule.compression_ratio(worker)
         return self.weights_wire if ratio is None else TopKWire(ratio)
 
     @property
     def sends_planned_part(self) -> bool:
-        """Whether the part of the values that a worker sends is measured."""
+        """Whether the fraction of the values that a worker sends is measured."""
         ratio = None if self.wire else self.rule.compression_ratio(0)
         return self.rule.is_measured and ratio is not None
 
     def period_of(self, worker: int, stage: int) -> int:
-        """Steps of an async worker between two exchanges.
+        """Return the steps of an async worker between two exchanges.
 
         Args:
-            worker: its number among the async workers.
-            stage: of the rule.
+            worker: the worker's number among the async workers.
+            stage: the rule's stage.
         """
         return self.rule.local_steps(worker, stage) or self.period
 
     @property
     def presence_seconds(self) -> float:
-        """Silence after which an async worker counts as gone."""
+        """Silence in seconds after which an async worker counts as gone."""
         return 2 * self.timeout_seconds
 
     @property
     def weights_wire(self) -> Wire:
-        """How weights travel, as the service is told."""
+        """Format of the weights, as announced to the service."""
         if self.wire is None and self.rule.compression_ratio(0) is not None:
             return TopKWire(1.0)
         return self.wire or FloatWire()
 
     @property
     def partition_size(self) -> int:
-        """Elements of a partition at most: places travel beside the largest values."""
+        """Largest number of elements of a partition; places travel with the largest values."""
         return min(self.partition_bytes // 4, self.weights_wire.largest_partition)
 
 
@@ -129,9 +130,9 @@ class Participant(abc.ABC):
     """One side of a hybrid training, driven by `keras_het.callbacks.HybridAggregation`.
 
     Args:
-        model: the model that is trained.
+        model: the model being trained.
         strategy: its `HeterogeneousStrategy`.
-        options: the same on all tasks.
+        options: the options, the same on all tasks.
     """
 
     def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
@@ -154,37 +155,37 @@ class Participant(abc.ABC):
 
     @property
     def service_fingerprint(self) -> str:
-        """Of model, rule, format and size of messages, on which all tasks must agree."""
+        """Fingerprint of model, rule, format and message size, on which all tasks must agree."""
         options = self.options
         form = f"{options.weights_wire.name} {options.partition_size}"
         return f"{self.vectors.fingerprint(self.rule)} {form}"
 
     def sum_gradients(self) -> Any:
-        """An optimizer that sums gradients up; from now on they are what this task sends."""
+        """Return an optimizer that sums gradients; from now on this task sends these sums."""
         variables, size = self.model.trainable_variables, self.options.partition_size
         own = self.model.optimizer
         self._mean_gradient = MeanGradient(variables, self.strategy, size, own)
         return self._mean_gradient.optimizer
 
     def forget_gradients(self) -> None:
-        """Starts to sum up again: a backup may have brought back half a gradient."""
+        """Restart the sums, because a backup may have restored half a gradient."""
         if self._mean_gradient is not None:
             self._mean_gradient.forget()
 
     def check_rate(self) -> None:
-        """Refuses a learning rate that a callback has set where the service takes the steps."""
+        """Refuse a learning rate set by a callback if the service takes the steps."""
         if self._mean_gradient is not None:
             self._mean_gradient.check_rate(self.rule.name)
 
     def progress(self) -> list[Any]:
-        """What this task has to tell: its weights, or the mean gradient since it told the last."""
+        """Return this task's progress: its weights, or the mean gradient since its last message."""
         if self._mean_gradient is None:
             return self.vectors.weights.read()
         return self._mean_gradient.take()
 
     @property
     def facts(self) -> TrainingFacts:
-        """What this participant trains."""
+        """Return the facts about this participant's training."""
         return TrainingFacts(
             self.num_batches,
             self.fingerprint,
@@ -194,39 +195,39 @@ class Participant(abc.ABC):
         )
 
     def passes_before(self, epoch: int) -> tuple[bool, ...]:
-        """Passes over the data before an epoch, for each whether it was iterated.
+        """Return, for each pass over the data before an epoch, whether it was iterated.
 
-        Keras makes two iterators for each epoch and uses the first. What workers did in earlier
-        passes does not count: one may have got no batch of them.
+        Keras creates two iterators for each epoch and uses the first. What workers did in earlier
+        passes does not count: a worker may have received no batch of them.
         """
         return (True,) * self.first_pass + (True, False) * epoch
 
     @abc.abstractmethod
     def start_epoch(self, epoch: int) -> None:
-        """Called before the first step of an epoch; starts everything before the first one."""
+        """Prepare an epoch before its first step; start everything before the first epoch."""
 
     @abc.abstractmethod
     def claims(self) -> Any:
-        """The `Claims` of the pass that starts now."""
+        """Return the `Claims` of the pass that starts now."""
 
     @abc.abstractmethod
     def steps_done(self, steps: int, samples: int) -> None:
-        """Called after training steps; exchanges if it is time."""
+        """Record completed training steps; exchange if it is due."""
 
     @abc.abstractmethod
     def meet_center(self) -> list[Any]:
-        """Exchanges and waits for the answer; returns the center's partitions."""
+        """Exchange and wait for the answer; return the center's partitions."""
 
     @abc.abstractmethod
     def end(self) -> None:
-        """Ends training; the model has the center's weights afterwards."""
+        """End training; the model then has the center's weights."""
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Stops what runs beside training; for an end that came by an error, too."""
+        """Stop the background work of training, including after an error."""
 
     def show_center(self) -> None:
-        """Gives the model the center's weights, to be evaluated or saved; idempotent."""
+        """Load the center's weights into the model, for evaluation or saving; idempotent."""
         if self._own is not None:
             return
         center = self.meet_center()
@@ -234,7 +235,7 @@ class Participant(abc.ABC):
         self.vectors.weights.write(center)
 
     def hide_center(self) -> None:
-        """Gives the model its own weights back."""
+        """Restore the model's own weights."""
         own, self._own = self._own, None
         if own is not None:
             self.vectors.weights.write(own)
@@ -246,13 +247,13 @@ def first_async_client(strategy: TrainingStrategy) -> int:
 
 
 def check_can_be_shared(data: Any) -> None:
-    """Refuses data of which tasks could not share each epoch.
+    """Refuse data whose epochs the tasks could not share.
 
     Args:
-        data: the distributed data set that is trained on.
+        data: the distributed training data set.
 
     Raises:
-        ValueError: if Keras draws its order, or the number of batches is not known.
+        ValueError: if Keras draws its order, or the number of batches is unknown.
     """
     num_batches = int(data.cardinality)
     if data.takes_keras_arrays:

@@ -1,4 +1,4 @@
-"""Measures how fast this task computes and exchanges, and chooses how often it pushes."""
+"""Measure the speed of this task's computation and exchanges, and set its push rate."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _EXCHANGES_TO_PLAN = 8
 
 
 class Pace(NamedTuple):
-    """How fast a pusher is.
+    """The speed of a pusher.
 
     Attributes:
-        samples_per_second: while it computes.
-        batch_samples: samples of one step.
-        exchange_seconds: least time between two pushes; for rules that make their plan of times,
-            time of an exchange in which all values are sent.
-        pull_seconds: the part of it in which the center comes, for those rules.
+        samples_per_second: samples per second while it computes.
+        batch_samples: number of samples of one step.
+        exchange_seconds: least time between two pushes; for rules that plan by times, the time of
+            an exchange in which all values are sent.
+        pull_seconds: the part of it in which the center arrives, for those rules.
     """
 
     samples_per_second: float
@@ -41,12 +41,12 @@ class Pace(NamedTuple):
 class PushPace:
     r"""The pace of this task, from its latest steps and exchanges.
 
-    An exchange that takes e seconds, of which the task itself is busy for c, should lie behind
-    computation, and cost a tenth of it at most: pushes are :math:`\max(e, 10 c)` seconds apart or
-    more. A task that goes on only with the answer is busy all the while, c = e.
+    An exchange that takes e seconds, during c of which the task itself is busy, should hide behind
+    computation and cost a tenth of it at most: pushes are at least :math:`\max(e, 10 c)` seconds
+    apart. A task that needs the answer to continue is busy all the time, c = e.
 
     Args:
-        clock: in seconds.
+        clock: clock in seconds.
         waits: whether the task computes nothing while its message travels.
     """
 
@@ -63,22 +63,22 @@ class PushPace:
         self._sent_at: float | None = None
 
     def computed(self, steps: int, samples: int) -> None:
-        """Notes steps that have ended now.
+        """Record steps that have just ended.
 
         Args:
-            steps: since the last call.
-            samples: of all of them.
+            steps: number of steps since the last call.
+            samples: number of samples of all of them.
         """
         now = self._clock()
         seconds, self._since = now - self._since, now
         self._num_steps += steps
-        # the first steps are traced; one without samples says nothing
+        # The first steps are traced; a step without samples says nothing.
         if self._num_steps > _WARM_UP_STEPS and samples:
             self._steps.append((seconds / steps, samples / steps))
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Around what this task does for an exchange; `waiting` in it may be hidden."""
+        """Time this task's work for an exchange; `waiting` within it may be hidden."""
         started, self._waited = self._clock(), 0.0
         yield
         self._since = self._clock()
@@ -90,22 +90,22 @@ class PushPace:
 
     @contextlib.contextmanager
     def taking_early(self) -> Iterator[None]:
-        """Around what this task does with an answer that is there before the next exchange."""
+        """Time this task's work on an answer that arrives before the next exchange."""
         started = self._clock()
         yield
         self._since = self._clock()
         self._took_early += self._since - started
 
     def sent(self) -> None:
-        """Notes that a message leaves now."""
+        """Record that a message leaves now."""
         self._sent_at = self._clock()
 
     @contextlib.contextmanager
     def waiting(self, measures: bool = False) -> Iterator[None]:
-        """Around waiting for the answer; if it took time, the time of the exchange is known.
+        """Time the wait for the answer; a wait reveals the time of the exchange.
 
         Args:
-            measures: whether waiting began with the message, so that it is known in any case.
+            measures: whether waiting began with the message, which reveals that time in any case.
         """
         started = self._clock()
         yield
@@ -117,12 +117,12 @@ class PushPace:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to measure an exchange and to plan: at first, then now and then."""
+        """Whether to measure an exchange and plan: at first, then occasionally."""
         return self._num_exchanges < 2 or self._num_exchanges % _EXCHANGES_TO_PLAN == 0
 
     @property
     def pace(self) -> Pace | None:
-        """What was measured; None before the first steps that count."""
+        """The measured pace; None before the first steps that count."""
         if not self._steps:
             return None
         step = statistics.median(seconds for seconds, _ in self._steps)
@@ -133,16 +133,16 @@ class PushPace:
 
 
 def choose_period(paces: Any, silence: Any, client: int, limits: tuple[float, int]) -> int:
-    """Steps of one pusher between two exchanges, so that all push at about the same rate.
+    """Return the steps of one pusher between two exchanges, for about equal push rates.
 
     Args:
-        paces: `Pace` of every client, float64 of shape [num_clients, 4]; zeros: not known.
-        silence: seconds since each was heard of, float64 of shape [num_clients].
-        client: whose period.
-        limits: silence of a client that counts no more, in seconds, and the longest period.
+        paces: `Pace` of every client, float64 of shape [num_clients, 4]; zeros if unknown.
+        silence: seconds since each client was last heard from, float64 of shape [num_clients].
+        client: the client whose period to choose.
+        limits: silence in seconds after which a client no longer counts, and the longest period.
 
     Returns:
-        The period; `FIRST_PERIOD` if this client's pace is not known.
+        The period; `FIRST_PERIOD` if this client's pace is unknown.
     """
     paces, longest_silence = np.asarray(paces), limits[0]
     counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)

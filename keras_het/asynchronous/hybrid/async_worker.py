@@ -1,4 +1,4 @@
-"""An async worker's side: trains on its own and exchanges with the service now and then."""
+"""An async worker's side: independent training with periodic exchanges with the service."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ _logger = logging.getLogger("keras_het")
 _POLL_SECONDS = 0.02
 _BEATS_IN_TIMEOUT = 4
 _HAS_IT_ENDED = "If the training has ended already, end this task."
-_LONGEST_WAIT_SECONDS = 0.5  # for a report that a lost service may leave without an answer
+_LONGEST_WAIT_SECONDS = 0.5  # for a report that a lost service may never answer
 
 
 class AsyncWorker(Participant):
-    """Takes batches of the epoch in its own time; nobody waits for it.
+    """A worker that takes batches of the epoch at its own pace, without holding up others.
 
-    Its message travels while it computes the next `period` steps; then it goes on from the answer
-    and what it has moved meanwhile. A lost service is an error, or, if the options say so, it
-    trains on alone with the batches it has, and goes on with the service after the first period in
-    which that has answered again; until then a thread asks it.
+    Its message travels while it computes the next `period` steps; then it continues from the answer
+    plus its own progress in the meantime. A lost service is an error or, if the options say so, the
+    worker trains on alone with the batches it has, and resumes with the service after the first
+    period in which the service has answered again; until then a thread polls it.
 
     Args:
-        model: the model that is trained.
+        model: the model being trained.
         strategy: its `HeterogeneousStrategy`.
-        options: the same on all tasks.
+        options: the options, the same on all tasks.
     """
 
     def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
@@ -71,7 +71,7 @@ class AsyncWorker(Participant):
         self._epoch = -1
         self._steps = self._samples = self._unreported = 0
         self._latest_batch = -1
-        self._steps_at_hand = 0  # of this pass, for which it has batches
+        self._steps_at_hand = 0  # of this pass, with batches available
         self._is_lost = False
         self._return = ReturnWatch(lambda: self._center.greet(), options.timeout_seconds)
         self._pace = PushPace(waits=options.waits_for_answer)
@@ -80,14 +80,14 @@ class AsyncWorker(Participant):
         self._warn_of_unused_batches()
 
     def start_epoch(self, epoch: int) -> None:
-        """Connects before the first epoch; goes on with an epoch that is not used up."""
+        """Connect before the first epoch; continue an epoch that is not used up."""
         if self._ledger is None:
             self._join()
         if self._claims is None:
             epoch = max(epoch, self._epoch_of_the_group())
         elif not self._claims.is_exhausted:
             epoch = self._epoch
-        else:  # Keras may have counted several of its epochs in one of these: none is left out
+        else:  # Keras may have counted several of its epochs in one of these: skip none
             epoch = max(self._epoch + 1, self._epoch_of_the_group())
         self._epoch, self._latest_batch = epoch, -1
         left_over = self._claims.left_over if self._claims is not None else None
@@ -110,7 +110,7 @@ class AsyncWorker(Participant):
             return 0
 
     def claims(self) -> AsyncClaims | None:
-        """The batches that this worker takes."""
+        """Return the batches that this worker takes."""
         return self._claims
 
     @property
@@ -120,7 +120,7 @@ class AsyncWorker(Participant):
         return planned or self._planned_period or self.options.period_of(self._worker, self._stage)
 
     def steps_done(self, steps: int, samples: int) -> None:
-        """Exchanges every `period` steps."""
+        """Exchange every `period` steps."""
         self._pace.computed(steps, samples)
         self._steps += steps
         self._samples += samples
@@ -138,7 +138,7 @@ class AsyncWorker(Participant):
 
     @property
     def _is_away(self) -> bool:
-        """Whether the service is lost and has not answered since: nobody waits for it then."""
+        """Whether the service is lost and has not answered since; nothing waits for it then."""
         return self._is_lost and not self._return.has_answered
 
     def _exchange(self) -> None:
@@ -150,7 +150,7 @@ class AsyncWorker(Participant):
                 self._send()
                 self._receive()
                 self._tell()
-            else:  # what is short goes first: it would wait behind the weights in a slow link
+            else:  # short messages first: they would wait behind the weights on a slow link
                 self._tell()
                 self._send()
             if self._plan is not None:
@@ -161,7 +161,7 @@ class AsyncWorker(Participant):
             self._lose(error)
 
     def _take_early(self) -> None:
-        """Goes on from the answer as soon as it is there: older weights make staler steps."""
+        """Continue from the answer on arrival: older weights make staler steps."""
         pending = [push.push for push in (self._pending, self._pending_state) if push is not None]
         if not pending or not all(push.has_answer for push in pending) or self._is_lost:
             return
@@ -176,7 +176,7 @@ class AsyncWorker(Participant):
         self._report(Presence.TRAINING)
 
     def _make_plan(self, plan: LocalStepTuner) -> None:
-        """Says how fast this worker is, asks how fast the others are, and plans by it."""
+        """Report this worker's pace, ask for the others' paces, and plan by them."""
         if self._pace.is_due:
             plan.pull(self._center.pull)
         own = self._pace.pace
@@ -189,7 +189,7 @@ class AsyncWorker(Participant):
             self._center.compress(plan.next_ratio(self._stage))
 
     def _choose_period(self) -> None:
-        """Measures the exchange under way, and asks how fast the others are."""
+        """Measure the exchange in flight, and ask for the others' paces."""
         self._receive(measures=True)
         pace = self._pace.pace
         if pace is not None:
@@ -201,7 +201,7 @@ class AsyncWorker(Participant):
             self._planned_period = choose_period(paces, silence, self._client, limits)
 
     def note_loss(self, loss: float) -> None:
-        """Keeps the loss of training, for rules with stages."""
+        """Record the training loss, for rules with stages."""
         self._loss = loss
 
     def _tell_loss(self) -> None:
@@ -212,7 +212,7 @@ class AsyncWorker(Participant):
         self._stage = self._stage if stage is None else stage
 
     def meet_center(self) -> list[Any]:
-        """Sends what was not sent, and waits for the answer; its own weights without a service."""
+        """Send unsent progress and wait for the answer; own weights without a service."""
         if self._is_away:
             return self.vectors.weights.read()
         return self._meet(sends=not self.rule.uses_gradients)
@@ -234,8 +234,8 @@ class AsyncWorker(Participant):
             return self.vectors.weights.read()
 
     def end(self) -> None:
-        """Sends the last change, waits for the sync group's end, and fetches the center."""
-        self._meet(sends=True)  # gradients too, that will not become more
+        """Send the last change, wait for the sync group's end, and fetch the center."""
+        self._meet(sends=True)  # partial gradients too, which are final now
         try:
             if self.rule.may_wait and not self._is_lost:
                 self._center.signal(Signal.LEAVE)
@@ -246,7 +246,7 @@ class AsyncWorker(Participant):
             self.leave()
 
     def leave(self) -> None:
-        """Does not say any more that this worker is here, nor ask for a lost service."""
+        """Stop reporting this worker's presence and polling a lost service."""
         self._return.stop()
         self._stop_heartbeat(_LONGEST_WAIT_SECONDS)
 
@@ -256,7 +256,7 @@ class AsyncWorker(Participant):
             heartbeat.stop(longest_wait_seconds)
 
     def _wait_for_the_end(self) -> None:
-        # from here on it waits: a late report must not say that it trains
+        # From here on the worker waits: a late report must not say that it trains.
         self._stop_heartbeat(_LONGEST_WAIT_SECONDS if self._is_lost else None)
         facts = self._report(Presence.WAITING)
         while facts.stage != Stage.CLOSED:
@@ -268,7 +268,7 @@ class AsyncWorker(Participant):
         self._report(Presence.GONE)
 
     def _join(self) -> None:
-        """Connects and starts from the center."""
+        """Connect and start from the center."""
         self.rule = self.options.rule.for_steps_of(1 / self._num_parts())
         seconds = self.options.connect_seconds
         connected = connect(lambda: open_connection(self, self._client), seconds, _HAS_IT_ENDED)
@@ -277,7 +277,7 @@ class AsyncWorker(Participant):
         self._early_claim = EarlyClaim(connected.ledger)
         facts = self._report(Presence.TRAINING)
         self._check_same_data(facts)
-        # Another number of passes lies behind the leader after a fit or a backup.
+        # After a fit or a backup, the leader may have made another number of passes.
         self.first_pass = facts.training.first_pass
         interval = self.options.timeout_seconds / _BEATS_IN_TIMEOUT
         self._heartbeat = Heartbeat(connected.heartbeat, interval)
@@ -288,7 +288,7 @@ class AsyncWorker(Participant):
         try:
             center = self._center.pull()
             state = [] if self._state is None else self._state.pull()
-        except NoCenterError as error:  # its leader brings the center: to be asked again
+        except NoCenterError as error:  # its leader restores the center: ask again later
             raise ConnectionError(str(error)) from error
         self._center.adopt(center)
         self.vectors.weights.write(center)
@@ -300,8 +300,8 @@ class AsyncWorker(Participant):
         received = (self.num_batches, self.fingerprint)
         training = facts.training
         expected = (training.num_batches, training.fingerprint)
-        # The hash is of the latest pass; after a fit in which this worker passed over the data less
-        # often than the group, passes differ, and with them the orders of a shuffle.
+        # The hash belongs to the latest pass; after a fit in which this worker passed over the data
+        # less often than the group, passes differ, and with them the orders of a shuffle.
         may_compare = training.first_pass == self.first_pass and 0 not in (received[1], expected[1])
         if received[0] != expected[0] or (may_compare and received[1] != expected[1]):
             raise ValueError(
@@ -312,7 +312,7 @@ class AsyncWorker(Participant):
             )
 
     def _num_parts(self) -> int:
-        """Steps that a global batch is cut into."""
+        """Return the number of steps that a global batch is cut into."""
         whole = int(self.data.global_batch_size or 0)
         size = self.options.async_batch_size
         if size is None:
@@ -327,7 +327,7 @@ class AsyncWorker(Participant):
         return max(1, math.ceil(whole / size))
 
     def _warn_of_unused_batches(self) -> None:
-        """Keras ends an epoch after as many steps as there are batches."""
+        """Warn that Keras ends an epoch after as many steps as there are batches."""
         parts, workers = self._num_parts(), self.strategy.num_async_workers
         if not config_of(self.strategy).has_sync_group and parts > workers:
             _logger.warning(
@@ -352,10 +352,10 @@ class AsyncWorker(Participant):
         return batch
 
     def _ask_ahead(self) -> None:
-        """Asks for the next batch while the last part of the present one is trained on.
+        """Ask for the next batch while training on the last part of the current one.
 
-        Not for one that would be left over: Keras ends a pass after as many steps as there are
-        batches.
+        It does not ask for a batch that would be left over: Keras ends a pass after as many steps
+        as there are batches.
         """
         claims, early = self._claims, self._early_claim
         if claims is None or early is None or claims.is_exhausted or self._is_lost:
@@ -365,9 +365,9 @@ class AsyncWorker(Participant):
             early.ask(self._epoch)
 
     def _claim(self) -> int | None:
-        """The next batch of the epoch, None if there is none.
+        """Return the next batch of the epoch, None if there is none.
 
-        Without a service the worker trains on all batches: nobody says which are taken.
+        Without a service the worker trains on all batches, because it cannot know which are taken.
         """
         while not self._is_lost:
             try:
@@ -402,11 +402,11 @@ class AsyncWorker(Participant):
             self.vectors.weights.write(pending.sent)
 
     def _receive(self, measures: bool = False) -> None:
-        """Waits for the answer that is under way, if any, and goes on from it."""
+        """Wait for the answer in flight, if any, and continue from it."""
         if self._pending is not None:
             self._receive_weights(self._pending, measures)
             self._pending = None
-        # an answer counts once: that of the weights may come, and that of the state be lost
+        # An answer counts once: that of the weights may arrive while that of the state is lost.
         if self._pending_state is not None and self.vectors.state is not None:
             own = self.vectors.state.read()
             self.vectors.state.write(self._state.finish(self._pending_state, own))
@@ -418,16 +418,16 @@ class AsyncWorker(Participant):
             if self._plan is not None:
                 self._plan.answered()
         self.vectors.weights.write(self._center.finish(pending, self.vectors.weights.read()))
-        if self._center.lost_gradient:  # not below 0: a claim may have reported them before
+        if self._center.lost_gradient:  # not below 0: an earlier claim may have reported them
             self._unreported = max(0, self._unreported - pending.samples)
         if self._plan is not None and not pending.had_to_wait:
             self._plan.took_at_once()
 
     def _attach_again(self) -> None:
-        """Finds the service again after a loss; what was under way is sent again."""
+        """Reconnect to the service after a loss; a push in flight is sent again."""
         if self._report(Presence.TRAINING).stage == Stage.STARTING:
             raise ServiceLostError("The parameter service was restarted, and has no leader yet.")
-        # All parts answer before anything is scaled: a try that fails must not scale once more.
+        # All parts answer before anything is scaled: a failed try must not scale again.
         self._center.meet_again(self._pending)
         if self._state is not None:
             self._state.meet_again(self._pending_state)

@@ -1,4 +1,4 @@
-"""Which global batches are the sync group's, and which an async worker's."""
+"""Assignment of global batches to the sync group and the async workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GroupClaims:
     """Batches of the sync group, known to all members some steps ahead.
 
     Args:
-        passes_before: passes over the data before this one, for each whether it was iterated.
+        passes_before: for each pass over the data before this one, whether it was iterated.
 
     Attributes:
         is_complete: whether all of the group's batches of this pass are known.
@@ -30,10 +30,10 @@ class GroupClaims:
         self.is_complete = False
 
     def add(self, grant: Grant) -> None:
-        """Notes batches that were handed out to the group.
+        """Record batches that were handed out to the group.
 
         Args:
-            grant: the batches, after those that it has.
+            grant: the batches, which follow the recorded ones.
         """
         if grant.count:
             self._firsts.append(grant.first)
@@ -41,11 +41,11 @@ class GroupClaims:
         self.is_complete |= grant.is_last
 
     def is_known(self, batch: int) -> bool:
-        """Whether it is known already whose batch this is."""
+        """Whether the owner of a batch is already known."""
         return batch < self.known_until or self.is_complete
 
     def owns(self, batch: int) -> bool:
-        """Whether a batch is the group's."""
+        """Whether a batch belongs to the group."""
         place = bisect.bisect_right(self._firsts, batch) - 1
         return place >= 0 and batch < self._stops[place]
 
@@ -55,22 +55,22 @@ class GroupClaims:
 
     @property
     def known_until(self) -> int:
-        """The batch after those that are known to be the group's."""
+        """The batch after the last one known to belong to the group."""
         return self._stops[-1] if self._stops else 0
 
 
 class AsyncClaims:
-    """Batches of an async worker, claimed one by one as it gets to them.
+    """Batches of an async worker, claimed one at a time when needed.
 
     Args:
-        passes_before: passes over the data before this one, for each whether it was iterated.
-        num_parts: steps that a batch is cut into.
-        claim: gives the next batch of the epoch, None at its end.
-        num_batches: of the epoch, None if not known.
-        left_over: steps of batches that an earlier pass claimed and did not come to.
+        passes_before: for each pass over the data before this one, whether it was iterated.
+        num_parts: number of steps that a batch is cut into.
+        claim: returns the next batch of the epoch, None at its end.
+        num_batches: number of batches of the epoch, None if unknown.
+        left_over: steps of batches that an earlier pass claimed but did not reach.
 
     Attributes:
-        is_exhausted: whether the epoch has no batch to claim any more.
+        is_exhausted: whether the epoch has no more batches to claim.
     """
 
     def __init__(
@@ -92,18 +92,18 @@ class AsyncClaims:
         self.is_exhausted = False
 
     def is_known(self, batch: int) -> bool:
-        """Whether it is known already whose batch this is."""
+        """Whether the owner of a batch is already known."""
         return batch <= self._latest or self.is_exhausted
 
     def owns(self, batch: int) -> bool:
-        """Whether a batch is the worker's own; claims the next one if it does not know."""
+        """Whether a batch belongs to the worker; claims the next one if that is unknown."""
         while batch > self._latest and not self.is_exhausted:
             claimed = self._claim()
             if claimed is None:
                 self.is_exhausted = True
             else:
                 self._latest = claimed
-                # Keras may end its epoch with this batch, and not ask for another
+                # Keras may end its epoch with this batch and not ask for another.
                 self.is_exhausted = claimed == self._last
         return batch == self._latest
 

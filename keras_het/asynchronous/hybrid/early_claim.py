@@ -1,4 +1,4 @@
-"""An async worker's next batch, asked for before it is needed."""
+"""An async worker's next batch, requested before it is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostEr
 
 
 class EarlyClaim:
-    """Asks for one batch ahead: a question that is waited for stands behind weights in the link.
+    """A request for one batch ahead; a late request would queue behind weights on the link.
 
     Args:
         ledger: hands out the batches.
@@ -22,26 +22,26 @@ class EarlyClaim:
         self._is_of_lost_service = False
 
     def ask(self, epoch: int) -> None:
-        """Asks for the next batch of an epoch, once, and does not wait."""
+        """Ask for the next batch of an epoch, once, without waiting."""
         if self._answer is None:
             self._epoch, self._answer = epoch, self._ledger.start_claim(epoch)
 
     def service_lost(self) -> None:
-        """Takes note that the answer to what was asked may never come."""
+        """Record that the answer to a pending question may never arrive."""
         self._is_of_lost_service = self._answer is not None
 
     def take(self, epoch: int, after: int) -> tuple[Status, int, int]:
-        """The batch that was asked for, or the next one.
+        """Return the requested batch, or the next one.
 
         Args:
-            epoch: whose batch it is to be.
-            after: the latest batch that this worker has trained on, without a service perhaps.
+            epoch: the epoch of the batch.
+            after: the latest batch that this worker has trained on, possibly without a service.
 
         Returns:
-            As `LedgerClient.claim` does.
+            The same as `LedgerClient.claim`.
 
         Raises:
-            ServiceLostError: if there is no answer in time.
+            ServiceLostError: if no answer arrives in time.
         """
         answer, self._answer = self._answer, None
         is_doubtful, self._is_of_lost_service = self._is_of_lost_service, False

@@ -1,4 +1,4 @@
-"""Tells the ledger that a worker is alive, however long its steps take."""
+"""Tell the ledger that a worker is alive, regardless of the length of its steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from keras_het.asynchronous.parameter_service.sample_ledger import Presence
 
 
 class Heartbeat:
-    """Reports from a thread until it is stopped.
+    """A thread that reports until it is stopped.
 
     Args:
-        ledger: a connection that nobody else uses.
-        interval_seconds: from one report to the next.
+        ledger: an exclusive connection.
+        interval_seconds: time from one report to the next.
     """
 
     def __init__(self, ledger: Any, interval_seconds: float) -> None:
@@ -24,11 +24,11 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, longest_wait_seconds: float | None = None) -> None:
-        """Reports no more; returns when no report is under way, or sooner.
+        """Stop reporting; return once no report is in flight, or sooner.
 
         Args:
-            longest_wait_seconds: for a report under way, which a lost service leaves without an
-                answer for its whole time-out; by default until it is answered.
+            longest_wait_seconds: for a report in flight, which a lost service leaves unanswered for
+                its whole time-out; by default until it is answered.
         """
         self._stopped.set()
         self._thread.join(longest_wait_seconds)

@@ -1,4 +1,4 @@
-"""The parameter service of async workers that have no sync group, on a task of its own."""
+"""The parameter service of async workers without a sync group, on a separate task."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _POLL_SECONDS = 0.05
 
 
 class ServiceTask(Participant):
-    """Runs the same script as the workers, and serves where they train.
+    """A task that runs the same script as the workers but serves instead of training.
 
-    Its `fit` lasts as long as theirs, takes no batch, and leaves it with the center's weights, to
-    be evaluated and saved. An epoch begins when the batches of the one before are handed out.
-    Training ends when every async worker that came has ended, or was not heard of for
-    `end_seconds`.
+    Its `fit` lasts as long as theirs, takes no batch, and leaves the model with the center's
+    weights, ready for evaluation and saving. An epoch begins when all batches of the previous one
+    have been handed out. Training ends when every async worker that ever connected has ended, or
+    has been silent for `end_seconds`.
 
     Args:
         model: the model, whose weights are the first center.
         strategy: its `HeterogeneousStrategy`.
-        options: the same on all tasks.
+        options: the options, the same on all tasks.
     """
 
     def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
@@ -40,7 +40,7 @@ class ServiceTask(Participant):
         self._passed_over: set[int] = set()
 
     def start_epoch(self, epoch: int) -> None:
-        """Serves until training has ended; Keras then runs one epoch without a step."""
+        """Serve until training has ended; Keras then runs one epoch without a step."""
         if self.center is not None:
             return
         self._epoch = epoch
@@ -59,12 +59,12 @@ class ServiceTask(Participant):
         self.model.stop_training = True
 
     def _pass_over_the_gone(self, center: Center) -> None:
-        """Lets nobody wait for the turn of a worker that took batches and is silent now."""
+        """End all waiting for the turn of a worker that took batches and is now silent."""
         here, ended = {*center.training_clients()}, {*center.waiting_clients()}
         self._came |= here | ended | {int(client) for client in center.ledger.claimed.nonzero()[0]}
-        # what a worker says at its end may not have come: nobody waits for one that has ended
+        # A worker's farewell may be lost: nothing must wait for one that has ended.
         gone = self._came - here
-        self._passed_over &= gone  # who is here again may go again
+        self._passed_over &= gone  # a returned worker may go again
         for client in gone - self._passed_over:
             if center.skip(client):
                 self._passed_over.add(client)
@@ -74,16 +74,16 @@ class ServiceTask(Participant):
                     )
 
     def claims(self) -> GroupClaims:
-        """No batch is this task's."""
+        """Return claims without any batch."""
         claims = GroupClaims(self.passes_before(self._epoch))
         claims.add(Grant(0, 0, True))
         return claims
 
     def steps_done(self, steps: int, samples: int) -> None:
-        """Nothing is trained here."""
+        """Do nothing: this task trains nothing."""
 
     def meet_center(self) -> list[Any]:
-        """The center, which the model gets."""
+        """Return the center, and load it into the model."""
         center = self.center.weights() if self.center is not None else self.vectors.weights.read()
         self.vectors.weights.write(center)
         if self.center is not None and self.vectors.state is not None:
@@ -91,7 +91,7 @@ class ServiceTask(Participant):
         return center
 
     def end(self) -> None:
-        """Gives the final weights to the workers that wait for them, and to the model."""
+        """Give the final weights to the waiting workers and to the model."""
         center = self.center
         if center is None:
             return
@@ -104,12 +104,12 @@ class ServiceTask(Participant):
         self.leave()
 
     def leave(self) -> None:
-        """Ends the service."""
+        """End the service."""
         membership, self._open_service = self._open_service, OpenService()
         membership.close()
 
     def _all_have_ended(self, center: Center) -> bool:
-        """Whether every worker that came has said so; one that is silent may come back."""
+        """Whether every worker that connected has reported its end; a silent one may come back."""
         came = center.ledger.claimed.sum() > 0
         patience = max(self.options.presence_seconds, self.options.end_seconds)
         return bool(came and not center.ledger.present(Presence.TRAINING, patience))

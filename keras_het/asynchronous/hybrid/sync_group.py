@@ -1,4 +1,4 @@
-"""The sync group's side: its leader has the parameter service in its own memory."""
+"""The sync group's side: its leader holds the parameter service in its own memory."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _POLL_SECONDS = 0.02
 
 
 class SyncGroup(Participant):
-    """Trains synchronously; every `period` steps its leader exchanges with the center.
+    """A group that trains synchronously; its leader exchanges every `period` steps.
 
-    What comes back reaches the other members by one collective, in which they add zeros to the
-    leader's values: all members have the same bits afterwards. The batches that the group may take
-    next travel with it.
+    One collective passes the result to the other members, in which they add zeros to the leader's
+    values: all members have the same bits afterwards. The batches that the group may take next
+    travel with it.
 
     Args:
-        model: the model that is trained.
+        model: the model being trained.
         strategy: its `HeterogeneousStrategy`.
-        options: the same on all tasks.
+        options: the options, the same on all tasks.
     """
 
     def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
@@ -42,8 +42,8 @@ class SyncGroup(Participant):
         self._claims: GroupClaims | None = None
         self._epoch = 0
         self._steps = self._samples = 0
-        self._num_known = 0  # batches of the group that it has not used
-        self._counted = 0  # of the samples, those that the ledger knows
+        self._num_known = 0  # batches of the group not used yet
+        self._counted = 0  # number of samples that the ledger knows
         self._sum = tf.function(self._sum_over_members, autograph=False)
         self._pace = PushPace(waits=options.waits_for_answer)
         self._period = options.period
@@ -59,7 +59,7 @@ class SyncGroup(Participant):
         return self._center
 
     def start_epoch(self, epoch: int) -> None:
-        """Opens the service before the first epoch, and claims the first batches of this one."""
+        """Open the service before the first epoch, and claim the first batches of this one."""
         if self._open_service is None:
             self._open_service = join_service(self)
             self._center = self._open_service.center
@@ -71,11 +71,11 @@ class SyncGroup(Participant):
         self._exchange(push=False)
 
     def claims(self) -> GroupClaims | None:
-        """The group's batches of the present epoch."""
+        """Return the group's batches of the current epoch."""
         return self._claims
 
     def steps_done(self, steps: int, samples: int) -> None:
-        """Exchanges every `period` steps."""
+        """Exchange every `period` steps."""
         self._pace.computed(steps, samples)
         self._steps += steps
         self._num_known -= steps
@@ -86,13 +86,13 @@ class SyncGroup(Participant):
                 self._exchange(push=True)
 
     def meet_center(self) -> list[Any]:
-        """Exchanges now; gradients that are still being accumulated stay where they are."""
+        """Exchange now; gradients still being accumulated stay in place."""
         self._exchange(push=self._steps > 0 and not self.rule.uses_gradients, wait=True)
         return self._agreed(self._center.weights() if self._center is not None else None)
 
     def end(self) -> None:
-        """Waits for the async workers that are here; all end with the center's weights."""
-        if self._steps:  # gradients too, that will not become more
+        """Wait for the async workers that are present; all end with the center's weights."""
+        if self._steps:  # partial gradients too, which are final now
             self._exchange(push=True, wait=True)
         self.meet_center()
         center = self._center
@@ -111,7 +111,7 @@ class SyncGroup(Participant):
         self.leave()
 
     def leave(self) -> None:
-        """Ends the service: async workers learn that nobody leads them."""
+        """End the service: async workers learn that they have no leader."""
         membership, self._open_service = self._open_service, None
         if membership is not None:
             membership.close()
@@ -128,7 +128,7 @@ class SyncGroup(Participant):
             )
 
     def _exchange(self, push: bool, wait: bool = False) -> None:
-        """Exchanges with the center, and claims the batches until after the next exchange."""
+        """Exchange with the center, and claim the batches until after the next exchange."""
         weights = self.progress() if push else self.vectors.weights.read()
         state = self.vectors.state.read() if self.vectors.state is not None else []
         claims = self._claims if self._claims is not None and not self._claims.is_complete else None
@@ -153,16 +153,16 @@ class SyncGroup(Participant):
             self._num_known += grant.count
 
     def _claim(self, center: Center, period: int) -> Grant:
-        """Batches for `period` steps, and for those by which the exchange after them may be late.
+        """Claim batches for `period` steps, plus those by which the next exchange may be late.
 
-        Keras calls back after whole executions. The group cannot wait within one until it knows
-        more batches.
+        Keras calls back only after whole executions, and the group cannot wait within one for more
+        batches.
         """
         wanted = period + max(period, int(self.model.steps_per_execution)) - self._num_known
         return center.claim(self._epoch, wanted) if wanted > 0 else Grant(0, 0, False)
 
     def _next_period(self) -> int:
-        """The leader's choice, from the pace of all tasks, or the one that it has."""
+        """Return the leader's choice, from the pace of all tasks, or the current period."""
         pace, center = self._pace.pace, self._center
         may_choose = self.options.adapts_period and self._pace.is_due
         found = (
@@ -174,13 +174,13 @@ class SyncGroup(Participant):
         return choose_period(*found, 0, limits)
 
     def _take(self, weights: list[Any], state: list[Any]) -> None:
-        """Goes on from what the exchange gave."""
+        """Continue from the result of the exchange."""
         self.vectors.weights.write(weights)
         if self.vectors.state is not None:
             self.vectors.state.write(state)
 
     def _agreed(self, values: list[Any] | None) -> list[Any]:
-        """The leader's partitions, on all members."""
+        """Return the leader's partitions, on all members."""
         if self._center is None:
             values = [tf.zeros([size]) for size in self.vectors.weights.partitions.sizes]
         return list(self._sum(list(values or [])))
@@ -202,5 +202,5 @@ class SyncGroup(Participant):
 
 
 def _are_here(center: Center) -> bool:
-    """Whether any async worker is; one that ends meanwhile trains first, then it waits."""
+    """Whether any async worker is present; an ending one first trains, then waits."""
     return bool(center.training_clients() or center.waiting_clients())

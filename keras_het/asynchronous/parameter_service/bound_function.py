@@ -1,4 +1,4 @@
-"""One traced function for all partitions of a kind, run on the variables of each."""
+"""One traced function for all partitions of a kind, run on each one's variables."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from keras_het.rpc.served_function import refusal
 
 
 class BoundFunction:
-    """A traced function that runs on variables of its own, though others share the trace.
+    """A traced function that runs on its own variables although others share the trace.
 
-    Not to be called by several threads at a time.
+    Not safe for concurrent calls from several threads.
 
     Args:
-        function: `tf.function`'s concrete function.
-        captures: tensors that take the place of what it captured.
+        function: a concrete function of `tf.function`.
+        captures: tensors that replace its captures.
     """
 
     def __init__(self, function: Any, captures: Sequence[Any]) -> None:
         self.function, self.captures = function, list(captures)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs it."""
+        """Run the function."""
         private_api.bind_captures(self.function, self.captures)
         return self.function(*arguments)
 
 
 class PartFunction:
-    """A function that each partition has, traced once for all partitions of the same kind.
+    """A function of each partition, traced once for all partitions of the same kind.
 
     A function costs TensorFlow 1 to 4 MB of memory and 30 to 250 ms before its first call, as much
-    as a partition itself, and a service has ten of them for each. Where a function uses anything
-    that is not the partition's own (a rule may keep what it likes), each partition gets its own.
+    as a partition itself, and a service has ten of them for each. If a function uses anything
+    outside its partition (a rule may keep arbitrary state), each partition gets its own.
 
     Args:
-        make: gives the `tf.function` of a partition, with an input signature.
+        make: returns the `tf.function` of a partition, with an input signature.
     """
 
     def __init__(self, make: Callable[[Part], Any]) -> None:
@@ -49,10 +49,10 @@ class PartFunction:
         self._traced: dict[Any, tuple[Any, list[Any], list[Any]]] = {}
 
     def of(self, part: Part) -> BoundFunction:
-        """The function of a partition.
+        """Return the function of a partition.
 
         Args:
-            part: on whose variables it runs.
+            part: the partition on whose variables it runs.
         """
         if part.kind not in self._traced:
             function = self._make(part).get_concrete_function()
@@ -66,14 +66,14 @@ class PartFunction:
         return BoundFunction(function, function.captured_inputs)
 
     def served(self, parts: Mapping[int, Part], num_partitions: int) -> Any:
-        """One `tf.function` for several partitions, which is told the number of one.
+        """Return one `tf.function` for several partitions, selected by number.
 
-        It takes it before the other arguments, and answers with `Status.REFUSED` and zeros, or
-        nothing, for a partition that is not among them.
+        It takes the number before the other arguments, and answers with `Status.REFUSED` and zeros,
+        or empty tensors, for a partition that is not among them.
 
         Args:
-            parts: of one kind, by the number of the partition.
-            num_partitions: of all services together.
+            parts: parts of one kind, by the number of the partition.
+            num_partitions: number of partitions of all services together.
         """
         bound = [self.of(part) for part in parts.values()]
         places = np.full(num_partitions, -1, np.int32)

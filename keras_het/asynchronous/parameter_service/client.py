@@ -1,4 +1,4 @@
-"""Talks to the parameter service from inside a training step."""
+"""Client of the parameter service, for use inside a training step."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from keras_het.rpc.partitions import Partitions, spread_partitions
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What came back from the service, tensors that are there when the messages are.
+    """The service's answer, as tensors that exist once the messages arrive.
 
     Args:
-        statuses: `Status` of each partition, -1 where no answer came in time; int32 of shape
+        statuses: `Status` of each partition, -1 if no answer arrived in time; int32 of shape
             [num_partitions].
-        versions: version of each partition, -1 where there is no answer; int64 likewise.
-        partitions: the values of each partition; where there is no answer, those given as fallback.
-        find_residuals: gives `residuals`.
+        versions: version of each partition, -1 without an answer; int64 of the same shape.
+        partitions: the values of each partition; the given fallback without an answer.
+        find_residuals: computes `residuals`.
     """
 
     statuses: Any
@@ -47,13 +47,13 @@ class Answer:
 
     @property
     def residuals(self) -> list[Any]:
-        """What a push did not carry, for each partition; empty for a pull."""
+        """The part of a push that was not carried, for each partition; empty for a pull."""
         return self.find_residuals()
 
 
 NO_ANSWER = -1
 PARTITIONS_UNDER_WAY = 2
-"""Messages that a client has under way to each process of the service; more are slower."""
+"""Messages that a client has in flight to each process of the service; more are slower."""
 _SHORTEST_SECONDS = 1e-3
 _POLL_SECONDS = 0.005
 _logger = logging.getLogger("keras_het")
@@ -67,22 +67,23 @@ _VALUES = (
 
 
 class ParameterClient:
-    """Pulls from and pushes to a `ParameterService`.
+    """Client that pulls from and pushes to a `ParameterService`.
 
-    `pull` and `push` may be called in a `tf.function`: the messages are sent one after the other as
-    answers come, and the graph goes on until an answer is read. Few are under way at a time: each
-    is kept several times while it travels, by both sides. Nothing raises in the graph; an answer
-    that did not come in time has the status `NO_ANSWER`, and what was to follow is not waited for.
+    `pull` and `push` may be called in a `tf.function`: messages are sent one after another as
+    answers arrive, and the graph continues until an answer is read. Few are in flight at a time,
+    because both sides keep several copies of each while it travels. Nothing raises in the graph; an
+    answer that did not arrive in time has the status `NO_ANSWER`, and messages that were to follow
+    are not waited for.
 
     Args:
         address: "host:port" of the service, or of each of several that share the partitions
-            (`spread_partitions` says which has which).
-        partitions: how the weights are cut, as the service has it.
-        credential: as the service has it.
-        client: number of this worker, from 0.
-        timeout_seconds: for each message.
-        wire: how values travel, as the service has it.
-        prefix: of the service's functions.
+            (`spread_partitions` gives the assignment).
+        partitions: the cuts of the weights, the same as the service's.
+        credential: the same as the service's.
+        client: this worker's number, from 0.
+        timeout_seconds: timeout of each message.
+        wire: format of the values, the same as the service's.
+        prefix: prefix of the service's functions.
 
     Raises:
         ConnectionError: if the service does not answer in time.
@@ -113,14 +114,14 @@ class ParameterClient:
 
     @property
     def wire_is_exact(self) -> bool:
-        """Whether nothing is left of a message that was sent."""
+        """Whether a message leaves no residual."""
         return self._wire.is_exact
 
     def use_wire(self, wire: Wire) -> None:
-        """Sends in another form from now on.
+        """Send in another format from now on.
 
         Args:
-            wire: of a kind whose messages the service takes, such as another part of the values.
+            wire: format of a kind that the service accepts, such as another fraction of the values.
 
         Raises:
             ValueError: if a partition is too large for a message of the format.
@@ -129,7 +130,7 @@ class ParameterClient:
         self._wire = wire
 
     def greet(self) -> None:
-        """Asks whether this worker is let in.
+        """Ask whether this worker is admitted.
 
         Raises:
             ConnectionError: if the service does not answer in time.
@@ -154,16 +155,16 @@ class ParameterClient:
             )
 
     def restore(self, center: Sequence[Any], states: Sequence[PartState] | None = None) -> None:
-        """Sets the center, and before it versions and the rule's state if they are given.
+        """Set the center, and before it the versions and rule state if given.
 
         Args:
             center: float32 vector of each partition.
-            states: what `export` gave.
+            states: the result of `export`.
 
         Raises:
-            ConnectionError: if a part is not answered in time.
-            ValueError: if the states are of another rule or number of workers, are not finite, or
-                have a version below 0.
+            ConnectionError: if a part does not answer in time.
+            ValueError: if the states belong to another rule or number of workers, are not finite,
+                or have a version below 0.
         """
         if states is not None:
             self._restore_states(states)
@@ -197,14 +198,14 @@ class ParameterClient:
         _check_taken(calls, indices)
 
     def signal(self, signal: Signal, client: int | None = None) -> int | None:
-        """Tells the rule something of a worker.
+        """Send the rule a signal about a worker.
 
         Args:
-            signal: what.
-            client: number of the worker; this one by default.
+            signal: the signal.
+            client: the worker's number; by default this worker's.
 
         Returns:
-            The stage that training is in, None if there is no answer in time.
+            The stage of training, None if no answer arrives in time.
         """
         specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32))
         about = self._client if client is None else tf.constant(client)
@@ -216,10 +217,10 @@ class ParameterClient:
         return int(calls[0].get_value()[1])
 
     def close_training(self) -> None:
-        """Has the service take no push any more; returns when the last one is through.
+        """Make the service reject further pushes; return once the last one is complete.
 
         Raises:
-            ConnectionError: if a part is not answered in time, or refuses.
+            ConnectionError: if a part does not answer in time, or refuses.
         """
         deadline = time.monotonic() + self._services[0].timeout_seconds
         while not all(self._ask_all("close", [], tf.TensorSpec([], tf.bool))):
@@ -229,19 +230,19 @@ class ParameterClient:
             time.sleep(_POLL_SECONDS)
 
     def latest_sequence(self) -> int:
-        """The largest number of a push that the service knows of this worker; 0 for none.
+        """Return the service's largest known push number of this worker; 0 for none.
 
         Raises:
-            ConnectionError: if a part is not answered in time, or refuses.
+            ConnectionError: if a part does not answer in time, or refuses.
         """
         numbers = self._ask_all("latest", [self._client], tf.TensorSpec([], tf.int64))
         return max(int(number) for number in numbers)
 
     def export(self) -> list[PartState]:
-        """Version and the rule's state of each partition.
+        """Return version and rule state of each partition.
 
         Raises:
-            ConnectionError: if a part is not answered in time, or refuses.
+            ConnectionError: if a part does not answer in time, or refuses.
         """
         firsts = self._export([(index, 0, 0) for index in range(len(self.partitions.sizes))])
         sizes = [tuple(int(size) for size in own) for own, _ in firsts]
@@ -257,23 +258,23 @@ class ParameterClient:
         ]
 
     def _export(self, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[Any, Any]]:
-        """Sizes of the variables, and the piece, of partitions, variables and elements."""
+        """Fetch variable sizes and the piece, for given partitions, variables and elements."""
         specs = (tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.string))
         messages = [_constants(place, start) for _, place, start in pieces]
         return self._ask_each("export", messages, specs, [index for index, *_ in pieces])
 
     def _ask_all(self, method: str, arguments: list[Any], spec: Any) -> list[Any]:
-        """What each partition answers after its status."""
+        """Return each partition's answer after its status."""
         messages = [arguments] * len(self.partitions.sizes)
         return [values[0] for values in self._ask_each(method, messages, (spec,), None)]
 
     def _ask_each(
         self, method: str, messages: Sequence[list[Any]], specs: Any, indices: Sequence[int] | None
     ) -> list[Any]:
-        """What partitions answer to messages, after the status."""
+        """Return the partitions' answers to messages, after the status."""
         every = (tf.TensorSpec([], tf.int32), *specs)
         calls = self._call_each(method, messages, every, indices=indices)
-        # All: whoever drops this client because of an error must not free what still waits.
+        # Wait for all: a caller that drops this client after an error must not free pending calls.
         for call, is_ok in [(call, bool(call.is_ok())) for call in calls]:
             if not is_ok:
                 raise ConnectionError(
@@ -288,11 +289,11 @@ class ParameterClient:
         return [tuple(call.get_value()[1:]) for call in calls]
 
     def pull(self, fallback: Sequence[Any], exact: bool = False) -> Answer:
-        """Reads the center.
+        """Read the center.
 
         Args:
-            fallback: values of each partition to go on with where no answer comes.
-            exact: whether it comes as float32 also where other messages are rounded.
+            fallback: values of each partition to use without an answer.
+            exact: whether it arrives as float32 even if other messages are rounded.
         """
         method, wire = ("center", FloatWire()) if exact else ("pull", self._wire)
         calls = self._call_each(method, [[]] * len(self.partitions.sizes), _VALUES)
@@ -306,27 +307,27 @@ class ParameterClient:
         fallback: Sequence[Any],
         sequence: Any = 0,
     ) -> Answer:
-        """Sends a change of every partition and gets the rule's answer.
+        """Send a change of every partition and return the rule's answer.
 
         Args:
             changes: float32 vector of each partition.
-            versions: version of each partition that this worker last got, int64 of shape
+            versions: version of each partition that this worker last received, int64 of shape
                 [num_partitions].
-            samples: samples behind the change, scalar.
-            fallback: values of each partition to go on with where no answer comes.
-            sequence: number of the push, from 1, so that it counts once however often it is sent; 0
-                for none.
+            samples: number of samples behind the change, scalar.
+            fallback: values of each partition to use without an answer.
+            sequence: number of the push, from 1, which makes it count once however often it is
+                sent; 0 for none.
 
         Returns:
-            The answer. Its `residuals` are what the format could not carry, and the whole change
-            where the service did not accept it: add them to the next change.
+            The answer. Its `residuals` are the parts that the format could not carry, or the whole
+            change if the service did not accept it: add them to the next change.
         """
         return self.start_push(changes, versions, samples, sequence).answer(fallback)
 
     def start_push(
         self, changes: Sequence[Any], versions: Any, samples: Any, sequence: Any = 0
     ) -> PendingPush:
-        """Sends as `push` does, and does not wait for the answer.
+        """Send like `push`, but do not wait for the answer.
 
         Args:
             changes: as for `push`.
@@ -354,11 +355,11 @@ class ParameterClient:
         return push
 
     def push_again(self, push: PendingPush, indices: Sequence[int]) -> None:
-        """Sends partitions again that were not answered, or were told to wait.
+        """Resend partitions that were not answered, or were told to wait.
 
         Args:
-            push: what was sent, with a number, so that it counts once.
-            indices: of the partitions.
+            push: the push, with a number, which makes it count once.
+            indices: indices of the partitions.
         """
         push.wait()
         messages = [push.messages[index] for index in indices]
@@ -368,14 +369,14 @@ class ParameterClient:
             push.calls[index] = call
 
     def ask_turns(self, push: PendingPush, indices: Sequence[int]) -> list[int]:
-        """Asks whose turn it is, by messages without values; the rule is one of those that wait.
+        """Ask whose turn it is, by messages without values, for a rule whose workers wait.
 
         Args:
-            push: what was sent.
-            indices: of partitions that were told to wait.
+            push: the push.
+            indices: indices of partitions that were told to wait.
 
         Returns:
-            For each `Status.WAIT`, or `NO_ANSWER`, or what says that it may be sent again.
+            For each partition `Status.WAIT`, `NO_ANSWER`, or a status that allows sending it again.
         """
         messages = []
         for index in indices:
@@ -392,16 +393,16 @@ class ParameterClient:
         calls: list[Any] | None = None,
         indices: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Calls a function of several partitions, each when an earlier call has its answer.
+        """Call a function of several partitions, each once an earlier call has its answer.
 
-        Eagerly, this waits until the last ones are under way.
+        In eager mode, this waits until the last calls are in flight.
 
         Args:
-            method: name of the function.
+            method: the name of the function.
             messages: arguments for each partition.
             specs: types of an answer.
-            calls: list to add the calls to.
-            indices: of the partitions; the first ones by default.
+            calls: list to which the calls are added.
+            indices: indices of the partitions; the first ones by default.
         """
         calls = [] if calls is None else calls
         sizes = self.partitions.sizes
@@ -416,7 +417,7 @@ class ParameterClient:
             else:
                 is_ok = earlier[-PARTITIONS_UNDER_WAY].is_ok()
                 with tf.control_dependencies([is_ok]):
-                    # a service that is gone is not waited for once more with each message
+                    # Do not wait the full time-out for a lost service with each message.
                     seconds = tf.where(is_ok, seconds, _SHORTEST_SECONDS)
                     call = self._services[at].call(name, message, specs, seconds)
             earlier.append(call)
@@ -426,17 +427,18 @@ class ParameterClient:
 
 @dataclasses.dataclass(frozen=True)
 class PendingPush:
-    """A push whose answer travels.
+    """A push whose answer is in flight.
 
-    It keeps its client: TensorFlow crashes where one is freed while an answer is waited for.
+    It keeps a reference to its client: TensorFlow crashes if one is freed while an answer is
+    pending.
 
     Args:
-        client: the one that sent it.
-        calls: one for each partition.
-        changes: what was to be sent.
-        residuals: what the format did not carry; zero where it carries all.
+        client: the client that sent the push.
+        calls: one call for each partition.
+        changes: the changes to be sent.
+        residuals: the part that the format did not carry; zero if it carries everything.
         wire: the format.
-        messages: what was sent for each partition.
+        messages: the messages sent for each partition.
     """
 
     client: ParameterClient
@@ -449,34 +451,34 @@ class PendingPush:
     _watcher: list[threading.Thread] = dataclasses.field(default_factory=list)
 
     def send(self, work: Callable[[], Any]) -> None:
-        """Sends beside what this process does.
+        """Send in the background.
 
         Args:
-            work: sends all messages, and adds their calls.
+            work: sends all messages and adds their calls.
         """
         self._sender.append(_start_thread(work))
 
     def watch(self) -> None:
-        """Waits beside what this process does: `has_answer` tells from now on."""
+        """Wait in the background; `has_answer` is valid from now on."""
         self._watcher.append(_start_thread(self.wait))
 
     @property
     def has_answer(self) -> bool:
-        """Whether all that is waited for is there, or will not come; only where it is watched."""
+        """Whether all awaited answers have arrived or will not come; only if watched."""
         return bool(self._watcher) and not self._watcher[0].is_alive()
 
     def wait(self) -> None:
-        """Waits for the answer."""
+        """Wait for the answer."""
         for thread in self._sender:
             thread.join()
         for call in self.calls:
             call.is_ok()
 
     def answer(self, fallback: Sequence[Any]) -> Answer:
-        """Waits for the answer, and gives it.
+        """Wait for the answer and return it.
 
         Args:
-            fallback: values of each partition to go on with where no answer comes.
+            fallback: values of each partition to use without an answer.
         """
         for thread in self._sender:
             thread.join()
@@ -499,7 +501,7 @@ def _start_thread(work: Callable[[], Any]) -> threading.Thread:
 
 
 def _collect(calls: Sequence[Any], fallback: Sequence[Any], wire: Wire) -> Answer:
-    """Waits for all answers, in the graph."""
+    """Wait for all answers, in the graph."""
     results = [_result(call, values, wire) for call, values in zip(calls, fallback, strict=True)]
     statuses, versions, partitions = zip(*results, strict=True)
     return Answer(tf.stack(statuses), tf.stack(versions), list(partitions))

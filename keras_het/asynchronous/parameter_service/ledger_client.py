@@ -1,4 +1,4 @@
-"""Asks the sample ledger of another process."""
+"""Client of a sample ledger in another process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ServiceLostError(RuntimeError):
 
     Args:
         message: what happened.
-        is_new_process: whether another process answered in its place, which knows nothing of this
-            training.
+        is_new_process: whether another process, which does not know this training, answered in its
+            place.
     """
 
     def __init__(self, message: str, is_new_process: bool = False) -> None:
@@ -36,12 +36,12 @@ class ServiceLostError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class LedgerFacts:
-    """What the ledger says about training.
+    """The ledger's facts about training.
 
     Args:
-        stage: how far it is.
+        stage: the stage of training.
         epoch: the sync group's epoch.
-        training: what is trained.
+        training: the facts about the training.
     """
 
     stage: Stage
@@ -50,13 +50,13 @@ class LedgerFacts:
 
 
 class LedgerClient:
-    """Talks to a `SampleLedger`.
+    """Client of a `SampleLedger`.
 
     Args:
         address: "host:port" of the service.
-        credential: as the service has it.
-        client: number of this worker; 0 is the sync group.
-        timeout_seconds: for each message.
+        credential: the same as the service's.
+        client: this worker's number; 0 is the sync group.
+        timeout_seconds: timeout of each message.
     """
 
     def __init__(
@@ -67,45 +67,46 @@ class LedgerClient:
         self._used = UsedSamples()
 
     def claim(self, epoch: int, count: int = 1) -> tuple[Status, int, int]:
-        """Takes the next batches of an epoch.
+        """Claim the next batches of an epoch.
 
         Returns:
-            Status (`WAIT`: not now), the first batch, and how many; 0 at the end of the epoch.
+            Status (`WAIT`: not now), the first batch, and the number of batches; 0 at the end of
+            the epoch.
 
         Raises:
-            ServiceLostError: if there is no answer in time.
+            ServiceLostError: if no answer arrives in time.
         """
         return self.claimed(self.start_claim(epoch, count))
 
     def start_claim(self, epoch: int, count: int = 1) -> Any:
-        """Asks as `claim` does, and does not wait: `claimed` gives the answer."""
+        """Ask like `claim` without waiting: `claimed` returns the answer."""
         number = tf.TensorSpec([], tf.int64)
         arguments = [tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)]
         return self._start("claim", arguments, (tf.TensorSpec([], tf.int32), number, number))
 
     def claimed(self, answer: Any) -> tuple[Status, int, int]:
-        """Waits for what `start_claim` asked for.
+        """Wait for the answer to `start_claim`.
 
         Returns:
-            As `claim` does.
+            The same as `claim`.
 
         Raises:
-            ServiceLostError: if there is no answer in time.
+            ServiceLostError: if no answer arrives in time.
         """
         status, first, granted = self._admitted(lambda: self._service.value(answer))
         return Status(int(status)), int(first), int(granted)
 
     def report(self, presence: Presence, used: int = 0) -> LedgerFacts:
-        """Says what this worker is doing, counts samples, and asks how things are.
+        """Report this worker's activity and samples, and ask for the state of training.
 
         Args:
-            presence: what this worker is doing.
-            used: samples used since the last report. After an error they are reported with the next
-                ones: do not give them again.
+            presence: this worker's activity.
+            used: number of samples used since the last report. After an error they are reported
+                with the next ones: do not pass them again.
 
         Raises:
-            ServiceLostError: if there is no answer in time, or it is that of an ended training of
-                another model, update rule or format of messages.
+            ServiceLostError: if no answer arrives in time, or the answer comes from an ended
+                training with another model, update rule or message format.
             PermissionError: if the ledger refuses this worker.
         """
         self._used.add(used)
@@ -130,10 +131,10 @@ class LedgerClient:
         return LedgerFacts(Stage(stage), epoch, TrainingFacts(*numbers))
 
     def pace(self, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Says how fast this worker is, and asks how fast all are: `SampleLedger.pace`.
+        """Report this worker's pace and ask for all paces: `SampleLedger.pace`.
 
         Raises:
-            ServiceLostError: if there is no answer in time.
+            ServiceLostError: if no answer arrives in time.
         """
         numbers = tf.TensorSpec(None, tf.float64)
         specs = (tf.TensorSpec([], tf.int32), numbers, numbers)
@@ -141,15 +142,15 @@ class LedgerClient:
         return paces.numpy(), silence.numpy()
 
     def ask(self, method: str, arguments: list[Any], specs: Any) -> Any:
-        """Calls a function of the ledger.
+        """Call a function of the ledger.
 
         Args:
-            method: its name.
-            arguments: after credential and number of the client.
+            method: the function's name.
+            arguments: arguments after credential and client number.
             specs: types of the answer, a status first.
 
         Raises:
-            ServiceLostError: if there is no answer in time.
+            ServiceLostError: if no answer arrives in time.
             PermissionError: if the ledger refuses this worker.
         """
         name, message = f"{PREFIX}{method}", [self._client, *arguments]
@@ -159,7 +160,7 @@ class LedgerClient:
         return self._service.call(f"{PREFIX}{method}", [self._client, *arguments], specs)
 
     def _admitted(self, wait: Callable[[], Any]) -> Any:
-        """Waits for an answer, and checks that the ledger lets this worker in."""
+        """Wait for an answer, and check that the ledger admits this worker."""
         try:
             values = wait()
         except NoAnswerError as error:

@@ -1,4 +1,4 @@
-"""One partition of the center, and what belongs to it."""
+"""One partition of the center and its state."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Part:
     """Variables of a partition, in this process.
 
     Args:
-        size: float32 elements.
-        rule: the update rule, which may keep a state of its own for each partition.
-        num_clients: workers that may push.
-        lock: name of its lock; parts with the same one wait for each other. Each name costs a
+        size: number of float32 elements.
+        rule: the update rule, which may keep separate state for each partition.
+        num_clients: number of workers that may push.
+        lock: name of its lock; parts with the same lock wait for each other. Each name costs a
             thread until the process ends.
-        has_center: whether zeros are its center; otherwise it has none until one is brought.
+        has_center: whether zeros are its center; otherwise it has none until one is set.
     """
 
     def __init__(
@@ -30,26 +30,26 @@ class Part:
         self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
         self.center = tf.Variable(tf.zeros([size]), trainable=False)
         self.has_center = tf.Variable(has_center, trainable=False)
-        # At least the center's norm; infinite while that is not known.
+        # At least the center's norm; infinite while that is unknown.
         self.largest_norm = tf.Variable(float("inf"), trainable=False)
         self.version = tf.Variable(tf.zeros([], tf.int64), trainable=False)
-        # What a client in this process saw last, which sends no message that says it.
+        # The version last seen by a client in this process, whose exchanges send no message.
         self.seen_here = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         self.is_closed = tf.Variable(False, trainable=False)
-        # Pushes that are being taken without the lock.
+        # Number of pushes in progress without the lock.
         self.under_way = tf.Variable(tf.zeros([], tf.int64), trainable=False)
         self.slots = rule.create_slots(self.center)
-        # All locks without a name are one.
+        # All unnamed locks are the same lock.
         self.lock = tf.CriticalSection(shared_name=f"keras_het_{lock}")
 
     def set_center(self, values: Any) -> Any:
-        """Sets the weights, from outside of the rule; in the graph or eagerly.
+        """Set the weights from outside the rule; in the graph or eagerly.
 
         Args:
             values: float32 vector.
 
         Returns:
-            A tensor or operation that exists when it is done.
+            A tensor or operation that exists once the weights are set.
         """
         with tf.control_dependencies([self.largest_norm.assign(float("inf"), read_value=True)]):
             brought = self.center.assign(values, read_value=True)
@@ -58,12 +58,12 @@ class Part:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What the functions of partitions must have in common to be traced once for all."""
+        """Key that partitions must share for their functions to be traced once for all."""
         slots = sorted(self.slots.items())
         return self.size, *((name, tuple(slot.shape), slot.dtype.name) for name, slot in slots)
 
     def resources(self) -> list[Any]:
-        """Handles of the variables and of the lock, in an order that depends on the kind only."""
+        """Handles of the variables and of the lock, in an order that depends only on the kind."""
         own = (self.center, self.version, self.sequences, self.seen_here, self.is_closed)
         others = (self.under_way, self.has_center, self.largest_norm)
         slots = (self.slots[name] for name in sorted(self.slots))
@@ -72,11 +72,11 @@ class Part:
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
-        """Elements of the version and of each of the rule's variables, by name."""
+        """Number of elements of the version and of each of the rule's variables, by name."""
         return tuple(int(variable.shape.num_elements()) for variable in self._state())
 
     def state_piece(self, place: Any, start: Any) -> Any:
-        """A piece of a variable as a serialized tensor; in the graph.
+        """Return a piece of a variable as a serialized tensor; in the graph.
 
         Args:
             place: number of the variable, int32 scalar.
@@ -90,17 +90,17 @@ class Part:
         return tf.switch_case(place, [functools.partial(read, own) for own in self._state()])
 
     def set_state_piece(self, place: Any, start: Any, piece: Any) -> Any:
-        """Sets a piece of a variable; in the graph, under the lock.
+        """Set a piece of a variable; in the graph, under the lock.
 
-        Nothing changes if it cannot be read, is not finite, or has a version below 0.
+        Nothing changes if the piece cannot be read, is not finite, or has a version below 0.
 
         Args:
             place: number of the variable, int32 scalar.
             start: first element, int64 scalar.
-            piece: what `state_piece` gave.
+            piece: the result of `state_piece`.
 
         Returns:
-            Whether it was taken, when it is done; bool scalar.
+            Whether it was accepted, once this is done; bool scalar.
         """
 
         def write(variable: Any) -> Any:
@@ -122,7 +122,7 @@ class Part:
         if variable is self.version:
             return tf.reduce_all(values >= 0)
         if variable.dtype.is_floating:
-            # No push could be taken with such a state any more, unless the rule begins with one.
+            # With such a state no push could be accepted any more, unless the rule begins with one.
             began = tf.reduce_all(tf.math.is_finite(before))
             return tf.reduce_all(tf.math.is_finite(values)) | ~began
         return tf.constant(True)

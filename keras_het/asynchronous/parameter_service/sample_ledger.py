@@ -1,4 +1,4 @@
-"""Who takes which global batches of an epoch, and which samples were used."""
+"""Assign global batches of an epoch to clients, and count the samples used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACE_NUMBERS = 4
 
 
 class Stage(enum.IntEnum):
-    """How far training is."""
+    """The stage of training."""
 
     STARTING = 0
     RUNNING = 1
@@ -27,7 +27,7 @@ class Stage(enum.IntEnum):
 
 
 class Presence(enum.IntEnum):
-    """What an async worker is doing."""
+    """An async worker's activity."""
 
     GONE = 0
     WAITING = 1
@@ -35,14 +35,14 @@ class Presence(enum.IntEnum):
 
 
 class TrainingFacts(NamedTuple):
-    """What the sync group trains, and async workers must know.
+    """The facts about the sync group's training that async workers need.
 
     Attributes:
-        num_batches: global batches of an epoch.
-        fingerprint: of the order of the samples, 0 if not known.
+        num_batches: number of global batches of an epoch.
+        fingerprint: fingerprint of the order of the samples, 0 if unknown.
         first_pass: number of epoch 0's pass over the data.
         run: number of the training among those of the leader's process.
-        num_epochs: epochs of the training; no batch of a later one is handed out.
+        num_epochs: number of epochs of the training; no batch of a later epoch is handed out.
     """
 
     num_batches: int
@@ -53,17 +53,17 @@ class TrainingFacts(NamedTuple):
 
 
 class SampleLedger:
-    """Hands out the global batches of each epoch, each once, and counts the samples used.
+    """Ledger that hands out each global batch of an epoch once and counts the samples used.
 
-    Clients take batches in their own time: who is faster takes more, nobody waits. An epoch is over
-    when all its batches were handed out. A client may begin the next epoch at once, but is never
-    more than one epoch ahead of the sync group. A batch that a killed client held is not handed out
-    again: `claimed` minus `used` says what was lost. A report of samples carries a number: one
-    whose answer was lost can be sent again, and counts once.
+    Clients take batches at their own pace: faster clients take more, and none waits. An epoch is
+    over when all its batches have been handed out. A client may begin the next epoch at once, but
+    is never more than one epoch ahead of the sync group. A batch held by a killed client is not
+    handed out again: `claimed` minus `used` shows the loss. A report of samples carries a number: a
+    report whose answer was lost can be sent again and counts once.
 
     Args:
-        server: `FunctionServer` to answer on.
-        gate: who is let in.
+        server: the `FunctionServer` to answer on.
+        gate: admits callers.
         num_clients: number of clients; client 0 is the sync group.
     """
 
@@ -94,25 +94,25 @@ class SampleLedger:
         server.register(f"{PREFIX}pace", self._remote_pace_function(), gate)
 
     def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
-        """The sync group begins an epoch.
+        """Begin an epoch of the sync group.
 
         Args:
             epoch: number of the epoch, from 0.
-            training: what is trained.
+            training: the facts about the training.
         """
         for place, number in zip(self._facts(), training, strict=True):
             place.assign(number)
         self._epoch.assign(epoch)
 
     def set_stage(self, stage: Stage) -> None:
-        """Tells all clients how far training is."""
+        """Announce the stage of training to all clients."""
         self._stage.assign(int(stage))
 
     def claim(self, client: int, epoch: int, count: int) -> tuple[int, int]:
-        """Takes the next batches of an epoch, in this process.
+        """Claim the next batches of an epoch, in this process.
 
         Returns:
-            The first batch, and how many there are; 0 at the end of the epoch.
+            The first batch and the number of batches; 0 at the end of the epoch.
         """
         first, granted = self._claim(
             tf.constant(client), tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)
@@ -120,31 +120,31 @@ class SampleLedger:
         return int(first), int(granted)
 
     def pace(self, client: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Notes how fast a client is, and tells how fast all are.
+        """Record a client's pace and return the pace of all clients.
 
         Args:
-            client: its number.
+            client: the client's number.
             pace: samples per second, samples of a step, least seconds between two pushes, and
-                those of a pull, 0 where nobody asks.
+                seconds of a pull, 0 if not needed.
 
         Returns:
-            What each client said, float64 of shape [num_clients, 4], zeros where it said nothing;
-            and seconds since each was heard of, float64 of shape [num_clients].
+            The report of each client, float64 of shape [num_clients, 4], zeros without a report;
+            and seconds since each was last heard from, float64 of shape [num_clients].
         """
         paces, silence = self._pace(tf.constant(client), tf.constant(pace, tf.float64))
         return paces.numpy(), silence.numpy()
 
     @property
     def stage(self) -> Stage:
-        """How far training is."""
+        """The stage of training."""
         return Stage(int(self._stage))
 
     def is_handed_out(self, epoch: int) -> bool:
-        """Whether all batches of an epoch were handed out."""
+        """Whether all batches of an epoch have been handed out."""
         return int(tf.gather(self._next, epoch)) >= int(self._total)
 
     def add_used(self, client: int, samples: int) -> None:
-        """Counts samples that a client has used."""
+        """Count samples that a client has used."""
         self._used.scatter_nd_add([[client]], [samples])
 
     @property
@@ -158,11 +158,11 @@ class SampleLedger:
         return self._used.numpy()
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
-        """Clients that were heard of lately.
+        """Return clients heard from recently.
 
         Args:
-            presence: what they said they were doing.
-            within_seconds: how long ago they were heard of at most.
+            presence: their reported activity.
+            within_seconds: longest time since they were heard from.
         """
         recent = self._last_seen.numpy() > float(tf.timestamp()) - within_seconds
         chosen = np.flatnonzero(recent & (self._presence.numpy() == int(presence)))
@@ -179,7 +179,7 @@ class SampleLedger:
         )
         def claim(client: Any, epoch: Any, count: Any) -> Any:
             def take() -> Any:
-                first = tf.gather(self._next, epoch)  # not a copy of all of it
+                first = tf.gather(self._next, epoch)  # avoids a copy of the whole variable
                 left = tf.where(epoch < self._num_epochs, self._total - first, 0)
                 granted = tf.clip_by_value(left, 0, count)
                 taken = self._next.scatter_nd_update([[epoch]], [first + granted])
@@ -255,7 +255,7 @@ class SampleLedger:
         return report
 
     def _refused(self) -> Any:
-        """A worker of the next training may ask before this one is gone."""
+        """Refuse a worker of the next training, which may ask before this one is gone."""
         closed = tf.equal(self._stage, int(Stage.CLOSED))
         return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
 
@@ -315,7 +315,7 @@ class SampleLedger:
             autograph=False,
         )
         def lead(client: Any, used: Any, facts: Any) -> Any:
-            """Sets the facts, unless the stage is negative, and tells what clients are doing."""
+            """Set the facts, unless the stage is negative, and return the clients' activities."""
             stage, taken_until, epoch, *numbers = tf.unstack(facts)
 
             def count_and_pass_on() -> Any:
@@ -351,11 +351,11 @@ class SampleLedger:
         return lead
 
     def _count(self, client: Any, used: Any) -> Any:
-        """Counts samples, unless their report was counted before; in the graph, under the lock.
+        """Count samples unless their report has been counted; in the graph, under the lock.
 
         Args:
-            client: who used them.
-            used: number of the report, 0 for none; and samples.
+            client: the client that used them.
+            used: number of the report, 0 for none; and number of samples.
         """
         number, samples = tf.unstack(used)
 
@@ -366,11 +366,11 @@ class SampleLedger:
             return self._counted.scatter_nd_update([[client]], [latest])[client]
 
     def _facts(self) -> tuple[Any, ...]:
-        """Variables of `TrainingFacts`, in its order."""
+        """Return the variables of `TrainingFacts`, in its order."""
         return (self._total, self._fingerprint, self._first_pass, self._run, self._num_epochs)
 
     def _overview(self) -> Any:
-        """Of each client presence, silence in seconds, batches, samples, batches left, report."""
+        """Per client: presence, silence in seconds, batches, samples, batches left, report."""
         left = self._total - tf.gather(self._next, self._epoch)
         columns = (
             self._presence.read_value(),

@@ -1,4 +1,4 @@
-"""Version and rule's state of a partition, in pieces that fit into messages."""
+"""Version and rule state of a partition, in pieces that fit into messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
 
 LARGEST_PIECE = LARGEST_MESSAGE_BYTES // 8
-"""Elements of a piece, of up to 8 bytes each."""
+"""Number of elements of a piece, of up to 8 bytes each."""
 NOT_FINITE_STATE = (
     "The saved state of the parameter service must be finite, and its versions at least 0, or no "
     "push could be taken with it."
@@ -20,10 +20,10 @@ REMOVE_BACKUP = "Remove the backup (the training was diverging, or the file is d
 
 @dataclasses.dataclass(frozen=True)
 class PartState:
-    """What a partition needs beside its center.
+    """State of a partition besides its center.
 
     Args:
-        sizes: elements of each of its variables.
+        sizes: number of elements of each of its variables.
         pieces: serialized tensors, in the order of `piece_places`.
     """
 
@@ -32,10 +32,10 @@ class PartState:
 
 
 def piece_places(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """The pieces of variables: number of the variable, and first element.
+    """Return the pieces of variables: number of the variable and first element.
 
     Args:
-        sizes: elements of each variable.
+        sizes: number of elements of each variable.
     """
     return [
         (place, start)
@@ -45,11 +45,12 @@ def piece_places(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def check_values(state: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> None:
-    """Refuses versions and state of the rule with which no push could be taken any more.
+    """Refuse versions and rule state with which no push could be accepted any more.
 
     Args:
-        state: what `ParameterService.state` gave.
-        before: that of the service that gets it; a rule may begin with values that are not finite.
+        state: the result of `ParameterService.state`.
+        before: the state of the receiving service; a rule may begin with values that are not
+            finite.
 
     Raises:
         ValueError: if a value is not finite, or a version is below 0.
@@ -68,10 +69,10 @@ def check_values(state: Mapping[str, np.ndarray], before: Mapping[str, np.ndarra
 
 
 def to_arrays(states: Sequence[PartState]) -> dict[str, np.ndarray]:
-    """The states of all partitions as named arrays, which a backup can keep.
+    """Return the states of all partitions as named arrays, which a backup can keep.
 
     Args:
-        states: one for each partition.
+        states: one state for each partition.
     """
     found: dict[str, np.ndarray] = {}
     for index, state in enumerate(states):
@@ -82,14 +83,14 @@ def to_arrays(states: Sequence[PartState]) -> dict[str, np.ndarray]:
 
 
 def from_arrays(saved: Mapping[str, np.ndarray], num_partitions: int) -> list[PartState]:
-    """The inverse of `to_arrays`.
+    """Restore states from the result of `to_arrays`.
 
     Args:
-        saved: what it gave.
-        num_partitions: how many there must be.
+        saved: the result of `to_arrays`.
+        num_partitions: the required number of partitions.
 
     Raises:
-        ValueError: if it is something else, or of another number of partitions.
+        ValueError: if it is not such a result, or has another number of partitions.
     """
     expected = {f"part_{index}" for index in range(num_partitions)}
     has_sizes = all(f"{part}/sizes" in saved for part in expected)

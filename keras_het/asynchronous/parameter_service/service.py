@@ -1,4 +1,4 @@
-"""Holds the center and lets workers push to it and pull from it, over TensorFlow's RPC."""
+"""Service that holds the center; workers push to it and pull from it over TensorFlow's RPC."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from keras_het.rpc.served_function import hello_function
 from keras_het.usable_cpus import usable_cpus
 
 LONGEST_CLOSE_SECONDS = 10.0
-"""For pushes of rules without lock that are being taken at the end of training."""
+"""Time for lock-free pushes still in progress at the end of training."""
 LARGEST_NUM_LOCKS = 16
-"""Locks of a large machine."""
+"""Number of locks on a large machine."""
 LARGEST_SAMPLES = 2.0**31
-"""Samples of one push, beyond which it is nonsense."""
+"""Largest plausible number of samples of one push."""
 _POLL_SECONDS = 0.002
 _logger = logging.getLogger("keras_het")
 
 
 def number_of_locks() -> int:
-    """Partitions that are updated at the same time at most, of rules that are atomic.
+    """Return how many partitions may be updated at the same time, for atomic rules.
 
-    An update is a tenth of the work of an exchange, so that few are enough; and each is a thread,
-    of which the allocator keeps memory apart.
+    An update is a tenth of the work of an exchange, so a few are enough; each needs a thread, for
+    which the allocator keeps separate memory.
     """
     return min(LARGEST_NUM_LOCKS, max(1, int(usable_cpus()) // 4))
 
@@ -51,32 +51,32 @@ def number_of_locks() -> int:
 class ParameterService:
     """Real variables in this process, updated and read by functions that others call.
 
-    Each partition of the center has a version that counts its updates; a push tells which version
-    the worker last saw. Rules that are atomic update a partition under one of `number_of_locks()`
-    locks, so that no push is lost and versions count every one. A push may carry a number: one
-    whose answer was lost can be sent again, and counts once. A request with the wrong credential,
-    an unknown client or a value that is not finite changes nothing, nor does one after which the
-    center or the rule's state would not be finite; after `close_training` no push does.
+    Each partition of the center has a version that counts its updates; a push states the version
+    that the worker last saw. Atomic rules update a partition under one of `number_of_locks()`
+    locks, so no push is lost and versions count every one. A push may carry a number: a push whose
+    answer was lost can be sent again and counts once. A request with the wrong credential, an
+    unknown client or a value that is not finite changes nothing, nor does one that would leave the
+    center or the rule's state not finite; after `close_training` no push does.
 
     Args:
         address: "host:port" to listen on; use 127.0.0.1 unless other machines must connect.
-        partitions: how the weights are cut.
+        partitions: the cuts of the weights.
         rule: combines pushes with the center.
-        credential: what every request must carry, see `admission.credential`.
-        num_clients: workers that may push; clients are numbered from 0.
-        wire: how values travel.
-        staleness_bound: updates of a partition since the worker last saw it, beyond which a push is
-            not taken: the answer is the center, to start over from. So is that to a push from a
-            version that this service has not had yet. None for no bound.
-        prefix: of the names of its functions, where several services share a server.
-        server: server to answer on; by default one of its own at `address`.
-        indices: numbers of the partitions that it holds, where several services share them; all by
+        credential: the credential that every request must carry, see `admission.credential`.
+        num_clients: number of workers that may push; clients are numbered from 0.
+        wire: format of the values.
+        staleness_bound: number of updates of a partition since the worker last saw it, beyond which
+            a push is rejected: the answer is the center, from which to start over. A push from a
+            version that this service has not reached gets the same answer. None for no bound.
+        prefix: prefix of the names of its functions, if several services share a server.
+        server: server to answer on; by default a new one at `address`.
+        indices: numbers of the partitions that it holds, if several services share them; all by
             default.
-        awaits_center: whether others can push and pull only after the center was set or restored
-            (status `NO_CENTER`); by default it is zeros at first.
+        awaits_center: whether others can push and pull only after the center has been set or
+            restored (status `NO_CENTER`); by default it starts as zeros.
 
     Raises:
-        ValueError: if a partition is too large for a message of the format, or the rule was made
+        ValueError: if a partition is too large for a message of the format, or the rule was created
             for fewer workers.
     """
 
@@ -118,7 +118,8 @@ class ParameterService:
             ]
         self._server = FunctionServer(address) if server is None else server
         gate = Gate(credential)
-        # One partition a call: with several critical sections in one, TensorFlow waits forever.
+        # One partition per call: with several critical sections in one call, TensorFlow waits
+        # forever.
         for name, make in self._served().items():
             function = PartFunction(make)
             for size, parts in self._parts_of_each_size().items():
@@ -127,7 +128,7 @@ class ParameterService:
         self._server.register(f"{prefix}hello", hello_function(), gate)
 
     def _served(self) -> dict[str, Any]:
-        """What clients call for a partition: name, and what makes the function of one."""
+        """Return, for each client call on a partition, its name and the factory of its function."""
         return {
             "push": self._push_function,
             "pull": self._pull_function,
@@ -148,49 +149,49 @@ class ParameterService:
         return found
 
     def start(self) -> None:
-        """Starts to answer."""
+        """Start answering."""
         self._server.start()
 
     def close(self) -> None:
-        """Stops to answer."""
+        """Stop answering."""
         self._server.close()
 
     def set_center(self, tensors: Sequence[Any]) -> None:
-        """Sets the weights; versions stay.
+        """Set the weights; versions stay.
 
         Args:
-            tensors: one for each variable.
+            tensors: one tensor for each variable.
         """
         self.set_partitions(self.partitions.pack(tensors))
 
     def set_partitions(self, partitions: Sequence[Any]) -> None:
-        """Sets the weights; versions stay.
+        """Set the weights; versions stay.
 
         Args:
-            partitions: a vector for each partition that it holds.
+            partitions: one vector for each partition that it holds.
         """
         for part, values in zip(self._parts, partitions, strict=True):
             part.set_center(values)
             part.seen_here.assign(part.version)
 
     def center_partitions(self) -> list[Any]:
-        """The weights, a vector for each partition."""
+        """Return the weights, one vector for each partition."""
         return [part.center.read_value() for part in self._parts]
 
     def center(self) -> list[Any]:
-        """The weights, one float32 tensor for each variable."""
+        """Return the weights, one float32 tensor for each variable."""
         return self.partitions.unpack([part.center.read_value() for part in self._parts])
 
     def slots(self) -> list[dict[str, Any]]:
-        """State of the rule for each partition, name to variable."""
+        """State of the rule for each partition: name to variable."""
         return [part.slots for part in self._parts]
 
     def versions(self) -> np.ndarray:
-        """Updates of each partition so far, int64 of shape [num_partitions]."""
+        """Number of updates of each partition, int64 of shape [num_partitions]."""
         return np.array([int(part.version) for part in self._parts], np.int64)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Versions and the rule's state, to be saved with the center: name to array."""
+        """Return versions and rule state, to be saved with the center: name to array."""
         found = {"versions": self.versions()}
         for index, part in zip(self.indices, self._parts, strict=True):
             for name, variable in part.slots.items():
@@ -198,13 +199,13 @@ class ParameterService:
         return found
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Brings back what `state` gave.
+        """Restore the result of `state`.
 
         Args:
-            state: of a service for the same model, rule and partitions.
+            state: state of a service for the same model, rule and partitions.
 
         Raises:
-            ValueError: if it is another's, is not finite, or has a version below 0.
+            ValueError: if it belongs to another service, is not finite, or has a version below 0.
         """
         expected = self.state()
         if {n: a.shape for n, a in state.items()} != {n: a.shape for n, a in expected.items()}:
@@ -221,12 +222,12 @@ class ParameterService:
                 variable.assign(state[f"{index}/{name}"])
 
     def exchange_locally(self, client: int, samples: float, changes: Sequence[Any]) -> list[Any]:
-        """A push from this process, without a message; the rule's answer for each partition.
+        """Push from this process, without a message; return the rule's answer for each partition.
 
-        A partition with a value that is not finite is not taken: the answer is its center.
+        A partition with a value that is not finite is rejected: the answer is its center.
 
         Raises:
-            ValueError: if the rule makes workers wait for each other, which this would forget.
+            ValueError: if the rule makes workers wait for each other, which this would ignore.
         """
         if self._rule.may_wait:
             raise ValueError(
@@ -243,7 +244,7 @@ class ParameterService:
         return [answer for _, answer in answers]
 
     def close_training(self) -> None:
-        """Takes no push from others any more; returns when the last one is through."""
+        """Reject further pushes from others; return once the last one is complete."""
         deadline = time.monotonic() + LONGEST_CLOSE_SECONDS
         while not all([bool(self._close(part)) for part in self._parts]):
             if time.monotonic() > deadline:
@@ -252,7 +253,7 @@ class ParameterService:
             time.sleep(_POLL_SECONDS)
 
     def prepare_local_exchange(self) -> None:
-        """Traces `exchange_locally`, so that the first one does not hold up a training step."""
+        """Trace `exchange_locally`, so that the first call does not delay a training step."""
         _ = self._exchanges
 
     @functools.cached_property
@@ -326,10 +327,10 @@ class ParameterService:
 
             finite = change.is_finite() & (samples <= LARGEST_SAMPLES)  # false for NaN, too
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
-            # What is not a number is told apart below. Not ~(samples < 0): of that TensorFlow makes
-            # samples >= 0 when it optimizes the graph.
+            # NaN is handled separately below. Not ~(samples < 0): TensorFlow's graph optimizer
+            # turns that into samples >= 0.
             known &= (sequence >= 0) & ((samples >= 0) | tf.math.is_nan(samples))
-            # one branch for all: TensorFlow takes a while for each
+            # One branch for all: TensorFlow takes a while for each.
             status = _first_failed(
                 (known, Status.UNKNOWN_CLIENT),
                 _there_is_a_center(part),
@@ -340,11 +341,11 @@ class ParameterService:
         return push
 
     def signal_locally(self, client: int, signal: Signal) -> None:
-        """Tells the rule something of a client, from this process.
+        """Send the rule a signal about a client, from this process.
 
         Args:
-            client: number of the worker.
-            signal: what about it.
+            client: the worker's number.
+            signal: the signal.
         """
         for part in self._parts:
             self._signal(part, tf.constant(client), tf.constant(int(signal)))
@@ -369,7 +370,7 @@ class ParameterService:
         return signal
 
     def _close(self, part: Part) -> Any:
-        """Takes no push any more; whether the last one is through, also of those without lock."""
+        """Reject further pushes; return whether the last one, locked or not, is complete."""
         closed = part.lock.execute(lambda: part.is_closed.assign(True, read_value=True))
         with tf.control_dependencies([closed]):
             return tf.equal(part.under_way.read_value(), 0)
@@ -413,13 +414,13 @@ class ParameterService:
             autograph=False,
         )
         def turn(client: Any, version: Any) -> Any:
-            """Whether a push would be told to wait, without its values."""
+            """Return whether a push would be told to wait, without its values."""
 
             def may_send() -> Any:
                 zero = tf.constant(0.0)
                 meta = PushMeta(client, zero, zero, part.version.read_value())
                 is_turn = self._updates.is_turn(part, meta)
-                # of these a push is told at once
+                # A push reports these statuses at once.
                 may_not_wait = (
                     part.is_closed | ~part.has_center | self._updates.is_stale(part, version)
                 )
@@ -436,7 +437,7 @@ class ParameterService:
 
 
 def _first_failed(*checks: tuple[Any, Status]) -> Any:
-    """The status of the first check that does not hold, `Status.OK` if all do."""
+    """Return the status of the first check that fails, `Status.OK` if all hold."""
     status = tf.constant(int(Status.OK))
     for holds, failed in reversed(checks):
         status = tf.where(holds, status, int(failed))
@@ -444,7 +445,7 @@ def _first_failed(*checks: tuple[Any, Status]) -> Any:
 
 
 def _there_is_a_center(part: Part) -> tuple[Any, Status]:
-    """A process that was restarted has none until the leader has brought it."""
+    """Check for a center: a restarted process has none until the leader restores it."""
     return part.has_center.read_value(), Status.NO_CENTER
 
 
@@ -453,7 +454,7 @@ def _is_ok(status: Any) -> Any:
 
 
 def _check_number_of_workers(rule: UpdateRule, num_clients: int) -> None:
-    """Some would share the state of another worker, or never have their turn."""
+    """Check the number: some would share another worker's state, or never have their turn."""
     made_for = rule.get_config().get("num_workers")
     if made_for is not None and made_for < num_clients:
         raise ValueError(

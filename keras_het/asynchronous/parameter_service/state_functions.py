@@ -1,4 +1,4 @@
-"""Functions of a partition that carry its version and the rule's state to another process."""
+"""Functions of a partition that transfer its version and rule state to another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
 
 
 def export_function(part: Part) -> Any:
-    """Answers with sizes of the variables and a piece of one.
+    """Return a function that answers with variable sizes and a piece of one variable.
 
     Args:
         part: the partition.
@@ -41,7 +41,7 @@ def export_function(part: Part) -> Any:
 
 
 def set_state_function(part: Part) -> Any:
-    """Takes a piece of a variable, of a partition of the same sizes.
+    """Return a function that accepts a piece of a variable of an equally sized partition.
 
     Args:
         part: the partition.
@@ -64,7 +64,7 @@ def set_state_function(part: Part) -> Any:
     @tf.function(input_signature=signature, autograph=False)
     def set_state(saved_sizes: Any, place: Any, start: Any, piece: Any) -> Any:
         def take() -> Any:
-            # two pieces of a variable are under way at a time
+            # Two pieces of a variable are in flight at a time.
             taken = part.lock.execute(lambda: part.set_state_piece(place, start, piece))
             return tf.where(taken, int(Status.OK), int(Status.NOT_FINITE))
 

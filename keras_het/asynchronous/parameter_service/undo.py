@@ -1,4 +1,4 @@
-"""Updates of a partition, undone if it would not be finite after them."""
+"""Updates of a partition, undone if they would make it not finite."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from keras_het.asynchronous.rules import PushMeta, UpdateRule
 from keras_het.rpc.admission import Status
 
 LARGEST_NORM = 1e15
-"""Below it the sum of a partition is finite, however many elements it has."""
+"""Below this norm the sum of a partition is finite for any number of elements."""
 
 
 class Change:
-    """What a worker sent for a partition, and its norm; in the graph.
+    """A worker's change of a partition, and its norm; in the graph.
 
     Args:
         values: float32 vector.
@@ -27,7 +27,7 @@ class Change:
         self.norm = _norm(values)
 
     def is_finite(self) -> Any:
-        """Whether all values are, bool scalar; only of very large ones a second pass tells."""
+        """Whether all values are finite, bool scalar; only very large ones need a second pass."""
         finite = tf.math.is_finite(self.norm)
         return tf.cond(finite, lambda: tf.constant(True), lambda: is_finite(self.values))
 
@@ -35,20 +35,20 @@ class Change:
 def apply_rule(
     rule: UpdateRule, part: Part, change: Change, meta: PushMeta
 ) -> tuple[Any, Any, Any]:
-    """Applies a rule, unless finite messages would add up to what is not finite; in the graph.
+    """Apply a rule, unless finite messages would add up to a non-finite result; in the graph.
 
     Args:
         rule: the update rule.
         part: the partition.
-        change: what a worker sent.
-        meta: what came with it.
+        change: the change that a worker sent.
+        meta: the data that came with it.
 
     Returns:
-        Status, new version, the rule's answer; the center where the update is not taken.
+        Status, new version, the rule's answer; the center if the update is rejected.
     """
     if rule.norm_after(0.0, 0.0) is None:
         return _apply_or_undo(rule, part, change.values, meta)
-    # By what is known of the center's norm, and by itself only where that says nothing.
+    # Decide by the known bound of the center's norm; inspect the result only if that says nothing.
     at_most = rule.norm_after(part.largest_norm.read_value(), change.norm)
     at_most = tf.cond(
         at_most < LARGEST_NORM,  # false for NaN, too
@@ -66,7 +66,7 @@ def apply_rule(
         with tf.control_dependencies([unknown]):
             return _apply_or_undo(rule, part, change.values, meta)
 
-    # Who may undo keeps the old center, so that the update makes a new one instead of changing it.
+    # An undo needs the old center, so the update then makes a new one instead of changing it.
     result: tuple[Any, Any, Any] = tf.cond(at_most < LARGEST_NORM, take, take_or_undo)
     return result
 
@@ -79,7 +79,7 @@ def _apply_or_undo(
 
     def leave() -> tuple[Any, Any, Any]:
         before.undo()
-        if rule.may_wait:  # it was in its turn
+        if rule.may_wait:  # the push was in its turn
             rule.pass_turn(part.slots, meta)
         center = part.center.read_value()
         return tf.constant(int(Status.NOT_FINITE)), part.version.read_value(), center
@@ -98,16 +98,16 @@ def _taken(part: Part, answer: Any) -> tuple[Any, Any, Any]:
 
 
 class Undo:
-    """What a partition was before an update; in the graph, under the partition's lock.
+    """Snapshot of a partition before an update; in the graph, under the partition's lock.
 
-    Finite messages can add up to a center that is not, or to a state of the rule (a momentum, mean
-    squares) that makes it so later. Without a lock, as with rules that are not atomic, what others
-    push at the same time may be undone too.
+    Finite messages can add up to a center that is not finite, or to a state of the rule (a
+    momentum, mean squares) that makes it so later. Without a lock, as with rules that are not
+    atomic, concurrent pushes of others may be undone too.
 
     Args:
-        part: the partition, about to be updated.
+        part: the partition about to be updated.
         row: number of the worker that pushes, int32 scalar.
-        rows_of_workers: names of the rule's variables of which only this row is about to change.
+        rows_of_workers: names of the rule's variables in which only this row is about to change.
     """
 
     def __init__(self, part: Part, row: Any, rows_of_workers: Collection[str]) -> None:
@@ -117,7 +117,7 @@ class Undo:
         self._old = self._read()
 
     def is_needed(self) -> Any:
-        """Whether the center is not finite now, or the rule's state and was before; bool scalar."""
+        """Whether the center is not finite, or the rule's state no longer is; bool scalar."""
         now = {n: value for n, value in self._read().items() if value.dtype.is_floating}
         finite = {name: is_finite(value) for name, value in now.items()}
         is_center_finite = is_finite(self._center.read_value())
@@ -130,8 +130,8 @@ class Undo:
         return ~tf.cond(are_all, lambda: tf.constant(True), state_is_as_before)
 
     def undo(self) -> None:
-        """Makes the partition what it was."""
-        # Without a lock another push's center may have been read, which that has undone since.
+        """Restore the partition."""
+        # Without a lock, the snapshot may hold another push's center that has been undone since.
         was_finite = is_finite(self._old_center)
         self._center.assign(tf.where(was_finite, self._old_center, self._center.read_value()))
         for name, value in self._old.items():
@@ -143,7 +143,7 @@ class Undo:
     def _read(self) -> dict[str, Any]:
         found = {}
         for name, slot in sorted(self._slots.items()):
-            # gathered: all rows would be copied as soon as one of them changes
+            # Gathered: otherwise all rows would be copied as soon as one of them changes.
             is_row = name in self._rows_of_workers
             found[name] = tf.gather(slot, self._row) if is_row else slot.read_value()
         return found
@@ -154,7 +154,7 @@ def _norm(values: Any) -> Any:
 
 
 def is_finite(values: Any) -> Any:
-    """Whether all are, in one pass; a sum of finite ones beyond float32 is as useless.
+    """Whether all values are finite, in one pass; a sum beyond float32 is just as useless.
 
     Args:
         values: float tensor.

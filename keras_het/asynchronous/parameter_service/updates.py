@@ -1,4 +1,4 @@
-"""What becomes of a push: taken by the rule, or left, and why."""
+"""Outcome of a push: accepted by the rule, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keras_het.rpc.admission import Status
 
 
 class Updates:
-    """Applies a rule to partitions, each push once, in its turn and not from too long ago.
+    """Application of a rule to partitions: each push once, in its turn, and not if too stale.
 
     Args:
         rule: combines pushes with the center.
-        staleness_bound: updates of a partition since the worker last saw it, beyond which a push is
-            not taken; None for no bound.
+        staleness_bound: number of updates of a partition since the worker last saw it, beyond which
+            a push is rejected; None for no bound.
     """
 
     def __init__(self, rule: UpdateRule, staleness_bound: int | None) -> None:
@@ -34,7 +34,7 @@ class Updates:
         change: Change,
         sequence: Any = None,
     ) -> tuple[Any, Any, Any]:
-        """Applies the rule, if the push may be taken; status, new version, rule's answer."""
+        """Apply the rule if the push is acceptable; return status, new version, rule's answer."""
 
         def update() -> tuple[Any, Any, Any]:
             staleness = tf.cast(tf.maximum(part.version - version, 0), tf.float32)
@@ -56,7 +56,7 @@ class Updates:
         if self._rule.is_atomic:
             result = part.lock.execute(checked)
             return result
-        # Counted before it is asked whether training is over: whoever closes it waits for this one.
+        # Counted before checking whether training is over: closing waits for this push.
         with tf.control_dependencies([part.under_way.assign_add(1, read_value=True)]):
             result = checked()
         with tf.control_dependencies(list(result)):
@@ -66,7 +66,7 @@ class Updates:
     def _unless_known(
         self, part: Part, client: Any, version: Any, sequence: Any, update: Any
     ) -> tuple[Any, Any, Any]:
-        """Takes a push unless it was taken before (its answer was lost), or comes too late."""
+        """Take a push unless it was already taken (its answer was lost) or comes too late."""
         numbered = sequence > 0
         repeated = numbered & (sequence <= part.sequences[client])
         stale = self.is_stale(part, version)
@@ -88,7 +88,7 @@ class Updates:
         return result
 
     def is_turn(self, part: Part, meta: PushMeta) -> Any:
-        """Whether a worker may push, of a rule whose workers wait for each other; bool scalar."""
+        """Whether a worker may push, for a rule whose workers wait for each other; bool scalar."""
         with tf.control_dependencies([self._rule.note_presence(part.slots, meta.client)]):
             return self._rule.is_turn(part.slots, meta)
 
@@ -97,13 +97,13 @@ class Updates:
         bound = self._staleness_bound
         if bound is None:
             return tf.constant(False)
-        # a version that is still to come is that of another service, whose center was another
+        # A version that lies in the future belongs to another service with another center.
         return (part.version - version > bound) | (version > part.version)
 
     def pass_turn(
         self, part: Part, is_in_turn: Any, client: Any, samples: Any, sequence: Any
     ) -> Any:
-        """Ends the turn of a worker whose push is refused, once: the others would wait for it."""
+        """End the turn of a worker whose push is refused, once: the others would wait for it."""
         if not self._rule.may_wait:
             return tf.constant(True)
         meta = PushMeta(client, samples, tf.constant(0.0), part.version.read_value())
@@ -123,7 +123,7 @@ class Updates:
 
 
 def nothing(status: Any) -> tuple[Any, Any, Any]:
-    """An answer without version and values."""
+    """Return an answer without version and values."""
     return tf.identity(status), tf.constant(-1, tf.int64), tf.zeros([0])
 
 

@@ -1,4 +1,4 @@
-"""Samples that a worker reports to the ledger, so that each counts once."""
+"""Samples that a worker reports to the ledger, each counted once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ _ROOM_FOR_STRAGGLERS = 1 << 20
 
 
 class UsedSamples:
-    """Numbers reports; one whose answer was lost is repeated as it was before the next.
+    """Numbered reports; one whose answer was lost is repeated unchanged before the next.
 
-    The ledger says which number it knows last, from an earlier process of the same worker perhaps,
-    whose messages may be on their way still: numbers begin some way above.
+    The ledger returns the last number it knows, possibly from an earlier process of the same
+    worker, whose messages may still be in flight: numbers therefore begin some way above it.
     """
 
     def __init__(self) -> None:
@@ -18,20 +18,20 @@ class UsedSamples:
         self._latest: int | None = None
 
     def add(self, samples: int) -> None:
-        """Notes samples to be reported.
+        """Record samples to be reported.
 
         Args:
-            samples: used since the last call.
+            samples: number of samples used since the last call.
         """
         self._waiting += samples
 
     @property
     def is_empty(self) -> bool:
-        """Whether all samples were reported and answered."""
+        """Whether all samples have been reported and answered."""
         return self._report is None and not self._waiting
 
     def report(self) -> tuple[int, int]:
-        """Number and samples of the next report; zeros if it has none to count."""
+        """Return number and samples of the next report; zeros if there is nothing to count."""
         if self._report is None and self._waiting and self._latest is not None:
             self._latest += 1
             self._report = self._latest, self._waiting
@@ -39,7 +39,7 @@ class UsedSamples:
         return self._report or (0, 0)
 
     def answered(self, latest: int) -> None:
-        """Notes that the answer to the latest `report` came.
+        """Record that the answer to the latest `report` has arrived.
 
         Args:
             latest: number of the worker's last report that the ledger knows.

@@ -1,4 +1,4 @@
-"""How the values of a partition travel: in full, at half precision, or the largest ones only."""
+"""Formats of a partition's values: in full, at half precision, or only the largest ones."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES, Partitions
 
 
 class Wire(Protocol):
-    """A format of messages; client and service use the same.
+    """A format of messages; client and service use the same one.
 
-    A push loses what the format cannot carry; `encode` returns that as the residual, which the
-    client adds to its next push (error feedback), so that nothing is lost for good.
+    A push loses what the format cannot carry; `encode` returns this part as the residual, which the
+    client adds to its next push (error feedback), so nothing is lost permanently.
     """
 
     @property
     def name(self) -> str:
-        """Name of the format, part of what client and service must agree on."""
+        """Name of the format, on which client and service must agree."""
 
     def signature(self, size: int) -> list[tf.TensorSpec]:
-        """Types of a push of `size` elements."""
+        """Return the types of a push of `size` elements."""
 
     def encode(self, values: Any) -> tuple[list[Any], Any]:
-        """Tensors to send for float32 values of shape [size].
+        """Encode float32 values of shape [size] as tensors to send.
 
         Returns:
             The tensors; and the residual, float32 of shape [size] or a scalar for all elements.
         """
 
     def decode(self, tensors: list[Any], size: int) -> Any:
-        """The float32 values of shape [size] that were sent; the rest is zero."""
+        """Return the float32 values of shape [size] that were sent; the rest is zero."""
 
     def encode_answer(self, values: Any) -> Any:
-        """The float32 vector to send for an answer of the service, which is always dense."""
+        """Return the float32 vector to send for an answer of the service, which is always dense."""
 
     def decode_answer(self, sent: Any, size: int) -> Any:
-        """The float32 values of shape [size] of an answer."""
+        """Return the float32 values of shape [size] of an answer."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is left of a message that was sent."""
+        """Whether a message leaves no residual."""
 
     @property
     def largest_partition(self) -> int:
-        """Elements of a partition at most, so that each message of it fits."""
+        """Return the largest number of elements in a partition whose messages all fit."""
 
 
 class FloatWire:
-    """Float values, all of them.
+    """All values, as floats.
 
-    TensorFlow's messages carry 16-bit floats as integers of variable length, which takes longer
-    than float32 and saves little: two of them travel in the bits of one float32.
+    TensorFlow's messages encode 16-bit floats as integers of variable length, which takes longer
+    than float32 and saves little: instead, two of them travel in the bits of one float32.
 
     Args:
         dtype: "float32", "float16" or "bfloat16". float16 holds values up to 65,504.
@@ -74,46 +74,46 @@ class FloatWire:
         return str(self._dtype.name)
 
     def signature(self, size: int) -> list[tf.TensorSpec]:
-        """One vector."""
+        """Return the type of one vector."""
         return [tf.TensorSpec([size if self.is_exact else (size + 1) // 2], tf.float32)]
 
     def encode(self, values: Any) -> tuple[list[Any], Any]:
-        """Rounds the values."""
+        """Round the values."""
         if self.is_exact:
             return [values], tf.constant(0.0)  # of any shape: a vector would take memory
         rounded = tf.cast(values, self._dtype)
         return [_in_pairs(rounded)], values - tf.cast(rounded, tf.float32)
 
     def decode(self, tensors: list[Any], size: int) -> Any:
-        """Widens the values."""
+        """Widen the values."""
         return self.decode_answer(tensors[0], size)
 
     def encode_answer(self, values: Any) -> Any:
-        """Rounds the values."""
+        """Round the values."""
         return values if self.is_exact else _in_pairs(tf.cast(values, self._dtype))
 
     def decode_answer(self, sent: Any, size: int) -> Any:
-        """Widens the values."""
+        """Widen the values."""
         if self.is_exact:
             return sent
         return tf.cast(tf.reshape(tf.bitcast(sent, self._dtype), [-1])[:size], tf.float32)
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is float32."""
+        """Whether the format is float32."""
         return bool(self._dtype == tf.float32)
 
     @property
     def largest_partition(self) -> int:
-        """As many float32 values as fit into a message."""
+        """Return the number of float32 values that fit into a message."""
         return LARGEST_MESSAGE_BYTES // 4
 
 
 class TopKWire:
-    """The values of largest magnitude, with their places.
+    """The values of largest magnitude, with their positions.
 
     Args:
-        ratio: part of the values that are sent, above 0 and at most 1; at least one is.
+        ratio: fraction of the values to send, above 0 and at most 1; at least one value is sent.
 
     Raises:
         ValueError: if the ratio is out of range.
@@ -133,23 +133,23 @@ class TopKWire:
         return f"top-{self._ratio!r}"
 
     def count(self, size: int) -> int:
-        """Values that are sent of `size`."""
+        """Return how many values out of `size` are sent."""
         return max(1, min(size, round(self._ratio * size)))
 
     def signature(self, size: int) -> list[tf.TensorSpec]:
-        """Values and their places; clients may send different numbers of them."""
+        """Return the types of values and positions; clients may send different numbers of them."""
         del size
         return [tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int32)]
 
     def encode(self, values: Any) -> tuple[list[Any], Any]:
-        """Selects the largest values."""
+        """Select the largest values."""
         _, places = tf.math.top_k(tf.abs(values), self.count(int(values.shape[0])), sorted=False)
         sent = tf.gather(values, places)
         left = tf.tensor_scatter_nd_update(values, places[:, None], tf.zeros_like(sent))
         return [sent, places], left
 
     def decode(self, tensors: list[Any], size: int) -> Any:
-        """Puts the values in their places; places that do not exist make the values not finite."""
+        """Put the values in their positions; invalid positions make the values not finite."""
         sent, places = tensors
         valid = tf.reduce_all((places >= 0) & (places < size))
         sent = tf.where(valid, sent, tf.fill(tf.shape(sent), float("nan")))
@@ -157,39 +157,39 @@ class TopKWire:
         return tf.scatter_nd(places[:, None], sent, [size])
 
     def encode_answer(self, values: Any) -> Any:
-        """The answer comes in full."""
+        """Return the answer in full."""
         return values
 
     def decode_answer(self, sent: Any, size: int) -> Any:
-        """The answer comes in full."""
+        """Return the answer in full."""
         del size
         return sent
 
     @property
     def is_exact(self) -> bool:
-        """A part of the values travels."""
+        """Always false: only some of the values are sent."""
         return False
 
     @property
     def largest_partition(self) -> int:
-        """Elements whose part, 8 bytes each with its place, fits, and the answer of 4 bytes."""
+        """Return the limit: sent values take 8 bytes each with position, answers 4 per element."""
         return min(LARGEST_MESSAGE_BYTES // 4, int(LARGEST_MESSAGE_BYTES // 8 / self._ratio))
 
 
 def _in_pairs(values: Any) -> Any:
-    """A float32 vector with the bits of two 16-bit values each, and one of zero at an odd end."""
+    """Pack 16-bit values in pairs into a float32 vector, with a zero at an odd end."""
     padded = tf.concat([values, tf.zeros([tf.size(values) % 2], values.dtype)], axis=0)
     return tf.bitcast(tf.reshape(padded, [-1, 2]), tf.float32)
 
 
 def wire_named(name: str) -> Wire:
-    """The format with a name, as `Wire.name` has it.
+    """Return the format with a name, as in `Wire.name`.
 
     Args:
-        name: such as "float32" or "top-0.01".
+        name: name such as "float32" or "top-0.01".
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no such format.
     """
     kind, _, ratio = name.partition("-")
     if kind == "top" and ratio:
@@ -198,14 +198,14 @@ def wire_named(name: str) -> Wire:
 
 
 def check_fits(wire: Wire, partitions: Partitions) -> None:
-    """Refuses partitions whose messages TensorFlow's RPC would not take.
+    """Refuse partitions whose messages TensorFlow's RPC would not accept.
 
     Args:
-        wire: how values travel.
-        partitions: how the weights are cut.
+        wire: format of the values.
+        partitions: the cuts of the weights.
 
     Raises:
-        ValueError: if one is too large.
+        ValueError: if a partition is too large.
     """
     largest = max(partitions.sizes)
     if largest > wire.largest_partition:

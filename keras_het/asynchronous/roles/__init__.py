@@ -1,1 +1,1 @@
-"""Which workers train asynchronously, chosen from what was measured."""
+"""Choice of asynchronous workers from measurements."""

@@ -1,4 +1,4 @@
-"""Measures what an exchange with a center would cost this cluster, before there is a center."""
+"""Measure the cost of an exchange with a center on this cluster before a center exists."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from keras_het.training_strategy import TrainingStrategy
 
 _TIMES = 15
 _PARTS = 4
-"""Reading, updating or reporting, claiming batches and writing: each takes about as long."""
+"""Reading, updating or reporting, claiming batches and writing: all take about equally long."""
 
 
 class ExchangeTimes(NamedTuple):
-    """What an exchange costs beside the travel of its bytes.
+    """The cost of an exchange besides the travel time of its bytes.
 
     Attributes:
-        all_reduce_seconds: time of a step's collective, once the last worker has its gradients.
-        busy_seconds: what a task does itself, estimated from the time to read its weights.
+        all_reduce_seconds: time of a step's collective once the last worker has its gradients.
+        busy_seconds: time of a task's own work, estimated from the time to read its weights.
     """
 
     all_reduce_seconds: float
@@ -33,40 +33,40 @@ class ExchangeTimes(NamedTuple):
 def measure_exchange(
     model: Any, strategy: TrainingStrategy, partition_size: int, steps: Sequence[StepTimes]
 ) -> ExchangeTimes:
-    """Measures reading the weights, and what collectives took; all workers must call it.
+    """Measure weight reads and collectives; all workers must call it.
 
-    An all-reduce beside nothing else would say too little: tasks that train have other things to do
-    than to pass its messages on.
+    An all-reduce on an otherwise idle cluster would say too little: training tasks do other work
+    besides forwarding its messages.
 
     Nothing is written: weights of 64 bits would lose some of them.
 
     Args:
-        model: the model that is trained.
+        model: the model being trained.
         strategy: the `HeterogeneousStrategy`, of several workers.
-        partition_size: elements of a part of the weights.
-        steps: that were measured.
+        partition_size: number of elements of a part of the weights.
+        steps: the measured steps.
 
     Returns:
-        The same on all workers: machines could measure differently. Of the collectives the least of
-        all workers in each step, median over steps; of reading the leader's.
+        The same times on all workers, because machines could measure differently. For collectives,
+        the least of all workers in each step, median over steps; for reading, the leader's.
     """
     weights = ModelVectors(model, strategy, partition_size).weights
     readings = _seconds_of(lambda: [part.numpy() for part in weights.read()])
     busy = _PARTS * statistics.median(readings)
     own = np.array([[*(_waited(step, strategy.layout.local_replicas) for step in steps), busy]])
     found = strategy.extended.gather_over_workers(own)
-    # who computes longest waits for nobody
+    # The worker that computes longest waits for no other.
     return ExchangeTimes(float(np.median(found[:, :-1].min(axis=0))), float(found[0, -1]))
 
 
 def _waited(step: StepTimes, local: range) -> float:
-    """Seconds from the gradients of this worker's last replica to the end of the collective."""
+    """Return the seconds from this worker's last gradients to the end of the collective."""
     seconds = step.seconds[local.start : local.stop]
     return float(step.collective_seconds - (seconds.max() - seconds[0]))
 
 
 def _seconds_of(run: Callable[[], Any]) -> list[float]:
-    """Times of several runs; the first one, which is traced, does not count."""
+    """Return the times of several runs; the first one, which is traced, does not count."""
     times = []
     for _ in range(1 + _TIMES):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measures each worker's link to the leader, by the messages that a parameter service gets."""
+"""Measure each worker's link to the leader with the messages of a parameter service."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _TIMEOUT_SECONDS = 60.0
 
 
 def measure_link_rates(strategy: TrainingStrategy) -> tuple[float, ...]:
-    """Measures one worker after the other; all workers of the sync group must call it.
+    """Measure one worker after another; all workers of the sync group must call it.
 
-    The leader's own link is taken to be as fast as the fastest of the others.
+    The leader's own link is assumed to be as fast as the fastest of the others.
 
     Args:
         strategy: the `HeterogeneousStrategy`, of several workers.
@@ -62,7 +62,7 @@ def _start_server(address: str, proof: bytes) -> FunctionServer:
 
 
 def _measure(address: str, proof: bytes) -> float:
-    """Median time of a message, seconds; the first one, which connects, does not count."""
+    """Return the median time of a message in seconds, without the first one, which connects."""
     client = FunctionClient(address, proof, _TIMEOUT_SECONDS)
     values = tf.zeros([_MESSAGE_BYTES // 4])
     specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None], tf.float32))

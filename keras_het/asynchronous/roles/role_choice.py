@@ -1,4 +1,4 @@
-"""Chooses the workers' roles from what the first steps and messages measured."""
+"""Choose the workers' roles from measurements of the first steps and messages."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from keras_het.training_strategy import TrainingStrategy
 _logger = logging.getLogger("keras_het")
 _ROLE_NUMBERS = {"sync": 0, "async": 1, "out": 2}
 WARM_UP_STEPS = 4
-"""Steps that are not measured."""
+"""Number of steps before the measured ones."""
 MEASURED_STEPS = 16
-"""Steps that are, after them, where the user does not say it."""
+"""Number of measured steps after these, unless the user sets it."""
 LARGEST_NOISE_SCALE = 1e9
-"""Stands for a gradient that was not seen above its noise: staleness costs nothing."""
+"""Represents a gradient hidden by its noise: staleness costs nothing."""
 
 
 class RoleChoice:
-    """Measures while the whole cluster trains synchronously, then decides for all.
+    """Measurement while the whole cluster trains synchronously, then a decision for all.
 
-    The leader's plan is everybody's: machines could round differently.
+    The leader's plan applies to all workers, because machines could round differently.
 
     Args:
-        model: the model that is trained.
+        model: the model being trained.
         strategy: its `HeterogeneousStrategy`.
-        options: of the training with async workers that would follow.
-        measured_steps: steps to measure.
+        options: options of the training with async workers that would follow.
+        measured_steps: number of steps to measure.
         noise_scale: gradient noise scale in samples; None to measure it.
     """
 
@@ -65,9 +65,9 @@ class RoleChoice:
         self._model, self._strategy, self._options = model, strategy, options
         data = strategy.data_to_be_trained
         self._num_batches = None
-        # of arrays that is known where there are async workers
+        # For arrays, this is known once there are async workers.
         if data is not None and not data.takes_keras_arrays:
-            check_can_be_shared(data)  # now, not where the script begins again
+            check_can_be_shared(data)  # now, not after the script restarts
             self._num_batches = int(data.cardinality)
         self._measured_steps = measured_steps
         self._noise_scale = noise_scale
@@ -76,10 +76,10 @@ class RoleChoice:
         strategy.measure_compute_times(model, gradients=noise_scale is None, stops=True)
 
     def steps_done(self, steps: int) -> RolePlan | None:
-        """Counts steps; the plan, once it is made.
+        """Count steps; return the plan once it is made.
 
         Args:
-            steps: since the last call.
+            steps: number of steps since the last call.
         """
         self._steps += steps
         if self._steps < self._measured_steps + WARM_UP_STEPS:
@@ -95,7 +95,7 @@ class RoleChoice:
         return dataclasses.replace(plan, chosen=chosen)
 
     def end(self) -> None:
-        """Measures no more; says so if there was no plan."""
+        """Stop measuring; report if there was no plan."""
         wanted = self._measured_steps + WARM_UP_STEPS
         if self._steps < wanted and self._strategy.is_chief:
             _logger.warning(
@@ -131,14 +131,14 @@ class RoleChoice:
         return cluster.with_all_reduce_of(times.all_reduce_seconds)
 
     def _expected_noise_scale(self, steps: Sequence[StepTimes]) -> float | None:
-        """What the user knows, or what these first steps of a training let expect."""
+        """Return the user's noise scale, or the one expected from the first steps of training."""
         if self._noise_scale is not None:
             return self._noise_scale
         measured = noise_scale_of(steps)
         return None if measured is None else EXPECTED_GROWTH * measured
 
     def _exchange(self, busy_seconds: float) -> ExchangeSettings:
-        """How the training that is started exchanges."""
+        """Return the exchange settings of the training being started."""
         options = self._options
         return ExchangeSettings(
             period=None if options.adapts_period else options.period,
@@ -151,13 +151,14 @@ class RoleChoice:
 
 
 def noise_scale_of(steps: Sequence[StepTimes]) -> float | None:
-    """Gradient noise scale that some steps show.
+    """Return the gradient noise scale that some steps show.
 
     Args:
-        steps: with squared norms of gradients.
+        steps: steps with squared norms of gradients.
 
     Returns:
-        Samples, at most `LARGEST_NOISE_SCALE`; None if no step had two replicas with samples.
+        The noise scale in samples, at most `LARGEST_NOISE_SCALE`; None if no step had two replicas
+        with samples.
     """
     average = SmoothedNoiseScale()
     for step in steps:
@@ -168,16 +169,16 @@ def noise_scale_of(steps: Sequence[StepTimes]) -> float | None:
 
 
 def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str] | None:
-    """TF_CONFIG of this process in the cluster with these roles.
+    """Return the TF_CONFIG of this process in the cluster with these roles.
 
-    Who does not train keeps its place: evaluator and summation machines.
+    Tasks that do not train keep their places: evaluator and summation machines.
 
     Args:
         config: the cluster in which all workers are in the sync group.
-        roles: role of every worker, the chief first.
+        roles: the role of every worker, the chief first.
 
     Returns:
-        The variable; None if this process is left out.
+        The value of the variable; None if this process is left out.
     """
     addresses = config.sync_group_addresses
     jobs: dict[str, list[str]] = {"worker": [], "async": []}
@@ -198,13 +199,13 @@ def environment_of(config: ClusterConfig, roles: Sequence[str]) -> dict[str, str
 
 
 def start_again(strategy: TrainingStrategy, plan: RolePlan) -> None:
-    """Starts this process's script again in its new role, or ends it if it is left out.
+    """Restart this process's script in its new role, or end it if it is left out.
 
-    What the measured steps trained is forgotten.
+    The training of the measured steps is discarded.
 
     Args:
-        strategy: the strategy of the present cluster.
-        plan: which roles all workers have.
+        strategy: the strategy of the current cluster.
+        plan: the plan with the roles of all workers.
     """
     environment = environment_of(config_of(strategy), plan.roles)
     leave_together(lambda: strategy)

@@ -12,63 +12,64 @@ from keras_het.asynchronous.rules.worker_sides import SendsChange
 from keras_het.planning.roles.local_steps import LocalStepsPlan, plan_local_steps
 
 PRESET_RATIO = 0.25
-"""Part of the values that the slowest worker sends, where it is not given."""
-_FAR = 1 << 40  # pushes; whoever has left is never the slowest
-_REMEMBERED_PUSHES = 8  # of each worker; its latest samples say its share
+"""Default fraction of the values that the slowest worker sends."""
+_FAR = 1 << 40  # pushes; a worker that has left is never the slowest
+_REMEMBERED_PUSHES = 8  # of each worker; its latest samples determine its share
 
 
 class ASHL(SendsChange):
-    r"""Workers of different speed take different numbers of local steps, in two stages.
+    r"""Different numbers of local steps for workers of different speed, in two stages.
 
-    Worker i takes :math:`H_i` local steps, sends the largest values of its change
-    :math:`\Delta_i`, of which the center adds its share of the data,
+    Worker i takes :math:`H_i` local steps, sends the largest values of its change :math:`\Delta_i`,
+    of which the center adds the worker's data share,
 
     .. math:: c \leftarrow c + D_i \, top_{R_i}(\Delta_i), \qquad \textstyle\sum_i D_i = 1,
 
-    and goes on from the center. While the loss is above `loss_threshold` nobody waits (AHL, large
-    :math:`H_i`). Then comes the second stage (SHL, small :math:`H_i`), in which a worker that has
-    pushed more than `largest_lead` times more often than the slowest must try again later.
+    and continues from the center. While the loss is above `loss_threshold`, no worker waits (AHL,
+    large :math:`H_i`). Then comes the second stage (SHL, small :math:`H_i`), in which a worker that
+    has pushed more than `largest_lead` times more often than the slowest must try again later.
 
     Without `data_shares` and steps, :math:`H_i` and :math:`R_i` of each stage follow from the times
-    that workers measure (`plan`), and :math:`D_i` from the samples behind their pushes: of sums
-    :math:`s`, all of which a push of :math:`n_i` samples first shrinks,
+    that workers measure (`plan`), and :math:`D_i` from the samples behind their pushes, by sums
+    :math:`s` that all shrink at each push of :math:`n_i` samples before it is added:
 
     .. math::
         s \leftarrow \left(1 - \frac{1}{8n}\right) s, \qquad s_i \leftarrow s_i + n_i, \qquad
         D_i = s_i \Big/ \textstyle\sum_j s_j,
 
-    where who has not pushed yet counts as much as those who have on average, and who has left does
-    not count. At equal rates of pushes and equal batches that is
-    :math:`H_i / \sum_j H_j`, the paper's.
+    where a worker that has not pushed yet counts as much as the average of those that have, and a
+    worker that has left does not count. At equal push rates and equal batches this is
+    :math:`H_i / \sum_j H_j`, as in the paper.
 
-    The stage of the center is the slot `second_stage`; whoever knows the loss of the training
-    changes it (`Signal.LOSS_REACHED`). A worker that hangs then holds up the others. A worker that
-    was told to wait sends the same again, with the number of its first try: some parts may have
-    taken it already.
+    The slot `second_stage` holds the stage of the center; the participant that knows the training
+    loss changes it (`Signal.LOSS_REACHED`). From then on, a worker that hangs holds up the others.
+    A worker that was told to wait resends the same message with the number of its first try,
+    because some parts may have taken it already.
 
     Args:
         data_shares: :math:`D_i` of every worker, which sum to 1; None to measure.
         steps: local steps of every worker in the first stage; None to measure.
-        second_steps: local steps of every worker in the second stage, not more than in the first.
+        second_steps: local steps of every worker in the second stage, no more than in the first.
         loss_threshold: loss at which the second stage begins; must be given.
-        compression_ratios: :math:`R_i`, part of the values that every worker sends; None for all,
-            or to measure.
-        largest_lead: pushes of the second stage by which a worker may be ahead of the slowest.
-        num_workers: number of workers, if their numbers are measured.
-        preset_steps: where they are measured, steps of the slowest worker in the first stage.
-        second_preset_steps: likewise in the second stage.
-        preset_ratio: likewise, part of the values that the slowest worker sends; 1 for all values
-            of everybody.
+        compression_ratios: :math:`R_i`, fraction of the values that every worker sends; None for
+            all, or to measure.
+        largest_lead: number of pushes in the second stage by which a worker may be ahead of the
+            slowest.
+        num_workers: number of workers, if steps and shares are measured.
+        preset_steps: steps of the slowest worker in the first stage, if measured.
+        second_preset_steps: the same for the second stage.
+        preset_ratio: fraction of the values that the slowest worker sends, if measured; 1 for all
+            values of all workers.
 
     Raises:
-        ValueError: if lengths differ or a number is out of its range.
+        ValueError: if lengths differ or a number is out of range.
 
     Reference:
         Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
-        Heterogeneous Environments", IEEE Transactions on Computers, 2023, algorithms 1 to 3
-        (doi 10.1109/TC.2023.3315847). The paper makes the center's factor depend on :math:`D_i`;
-        that it is :math:`D_i` itself, the moving sums, the presets, the default lead of 3 and
-        keeping what a message does not carry for the next (error feedback) are our reading.
+        Heterogeneous Environments", IEEE Transactions on Computers, 2023, algorithms 1 to 3 (doi
+        10.1109/TC.2023.3315847). The paper makes the center's factor depend on :math:`D_i`; the
+        choice of :math:`D_i` itself, the moving sums, the presets, the default lead of 3 and error
+        feedback (keeping the unsent part of a message for the next) are our reading.
     """
 
     name: ClassVar[str] = "ashl"
@@ -115,7 +116,7 @@ class ASHL(SendsChange):
         pull_seconds: Sequence[float],
         stage: int,
     ) -> LocalStepsPlan:
-        """Steps and compression of every worker, from measured times: algorithms 1 and 2.
+        """Plan steps and compression of every worker from measured times: algorithms 1 and 2.
 
         Args:
             iteration_seconds: time of one local step of every worker, above 0.
@@ -124,7 +125,7 @@ class ASHL(SendsChange):
             stage: 1 in the second stage, 0 before.
 
         Raises:
-            ValueError: as `planning.plan_local_steps` does.
+            ValueError: under the conditions of `planning.plan_local_steps`.
         """
         times = (iteration_seconds, push_seconds, pull_seconds)
         return plan_local_steps(*times, self.presets[1 if stage else 0], self.preset_ratio)
@@ -173,7 +174,7 @@ class ASHL(SendsChange):
             )
 
     def create_slots(self, center: Any) -> dict[str, Any]:
-        """The stage (0 or 1), every worker's pushes in the second one, its samples if measured."""
+        """Create the stage (0 or 1), per-worker second-stage pushes, and samples if measured."""
         del center
         workers = [self.num_workers]
         slots = {
@@ -185,7 +186,7 @@ class ASHL(SendsChange):
         return slots
 
     def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
-        """Begins the second stage when the loss is reached; nobody waits for who has left."""
+        """Begin the second stage once the loss is reached; stop waiting for workers that leave."""
         reached = tf.cast(tf.equal(signal, int(Signal.LOSS_REACHED)), tf.float32)
         stage = slots["second_stage"].assign(
             tf.maximum(slots["second_stage"], reached), read_value=True
@@ -196,7 +197,7 @@ class ASHL(SendsChange):
             return tf.cast(stage, tf.int32)
 
     def compression_ratio(self, worker: int) -> float | None:
-        """R of the worker, where it is measured the first one; None if all send everything."""
+        """Return R of the worker, the initial one if measured; None if all send everything."""
         if self.compression_ratios is None:
             return None if self.preset_ratio == 1 else 1.0
         return None if min(self.compression_ratios) == 1 else self.compression_ratios[worker]
@@ -206,7 +207,7 @@ class ASHL(SendsChange):
         return bool(self.is_second_stage(loss))
 
     def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
-        """A worker that pushes has not left: it goes on beside the slowest."""
+        """Record that a pushing worker has not left: it continues level with the slowest."""
         pushes = slots["pushes"].read_value()
         slowest = tf.reduce_min(pushes)
         beside = tf.where(slowest >= _FAR, tf.zeros_like(slowest), slowest)
@@ -215,24 +216,24 @@ class ASHL(SendsChange):
         return slots["pushes"].scatter_nd_update([[own]], [now])
 
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
-        """Whether the worker would not get too far ahead of the slowest."""
+        """Whether the worker would stay within the allowed lead over the slowest."""
         lead = slots["pushes"][self._worker(meta)] - tf.reduce_min(slots["pushes"])
         return (slots["second_stage"] < 1) | (lead < self.largest_lead)
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
-        """Adds the worker's share of the change, and counts the push in the second stage."""
+        """Add the worker's share of the change, and count the push in the second stage."""
         with tf.control_dependencies([self.pass_turn(slots, meta)]):
             center.assign_add(self._share(slots, self._worker(meta), meta.samples) * change)
         return center.read_value()
 
     def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
-        """Counts the push in the second stage."""
+        """Count the push in the second stage."""
         counted = tf.cast(slots["second_stage"], tf.int64)[None]
         worker = tf.reshape(self._worker(meta), [1, 1])
         return tf.identity(slots["pushes"].scatter_nd_add(worker, counted))
 
     def _share(self, slots: dict[str, Any], worker: Any, samples: Any) -> Any:
-        """D of a worker whose push of some samples is taken now."""
+        """Return D of a worker whose push of some samples is being taken."""
         if self.data_shares is not None:
             return tf.gather(tf.constant(self.data_shares), worker)
         is_own = tf.one_hot(worker, self.num_workers)
@@ -241,7 +242,7 @@ class ASHL(SendsChange):
         is_here = tf.cast(slots["pushes"] < _FAR, tf.float32)
         has_pushed = is_here * tf.cast(sums > 0, tf.float32)
         total = tf.reduce_sum(has_pushed * sums)
-        # Who has not pushed yet counts as the others on average.
+        # A worker that has not pushed yet counts as the average of the others.
         average = tf.math.divide_no_nan(total, tf.reduce_sum(has_pushed))
         total += average * tf.reduce_sum(is_here - has_pushed)
         return tf.math.divide_no_nan(sums[worker], total)
@@ -258,7 +259,7 @@ class ASHL(SendsChange):
         return loss <= self.loss_threshold
 
     def local_steps(self, worker: int, stage: int) -> int:
-        """Local steps from one exchange to the next; where they are measured, the preset.
+        """Return the local steps from one exchange to the next; the preset if they are measured.
 
         Args:
             worker: number of the worker.
@@ -268,7 +269,7 @@ class ASHL(SendsChange):
         return self.presets[1 if stage else 0] if chosen is None else chosen[worker]
 
     def get_config(self) -> dict[str, Any]:
-        """The settings."""
+        """Return the settings."""
         lists = ("data_shares", "steps", "second_steps", "compression_ratios")
         return {
             **{name: _plain(getattr(self, name)) for name in lists},
@@ -288,7 +289,7 @@ def _plain(numbers: Sequence[float] | None) -> list[float] | None:
 def _ratios(
     ratios: Sequence[float] | None, steps: Sequence[int] | None
 ) -> tuple[float, ...] | None:
-    """The ratios that were given; all values for each worker that has steps but no ratio."""
+    """Return the given ratios; all values for each worker that has steps but no ratio."""
     if ratios is None:
         return None if steps is None else (1.0,) * len(steps)
     return tuple(map(float, ratios))

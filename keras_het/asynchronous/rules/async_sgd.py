@@ -13,41 +13,42 @@ from keras_het.asynchronous.rules.worker_sides import SendsGradient
 
 
 class AsyncSGD(SendsGradient):
-    r"""A step of an optimizer on the center for each gradient that comes.
+    r"""A step of an optimizer on the center for each incoming gradient.
 
     With :math:`\tau` updates since the worker last saw the center, :math:`A_i` samples behind its
-    mean gradient :math:`g_i` (of its steps, which all count the same), and v updates so far, the
+    mean gradient :math:`g_i` (of its steps, all weighted equally), and v updates so far, the
     learning rate of the step is
 
     .. math::
         \eta_i = \eta(v) \; \frac{A_i}{A} \; warm(v) \; \frac{1}{\max(1, \tau)}
 
-    where every factor but the first must be asked for. Of a `learning_rate` this is gradient
-    descent with momentum, :math:`u \leftarrow m\,u + g_i,\; c \leftarrow c - \eta_i u`; of an
-    `optimizer` its own step with the rate :math:`\eta_i`, and its state is kept with the center.
+    where all factors but the first are optional. With a `learning_rate` this is gradient descent
+    with momentum, :math:`u \leftarrow m\,u + g_i,\; c \leftarrow c - \eta_i u`; with an `optimizer`
+    it is that optimizer's step with the rate :math:`\eta_i`, and its state is kept with the center.
     Gradual warm-up starts at the base rate: :math:`k \, warm(v) = 1 + (k - 1) \min(1, v / V)` for
-    :math:`k = A_i / A > 1`. With n workers asynchrony acts like a momentum of about 1 - 1/n of its
-    own, so choose m smaller than for one device.
+    :math:`k = A_i / A > 1`. With n workers, asynchrony itself acts like a momentum of about 1 -
+    1/n, so choose m smaller than for one device.
 
     Args:
         learning_rate: :math:`\eta`, for gradient descent with `momentum`.
         momentum: m, from 0 to below 1.
         reference_samples: A; None for no scaling by samples.
         damps_staleness: whether to divide by the staleness.
-        warm_up_pushes: V, updates over which a rate that samples raise is reached; 0 for none.
-        optimizer: instead of `learning_rate`, anything that `keras.optimizers.get` takes, of a kind
-            that treats elements one by one: SGD, RMSprop, Adam, AdamW, Adamax, Nadam, Adagrad,
-            Adadelta, Ftrl, Lion. Schedules of its rate follow the center's count of updates.
+        warm_up_pushes: V, number of updates over which a rate raised by samples is reached; 0 for
+            none.
+        optimizer: instead of `learning_rate`, anything that `keras.optimizers.get` accepts, of an
+            elementwise kind: SGD, RMSprop, Adam, AdamW, Adamax, Nadam, Adagrad, Adadelta, Ftrl,
+            Lion. Schedules of its rate follow the center's count of updates.
 
     Raises:
-        ValueError: if a number is out of its range, there is not exactly one of `learning_rate` and
+        ValueError: if a number is out of range, there is not exactly one of `learning_rate` and
             `optimizer`, or the optimizer does not work on parts of a vector.
 
     Reference:
         Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI
         2016 (damping); Goyal et al., "Accurate, Large Minibatch SGD", 2017 (linear scaling,
         warm-up); Kim et al., Cluster Computing 23, 2020 (asynchronous large mini-batches; how they
-        combine the two is not in the part that could be read, this is ours).
+        combine the two is not in the part available to us; this combination is ours).
     """
 
     name: ClassVar[str] = "async_sgd"
@@ -93,15 +94,15 @@ class AsyncSGD(SendsGradient):
             )
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """The momentum, if there is one."""
+        """Return the shape of the momentum, if there is one."""
         return {"momentum": (size,)} if self.momentum else {}
 
     def create_slots(self, center: Any) -> dict[str, Any]:
-        """The momentum, or the optimizer's variables."""
+        """Create the momentum, or the optimizer's variables."""
         return self._optimizer.build(center) if self._optimizer else super().create_slots(center)
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
-        """Takes one step against the gradient `change`."""
+        """Take one step against the gradient `change`."""
         if self._optimizer:
             return self._optimizer.step(center, change, meta.version, self.factor(meta))
         if self.momentum:
@@ -110,7 +111,7 @@ class AsyncSGD(SendsGradient):
         return center.read_value()
 
     def factor(self, meta: PushMeta) -> Any:
-        """What a push's learning rate is multiplied by, float32 scalar."""
+        """Return the factor of a push's learning rate, float32 scalar."""
         factor = tf.constant(1.0)
         if self.reference_samples is not None:
             factor = self._warmed(meta.samples / self.reference_samples, meta)
@@ -125,7 +126,7 @@ class AsyncSGD(SendsGradient):
         return tf.where(scale > 1, 1.0 + (scale - 1.0) * part, scale)
 
     def get_config(self) -> dict[str, Any]:
-        """The settings."""
+        """Return the settings."""
         return {
             "learning_rate": self.learning_rate,
             "momentum": self.momentum,

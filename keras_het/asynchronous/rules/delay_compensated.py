@@ -13,19 +13,19 @@ _EPSILON = 1e-7
 
 
 class DelayCompensated(SendsGradient):
-    r"""DC-ASGD: adds what the gradient would have changed by since the worker saw the center.
+    r"""DC-ASGD, which adds the gradient's estimated change since the worker saw the center.
 
-    With :math:`w_i` the center that the gradient of worker i was computed at, elementwise,
+    With :math:`w_i` the center at which worker i computed its gradient, elementwise,
 
     .. math:: c \leftarrow c - \eta\,\bigl(g_i + \lambda\, g_i \odot g_i \odot (c - w_i)\bigr),
               \qquad w_i \leftarrow c.
 
-    With `decay` not None this is DC-ASGD-a: :math:`\lambda` becomes
+    With a `decay` this is DC-ASGD-a: :math:`\lambda` becomes
     :math:`\lambda / \sqrt{s_i + 10^{-7}}`, where
     :math:`s_i \leftarrow d\,s_i + (1 - d)\,g_i \odot g_i`. The service keeps one copy of the center
-    for each worker, of its last answer. Who has got the center in another way since (it joins or
-    comes back, its push was too stale, or an answer was lost) has seen another version than that:
-    its first gradient is taken without compensation.
+    for each worker, from its last answer. A worker that has since received the center in another
+    way (it joins or comes back, its push was too stale, or an answer was lost) has seen a different
+    version: its first gradient is taken without compensation.
 
     Args:
         learning_rate: :math:`\eta`.
@@ -35,7 +35,7 @@ class DelayCompensated(SendsGradient):
         decay: d of DC-ASGD-a, from 0 to below 1; None for DC-ASGD-c.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a number is out of range.
 
     Reference:
         Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017,
@@ -65,23 +65,23 @@ class DelayCompensated(SendsGradient):
         self.decay = decay
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """The center that each worker last got for a push, and the mean squares."""
+        """Return the shapes of each worker's last received center, and of the mean squares."""
         slots: dict[str, tuple[int, ...]] = {"seen": (self.num_workers, size)}
         if self.decay is not None:
             slots["mean_square"] = (self.num_workers, size)
         return slots
 
     def create_slots(self, center: Any) -> dict[str, Any]:
-        """The state, and the version of the center in each worker's last answer, 0 for none."""
+        """Create the state, and the version in each worker's last answer, 0 for none."""
         versions = tf.Variable(tf.zeros([self.num_workers], tf.int64), trainable=False)
         return {**super().create_slots(center), "seen_version": versions}
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
-        """Takes one compensated step against the gradient `change`."""
+        """Take one compensated step against the gradient `change`."""
         client = tf.clip_by_value(meta.client, 0, self.num_workers - 1)
         seen_version = meta.version - tf.cast(meta.staleness, tf.int64)
         known = (seen_version > 0) & tf.equal(seen_version, slots["seen_version"][client])
-        # gathered: an index would copy the rows of all workers first
+        # Gathered: an index would first copy the rows of all workers.
         moved = tf.where(known, center - tf.gather(slots["seen"], client), tf.zeros_like(change))
         square = change * change
         strength: Any = self.compensation
@@ -97,7 +97,7 @@ class DelayCompensated(SendsGradient):
         return answer
 
     def get_config(self) -> dict[str, Any]:
-        """The settings."""
+        """Return the settings."""
         return {
             "learning_rate": self.learning_rate,
             "compensation": self.compensation,

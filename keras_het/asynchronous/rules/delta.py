@@ -1,4 +1,4 @@
-"""The worker's own optimizer works; its weight change is added to the center."""
+"""The worker's own optimizer runs; its weight change is added to the center."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from keras_het.asynchronous.rules.worker_sides import SendsChange
 
 
 class Delta(SendsChange):
-    r"""Adds what workers have moved: :math:`c \leftarrow c + s\,\Delta_i`, and answers :math:`c`.
+    r"""Sum of the workers' changes: :math:`c \leftarrow c + s\,\Delta_i`, answered with :math:`c`.
 
-    A worker runs any optimizer on its weights and sends the difference to those that it last got;
-    it goes on from the answer. With s = 1 every worker's progress counts in full, as in BytePS's
-    asynchronous mode, which equals an asynchronous parameter server because the center is the sum
-    of all changes.
+    A worker runs any optimizer on its weights, sends the difference from the weights it last
+    received, and continues from the answer. With s = 1 every worker's progress counts in full, as
+    in BytePS's asynchronous mode, which equals an asynchronous parameter server because the center
+    is the sum of all changes.
 
-    A worker whose steps have only a part f of the global batch takes 1 / f steps for the samples of
-    one. It sends :math:`f \Delta_i`, so that a sample moves the center as much whoever uses it, and
-    the learning rate for the global batch fits all.
+    A worker whose steps have only a fraction f of the global batch takes 1 / f steps for the
+    samples of one. It sends :math:`f \Delta_i`, so that a sample moves the center equally far on
+    every worker, and the learning rate for the global batch fits all.
 
-    Workers that train on alone while the service is away all start from the same weights. Their
-    changes would add up to n times one of them, and each may be long; so a worker keeps 1 / n of
-    what it learnt alone (`after_absence`).
+    Workers that train on alone while the service is lost all start from the same weights. Their
+    changes would add up to n times one of them, and each may be large; a worker therefore keeps 1 /
+    n of its progress alone (`after_absence`).
 
     Args:
         scale: factor s; 1 / number of workers averages.
@@ -48,36 +48,36 @@ class Delta(SendsChange):
         self.step_fraction = 1.0
 
     def for_steps_of(self, fraction: float) -> Delta:
-        """This rule for a worker whose steps have a part of the global batch.
+        """Return this rule for a worker whose steps have a fraction of the global batch.
 
         Args:
-            fraction: the part.
+            fraction: the fraction.
         """
         own = copy.copy(self)
         own.step_fraction = fraction
         return own
 
     def message(self, weights: Any, seen: Any) -> Any:
-        """The change, as steps of the global batch would have made it."""
+        """Return the change, scaled to steps of the global batch."""
         change = super().message(weights, seen)
         return change if self.step_fraction == 1 else self.step_fraction * change
 
     def after_absence(self, weights: Any, start: Any, num_workers: int) -> Any:
-        """The average of n such changes is what the center then moves by."""
+        """Return weights with which the center moves by the average of n such changes."""
         return start + min(1.0, 1.0 / (num_workers * self.scale)) * (weights - start)
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
-        """Adds the change."""
+        """Add the change."""
         del slots, meta
         center.assign_add(change if self.scale == 1 else self.scale * change)
         return center.read_value()
 
     def norm_after(self, center_norm: Any, change_norm: Any) -> Any:
-        """By the triangle inequality; None if a subclass updates in another way."""
+        """Return the triangle-inequality bound; None if a subclass updates in another way."""
         if type(self).update is not Delta.update:
             return None
         return center_norm + self.scale * change_norm
 
     def get_config(self) -> dict[str, Any]:
-        """The settings."""
+        """Return the settings."""
         return {"scale": self.scale}

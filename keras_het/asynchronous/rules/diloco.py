@@ -1,4 +1,4 @@
-"""Few exchanges: an outer optimizer steps on what the workers moved in many local steps."""
+"""Few exchanges: an outer optimizer steps on the progress of many local steps."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from keras_het.asynchronous.rules.synchronous_rule import AllReduceSum, State, S
 class DiLoCo(SynchronousRule):
     r"""An outer step of gradient descent with Nesterov momentum every `period` local steps.
 
-    With :math:`n_i` samples that worker i used since the last exchange,
+    With :math:`n_i` samples that worker i has used since the last exchange,
 
     .. math::
         D = \frac{\sum_i n_i (c - x_i)}{\sum_i n_i}, \qquad u \leftarrow \mu u + D, \qquad
         c \leftarrow c - \eta (D + \mu u), \qquad x_i \leftarrow c.
 
-    Workers that take unequal numbers of steps in the same time count by their samples. The workers'
-    own optimizers (AdamW of the authors) keep their states. With :math:`\eta = 1, \mu = 0` this is
-    plain averaging.
+    Workers that take unequal numbers of steps in the same time are weighted by their samples. The
+    workers' own optimizers (AdamW in the paper) keep their states. With :math:`\eta = 1, \mu = 0`
+    this is plain averaging.
 
     Args:
-        period: local steps H from one exchange to the next; the authors have 500.
+        period: local steps H from one exchange to the next; the authors use 500.
         learning_rate: outer :math:`\eta`.
         momentum: outer :math:`\mu`, from 0 to below 1.
-        overlap: steps taken while an exchange is on its way; what they changed is added.
+        overlap: number of steps taken while an exchange is in flight; their change is added.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a number is out of range.
 
     Reference:
         Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023;
@@ -57,15 +57,15 @@ class DiLoCo(SynchronousRule):
         self.momentum = momentum
 
     def initial_state(self, weights: Any) -> State:
-        """The center and the outer momentum."""
+        """Return the center and the outer momentum."""
         return {"center": weights, "velocity": tf.zeros_like(weights)}
 
     def combine(
         self, weights: Any, state: State, samples: Any, all_reduce_sum: AllReduceSum
     ) -> tuple[Any, State]:
-        """Takes an outer step; the weights become the center."""
+        """Take an outer step; the weights become the center."""
         center, count = state["center"], tf.cast(samples, weights.dtype)
-        # The number of samples travels in the same buffer: one message, not two.
+        # The number of samples travels in the same buffer: one message instead of two.
         total = all_reduce_sum(tf.concat([count * (center - weights), count[None]], 0))
         gradient = tf.math.divide_no_nan(total[:-1], total[-1])
         velocity = self.momentum * state["velocity"] + gradient
@@ -73,7 +73,7 @@ class DiLoCo(SynchronousRule):
         return center, {"center": center, "velocity": velocity}
 
     def get_config(self) -> dict[str, Any]:
-        """The settings."""
+        """Return the settings."""
         return {
             "period": self.period,
             "learning_rate": self.learning_rate,
@@ -83,33 +83,33 @@ class DiLoCo(SynchronousRule):
 
 
 class StreamingDiLoCo(DiLoCo):
-    r"""DiLoCo of a part of the variables at a time; nobody waits for the exchange.
+    r"""DiLoCo on a part of the variables at a time; no worker waits for the exchange.
 
-    The variables fall into P fragments, of which p exchanges when t = p H / P (mod H): the link is
-    used evenly, with peaks of about 1 / P. The outer step is DiLoCo's, on the fragment. It is
-    there :math:`\tau` steps later, and merges with what the worker has by then:
+    The variables are divided into P fragments, of which fragment p exchanges when t = p H / P (mod
+    H): the link is used evenly, with peaks of about 1 / P. The outer step is DiLoCo's, on the
+    fragment. It arrives :math:`\tau` steps later and merges with the worker's weights at that time:
 
     .. math:: x_i \leftarrow \alpha x_i + (1 - \alpha)\, c.
 
     Args:
         period: local steps H from one exchange of a fragment to its next.
-        num_fragments: P, at most `period`; at most as many as there are variables are used.
+        num_fragments: P, at most `period`; no more than the number of variables are used.
         learning_rate: outer :math:`\eta`.
         momentum: outer :math:`\mu`, from 0 to below 1.
         overlap: :math:`\tau`, at most the period; the authors advise at most 5.
         mixing: :math:`\alpha`, from 0 (the center replaces the weights) to below 1.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a number is out of range.
 
     Reference:
         Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
-        Free Lunch", 2025, arXiv 2501.18512. Fragments are strided, as theirs, but of single
-        variables; theirs are of three transformer layers.
+        Free Lunch", 2025, arXiv 2501.18512. Fragments are strided, like theirs, but consist of
+        single variables; theirs consist of three transformer layers.
     """
 
     name: ClassVar[str] = "streaming_diloco"
-    # A worker's own steps are mixed in: its weights are near the center, not the center.
+    # A worker's own steps are mixed in: its weights are close to the center but not equal to it.
     center_is_weights: ClassVar[bool] = False
 
     def __init__(
@@ -131,17 +131,17 @@ class StreamingDiLoCo(DiLoCo):
         self.mixing = mixing
 
     def fragments(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Every P-th variable."""
+        """Return every P-th variable for each fragment."""
         count = min(self.num_fragments, len(sizes))
         return tuple(tuple(range(first, len(sizes), count)) for first in range(count))
 
     def receive(self, weights: Any, sent_weights: Any, combined: Any) -> Any:
-        """Mixes the worker's weights of now with the center."""
+        """Mix the worker's current weights with the center."""
         del sent_weights
         return self.mixing * weights + (1 - self.mixing) * combined
 
     def get_config(self) -> dict[str, Any]:
-        """The settings."""
+        """Return the settings."""
         return {
             **super().get_config(),
             "num_fragments": self.num_fragments,

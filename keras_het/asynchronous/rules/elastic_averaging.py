@@ -14,30 +14,30 @@ from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, UpdateRul
 BETA = 0.9
 """Sum of the moving rates of all workers that the authors of EASGD use."""
 LARGEST_DEFAULT = 0.5
-"""Moving rate of one worker alone, within the bound of 2 / 3 however many steps an answer takes."""
+"""Moving rate of a single worker, within the bound of 2 / 3 for any number of steps per answer."""
 
 
 class ElasticAveraging(UpdateRule):
-    r"""What asynchronous EASGD and its kin have in common.
+    r"""Common base of asynchronous EASGD and its relatives.
 
     A worker sends its weights :math:`x_i`; with the center c before the push, both move by the same
     elastic difference:
 
     .. math:: c \leftarrow c + \alpha (x_i - c), \qquad x_i \leftarrow x_i - \alpha (x_i - c).
 
-    The answer is the center before the push, so that the worker moves by the same difference, also
-    where it took steps in the meantime. Between exchanges it takes steps of its own optimizer.
+    The answer is the center before the push, so that the worker moves by the same difference even
+    if it took steps in the meantime. Between exchanges it takes steps of its own optimizer.
 
     Args:
-        alpha: moving rate :math:`\alpha = \eta\rho`; None for 0.9 / `num_workers`, as the authors,
-            and 0.5 for one worker.
-        learning_rate: :math:`\eta` of the workers, times the largest curvature if that is known, to
-            check the bound; None for the bound of an infinitely small rate.
+        alpha: moving rate :math:`\alpha = \eta\rho`; None for 0.9 / `num_workers`, as the authors
+            do, and 0.5 for one worker.
+        learning_rate: :math:`\eta` of the workers, times the largest curvature if known, to check
+            the bound; None for the bound of an infinitesimal rate.
         num_workers: number of workers; needed for the default of alpha.
 
     Raises:
-        ValueError: if alpha is outside the stability bound of round-robin EASGD on a quadratic,
-            0 < alpha <= (4 - 2 eta) / (4 - eta), or there is neither alpha nor `num_workers`.
+        ValueError: if alpha is outside the stability bound of round-robin EASGD on a quadratic, 0 <
+            alpha <= (4 - 2 eta) / (4 - eta), or neither alpha nor `num_workers` is given.
 
     Reference:
         Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015; You,
@@ -60,48 +60,48 @@ class ElasticAveraging(UpdateRule):
         check_moving_rate(self.alpha, learning_rate, 1)
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
-        """Moves the center towards the worker's weights `change`."""
+        """Move the center towards the worker's weights `change`."""
         del slots, meta
         before = center.read_value()
         center.assign_add(self.alpha * (change - before))
         return before
 
     def message(self, weights: Any, seen: Any) -> Any:
-        """The weights."""
+        """Return the weights."""
         del seen
         return weights
 
     def after_sending(self, weights: Any, seen: Any) -> Any:
-        """The weights."""
+        """Return the weights."""
         del seen
         return weights
 
     def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
-        """The weights, pulled towards the center by the difference at the time of sending."""
+        """Pull the weights towards the center by the difference at the time of sending."""
         return weights - self.alpha * (sent_weights - answer)
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Checks the bound for the rate of plain gradient descent."""
+        """Check the bound for the rate of plain gradient descent."""
         rate = plain_learning_rate(optimizer)
         if rate is not None and 0 <= rate <= 2:
             check_moving_rate(self.alpha, rate, 1)
 
     def check_overlap(self, optimizer: Any, steps: float) -> None:
-        """Checks the bound for answers that come back after steps of plain gradient descent.
+        """Check the bound for answers that arrive after steps of plain gradient descent.
 
         Args:
             optimizer: the Keras optimizer that the model was compiled with.
-            steps: while an answer travels; infinite where the number is not known.
+            steps: number of steps while an answer travels; infinite if unknown.
 
         Raises:
-            ValueError: if alpha is outside of it; the message has the bound.
+            ValueError: if alpha is outside the bound; the message states the bound.
         """
         rate = plain_learning_rate(optimizer)
         if rate is not None and 0 <= rate <= 2:
             check_moving_rate(self.alpha, rate, 1, steps)
 
     def get_config(self) -> dict[str, Any]:
-        """The settings."""
+        """Return the settings."""
         return {
             "alpha": self.alpha,
             "learning_rate": self.learning_rate,
@@ -112,12 +112,12 @@ class ElasticAveraging(UpdateRule):
 def default_moving_rate(
     alpha: float | None, num_workers: int | None, largest: float = BETA
 ) -> float:
-    """The moving rate given, or 0.9 / number of workers.
+    """Return the given moving rate, or 0.9 / number of workers.
 
     Args:
         alpha: the rate, None for the default.
         num_workers: number of workers.
-        largest: default of few workers.
+        largest: largest default, used with few workers.
 
     Raises:
         ValueError: if neither is given, or the number is not positive.
@@ -135,12 +135,12 @@ def default_moving_rate(
 
 
 def own_optimizer(optimizer: Any) -> Any:
-    """The optimizer that the user gave: Keras wraps it to scale the loss under mixed_float16."""
+    """Return the user's optimizer: Keras wraps it to scale the loss under mixed_float16."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def plain_learning_rate(optimizer: Any) -> float | None:
-    """Rate of plain gradient descent without a schedule; None for any other optimizer."""
+    """Return the rate of plain gradient descent without schedule; None for other optimizers."""
     optimizer = own_optimizer(optimizer)
     config = optimizer.get_config() if isinstance(optimizer, keras.optimizers.SGD) else {}
     rate = config.get("learning_rate")
@@ -148,10 +148,10 @@ def plain_learning_rate(optimizer: Any) -> float | None:
 
 
 def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
-    r"""Stability bound of EASGD on a quadratic of curvature 1, for 0 <= learning_rate <= 2.
+    r"""Return the stability bound of EASGD on a quadratic of curvature 1, for 0 <= rate <= 2.
 
     With n workers that exchange at once (n = 1: in turns), x their mean and d a worker's distance
-    to it, a step of gradient and exchange, both from the same old values, is
+    from it, a step of gradient and exchange, both from the same old values, is
 
     .. math::
         \begin{pmatrix} x \\ c \end{pmatrix} \leftarrow
@@ -159,20 +159,20 @@ def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
         \begin{pmatrix} x \\ c \end{pmatrix}, \qquad d \leftarrow (1 - \eta - \alpha)\, d.
 
     No eigenvalue is larger than 1 in magnitude (Jury's test: 1 - trace + determinant = n alpha eta,
-    so what decides is 1 + trace + determinant >= 0) exactly if
+    so 1 + trace + determinant >= 0 decides) if and only if
 
     .. math:: 0 \le \alpha \le \frac{4 - 2 \eta}{2 + n (2 - \eta)},
 
     which for n = 1 is (4 - 2 eta) / (4 - eta), the bound that the authors give for round robin. It
     falls with eta: the largest curvature decides. A worker that exchanges after its step, instead
-    of at once with it, has a bound that is not lower.
+    of together with it, has a bound that is not lower.
 
     Args:
         learning_rate: :math:`\eta`.
         at_once: n.
 
     Raises:
-        ValueError: if the learning rate is outside of that range.
+        ValueError: if the learning rate is outside that range.
 
     Reference:
         Zhang, Choromanska and LeCun, 2015 (n = 1); the other n are derived here.
@@ -185,18 +185,18 @@ def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
 
 
 def overlapped_rate(learning_rate: float | None, overlap: float) -> float | None:
-    r"""Rate of one step that is as far as all steps that are taken while an exchange travels.
+    r"""Return the rate of one step equal to all steps taken while an exchange travels.
 
     The pull of an exchange that comes back o steps after it was sent is added to all of them: for
-    the bound they are one step of the rate
+    the bound they act as one step of the rate
 
     .. math:: 1 - (1 - \eta)^o
 
-    at :math:`\eta \le 1`. Above, some smaller curvature has the rate 1, with which all steps go the
-    whole way.
+    for :math:`\eta \le 1`. Above that, some smaller curvature has the rate 1, with which all steps
+    reach the minimum.
 
     Args:
-        learning_rate: :math:`\eta`, times the largest curvature; None where it is not known.
+        learning_rate: :math:`\eta`, times the largest curvature; None if unknown.
         overlap: o; 0 and 1 change nothing.
 
     Returns:
@@ -210,16 +210,16 @@ def overlapped_rate(learning_rate: float | None, overlap: float) -> float | None
 def check_moving_rate(
     alpha: float, learning_rate: float | None, at_once: int, overlap: float = 0
 ) -> None:
-    """Refuses a moving rate outside of the bound.
+    """Refuse a moving rate outside the bound.
 
     Args:
         alpha: the moving rate.
-        learning_rate: of the workers; None for the bound of an infinitely small one.
-        at_once: workers that exchange at once.
-        overlap: steps while an exchange travels, see `overlapped_rate`.
+        learning_rate: learning rate of the workers; None for the bound of an infinitesimal one.
+        at_once: number of workers that exchange at once.
+        overlap: number of steps while an exchange travels, see `overlapped_rate`.
 
     Raises:
-        ValueError: if it is; the message has the bound.
+        ValueError: if it is outside; the message states the bound.
     """
     rate = overlapped_rate(learning_rate, overlap)
     bound = largest_moving_rate(rate or 0.0, at_once)
@@ -239,7 +239,7 @@ def check_moving_rate(
 
 
 class AsyncEASGD(ElasticAveraging):
-    r"""Elastic averaging of workers that descend the plain gradient, in the order they come.
+    r"""Elastic averaging of workers that descend the plain gradient, in order of arrival.
 
     .. math::
         x_i \leftarrow x_i - \eta\, g_i(x_i) - \alpha (x_i - c), \qquad
@@ -249,11 +249,11 @@ class AsyncEASGD(ElasticAveraging):
 
     Args:
         alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
-        learning_rate: of the workers, to check the bound.
+        learning_rate: learning rate of the workers, to check the bound.
         num_workers: number of workers; needed for the default of alpha.
 
     Raises:
-        ValueError: if alpha is outside the bound, as `ElasticAveraging` has it.
+        ValueError: if alpha is outside the bound of `ElasticAveraging`.
 
     Reference:
         You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
@@ -264,18 +264,18 @@ class AsyncEASGD(ElasticAveraging):
 
 
 class HogwildEASGD(ElasticAveraging):
-    r"""Async EASGD, but simultaneous pushes do not wait for each other.
+    r"""Async EASGD in which simultaneous pushes do not wait for each other.
 
-    A push may read a center of which another has changed a half, and versions may count too few: a
-    worker's staleness is a lower bound.
+    A push may read a center that another has changed halfway, and versions may count too few
+    updates: a worker's staleness is a lower bound.
 
     Args:
         alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
-        learning_rate: of the workers, to check the bound.
+        learning_rate: learning rate of the workers, to check the bound.
         num_workers: number of workers; needed for the default of alpha.
 
     Raises:
-        ValueError: if alpha is outside the bound, as `ElasticAveraging` has it.
+        ValueError: if alpha is outside the bound of `ElasticAveraging`.
 
     Reference:
         You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017;
@@ -299,11 +299,11 @@ class AsyncMEASGD(ElasticAveraging):
 
     Args:
         alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
-        learning_rate: of the workers, to check the bound.
+        learning_rate: learning rate of the workers, to check the bound.
         num_workers: number of workers; needed for the default of alpha.
 
     Raises:
-        ValueError: if alpha is outside the bound, as `ElasticAveraging` has it.
+        ValueError: if alpha is outside the bound of `ElasticAveraging`.
 
     Reference:
         You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
@@ -313,7 +313,7 @@ class AsyncMEASGD(ElasticAveraging):
     name: ClassVar[str] = "async_measgd"
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Refuses all but gradient descent with momentum.
+        """Refuse all optimizers but gradient descent with momentum.
 
         Raises:
             ValueError: for another optimizer.
@@ -331,22 +331,22 @@ class AsyncMEASGD(ElasticAveraging):
 
 
 class RoundRobinEASGD(ElasticAveraging):
-    r"""Elastic averaging in which worker i + 1 may not push before worker i did.
+    r"""Elastic averaging in which worker i + 1 may not push before worker i has.
 
     The equations are those of Async EASGD; the center takes pushes in the order 0, 1, ..., n - 1,
-    0, ... and tells everybody else to try again. The result does not depend on how fast messages
-    travel, but a worker that hangs holds up all others: use it as a baseline.
+    0, ... and tells all other workers to try again. The result does not depend on message speed,
+    but a worker that hangs holds up all others: use it as a baseline.
 
-    A worker that was told to wait sends the same again, with the number of its first try: some
-    parts may have taken it already, and must not in their next turn.
+    A worker that was told to wait resends the same message with the number of its first try,
+    because some parts may have taken it already and must not take it again in their next turn.
 
     Args:
         num_workers: n; all of them must take part.
         alpha: moving rate; None for 0.9 / n, and 0.5 for one worker.
-        learning_rate: of the workers, to check the bound.
+        learning_rate: learning rate of the workers, to check the bound.
 
     Raises:
-        ValueError: if alpha is outside the bound, as `ElasticAveraging` has it.
+        ValueError: if alpha is outside the bound of `ElasticAveraging`.
 
     Reference:
         Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015;
@@ -363,14 +363,14 @@ class RoundRobinEASGD(ElasticAveraging):
         super().__init__(alpha, learning_rate, num_workers)
 
     def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """The number of the worker whose turn it is, and who has left."""
+        """Return the shapes of the number of the worker whose turn it is, and of the left flags."""
         del size
         return {"turn": (), "left": (self.num_workers,)}
 
     def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
-        """A worker that pushes has not left: it gets its turns again.
+        """Record that a pushing worker has not left: it gets its turns again.
 
-        Where all had left, the turn lies with one that may never come back: it moves on.
+        If all had left, the turn may lie with a worker that never comes back: it moves on.
         """
         left = slots["left"] * (1.0 - tf.one_hot(client, self.num_workers))
         holder = tf.cast(slots["turn"], tf.int32)
@@ -384,17 +384,17 @@ class RoundRobinEASGD(ElasticAveraging):
         return tf.equal(tf.cast(meta.client, tf.float32), slots["turn"])
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
-        """Moves the center and gives the turn to the next worker that is still there."""
+        """Move the center and pass the turn to the next worker that is still present."""
         with tf.control_dependencies([self.pass_turn(slots, meta)]):
             return super().update(center, slots, change, meta)
 
     def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
-        """Gives the turn to the next worker that is still there."""
+        """Pass the turn to the next worker that is still present."""
         following = self._next(slots["left"].read_value(), meta.client)
         return slots["turn"].assign(following, read_value=True)
 
     def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
-        """A worker that leaves is passed over from now on."""
+        """Skip a worker that leaves from now on."""
         leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.float32)
         left = tf.maximum(slots["left"], leaves * tf.one_hot(client, self.num_workers))
         is_its_turn = tf.equal(slots["turn"], tf.cast(client, tf.float32))
@@ -404,38 +404,38 @@ class RoundRobinEASGD(ElasticAveraging):
             return tf.constant(0)
 
     def _next(self, left: Any, client: Any) -> Any:
-        """The first worker after `client` that has not left, itself included at the end."""
+        """Return the first worker after `client` that has not left, itself last."""
         order = (client + 1 + tf.range(self.num_workers)) % self.num_workers
         first = tf.argmin(tf.gather(left, order))
         return tf.cast(order[first], tf.float32)
 
 
 class SyncEASGD(SynchronousRule):
-    r"""Workers and center pull each other at the same time: deterministic EASGD.
+    r"""Deterministic EASGD: workers and center pull each other at the same time.
 
     .. math::
         x_i \leftarrow x_i - \eta\, g_i(x_i) - \alpha (x_i - c), \qquad
         c \leftarrow c + \alpha \sum_j (x_j - c)
 
-    where both right sides have the old values. An overlapped exchange (period 1, overlap 1: the
+    where both right-hand sides use the old values. An overlapped exchange (period 1, overlap 1: the
     authors' Sync EASGD3) is exactly this: the gradient is computed at the weights that were sent,
-    while they travel. Without overlap the exchange follows the step. What is summed is
-    :math:`x_j - c`, one packed vector; the sum goes by whatever tree or ring the all-reduce uses
-    instead of in turns.
+    while they travel. Without overlap the exchange follows the step. The summed quantity is
+    :math:`x_j - c`, one packed vector; the sum uses the all-reduce's tree or ring instead of taking
+    turns.
 
     Args:
         num_workers: n.
-        alpha: moving rate; None for 0.9 / n, as the authors.
-        learning_rate: of the workers (times the largest curvature if that is known), to check the
-            bound; None for the bound of an infinitely small rate.
+        alpha: moving rate; None for 0.9 / n, as the authors do.
+        learning_rate: learning rate of the workers (times the largest curvature if known), to check
+            the bound; None for the bound of an infinitesimal rate.
         period: local steps from one exchange to the next.
-        overlap: steps taken while an exchange is on its way.
+        overlap: number of steps taken while an exchange is in flight.
 
     Raises:
         ValueError: if alpha is outside the stability bound on a quadratic,
             0 < alpha <= (4 - 2 eta) / (2 + n (2 - eta)), see `largest_moving_rate`, where eta is
-            that of all steps of an overlap together, see `overlapped_rate`; or a number is out of
-            its range.
+            the rate of all steps of an overlap together, see `overlapped_rate`; or if a number is
+            out of range.
 
     Reference:
         You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
@@ -460,13 +460,13 @@ class SyncEASGD(SynchronousRule):
         check_moving_rate(self.alpha, learning_rate, num_workers, overlap)
 
     def initial_state(self, weights: Any) -> State:
-        """The center."""
+        """Return the center."""
         return {"center": weights}
 
     def combine(
         self, weights: Any, state: State, samples: Any, all_reduce_sum: AllReduceSum
     ) -> tuple[Any, State]:
-        """Moves weights and center by their elastic differences; samples do not matter."""
+        """Move weights and center by their elastic differences, regardless of samples."""
         del samples
         center = state["center"]
         difference = weights - center
@@ -474,13 +474,13 @@ class SyncEASGD(SynchronousRule):
         return weights - self.alpha * difference, {"center": moved}
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Checks the bound for the rate of plain gradient descent."""
+        """Check the bound for the rate of plain gradient descent."""
         rate = plain_learning_rate(optimizer)
         if rate is not None and 0 <= rate <= 2:
             check_moving_rate(self.alpha, rate, self.num_workers, self.overlap)
 
     def get_config(self) -> dict[str, Any]:
-        """The settings."""
+        """Return the settings."""
         return {
             "num_workers": self.num_workers,
             "alpha": self.alpha,

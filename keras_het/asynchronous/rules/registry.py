@@ -1,4 +1,4 @@
-"""Rules by name, as Keras has its layers and optimizers."""
+"""Rules by name, like the layers and optimizers of Keras."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ RULES: dict[str, Any] = {
         SyncEASGD,
     )
 }
-"""Name to class of all published rules here."""
+"""Map from name to class of all published rules in this package."""
 
 
 def get(identifier: Any, num_workers: int | None = None) -> Rule:
-    """A rule from its name, its config or itself.
+    """Return a rule from its name, its config or itself.
 
     Args:
         identifier: a name ("delta") or class name ("Delta") for a rule with its defaults; a dict
             {"class_name": name, "config": {...}}; a class; or a rule, which is returned.
-        num_workers: number of workers, for rules whose settings need it and do not have it.
+        num_workers: number of workers, for rules whose settings need it but lack it.
 
     Returns:
         The rule.
 
     Raises:
         ValueError: if there is no such rule, or its settings do not fit.
-        TypeError: if the identifier is something else.
+        TypeError: if the identifier has another type.
     """
     if isinstance(identifier, UpdateRule | SynchronousRule):
         return identifier
@@ -75,7 +75,7 @@ def get(identifier: Any, num_workers: int | None = None) -> Rule:
 
 
 def serialize(rule: Rule) -> dict[str, Any]:
-    """What `get` makes an equal rule of, in plain values.
+    """Return plain values from which `get` makes an equal rule.
 
     Args:
         rule: the rule.
@@ -95,7 +95,7 @@ def _find(name: Any) -> Any:
 
 def _create(kind: Any, config: dict[str, Any], num_workers: int | None) -> Rule:
     parameters = inspect.signature(kind).parameters
-    # what is given for each worker says their number
+    # Per-worker settings already determine the number of workers.
     needs_number = "num_workers" in parameters and config.get("data_shares") is None
     if num_workers is not None and needs_number and config.get("num_workers") is None:
         config["num_workers"] = num_workers

@@ -1,4 +1,4 @@
-"""A Keras optimizer that works on parts of the center, each with a state and count of its own."""
+"""A Keras optimizer on parts of the center, each with its own state and step count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
-"""Kinds whose step of one element does not depend on any other element or on the shape."""
+"""Kinds whose step for one element depends neither on other elements nor on the shape."""
 
 _REFUSED = {
     "clipnorm": "clips by the norm of a whole variable, which parts of the center do not have; use "
@@ -41,12 +41,12 @@ class ServerOptimizer:
     """One instance of a Keras optimizer for each part of the center.
 
     Args:
-        identifier: what `keras.optimizers.get` takes. It is a pattern only: its settings count, its
-            state does not.
+        identifier: anything that `keras.optimizers.get` accepts. It is only a template: its
+            settings count, its state does not.
 
     Raises:
-        ValueError: if elements of a variable depend on each other, so that parts cannot be updated
-            on their own, or the learning rate is a function that cannot be copied.
+        ValueError: if elements of a variable depend on each other, which rules out separate updates
+            of parts, or the learning rate is a function that cannot be copied.
     """
 
     def __init__(self, identifier: Any) -> None:
@@ -54,28 +54,28 @@ class ServerOptimizer:
         self._config = check_elementwise(self.optimizer)
 
     def build(self, center: Any) -> dict[str, Any]:
-        """Creates the state for a part.
+        """Create the state for a part.
 
         Args:
             center: `tf.Variable` of the part.
 
         Returns:
-            Name to `tf.Variable` of all of the optimizer's state.
+            Map from name to `tf.Variable` of the optimizer's entire state.
         """
         instance = _Instance(type(self.optimizer), self._config, center)
-        # Kept by the part itself: it goes with it, however many trainings the rule serves.
+        # Stored on the part itself and freed with it, however many trainings the rule serves.
         setattr(center, _INSTANCE, instance)
         return instance.variables
 
     def step(self, center: Any, gradient: Any, version: Any, factor: Any) -> Any:
-        """Takes a step; called in the graph.
+        """Take a step; called in the graph.
 
         Args:
             center: `tf.Variable` of the part, known from `build`.
             gradient: float32 of the same shape.
-            version: updates of the part so far, which the optimizer's own count is set to; None to
-                let it count.
-            factor: of the learning rate, float32 scalar.
+            version: number of updates of the part so far, to which the optimizer's own count is
+                set; None to let it count.
+            factor: factor of the learning rate, float32 scalar.
 
         Returns:
             The center afterwards.
@@ -99,26 +99,26 @@ class _Instance:
         if isinstance(self._base_rate, dict):
             self._base_rate = keras.optimizers.schedules.deserialize(self._base_rate)
         self._optimizer = kind.from_config({**config, "learning_rate": 1.0})
-        # A function is the documented way to give Keras a rate that it does not keep itself.
+        # A function is the documented way to give Keras a rate that it does not store itself.
         self._rate: Any = 1.0
         self._optimizer.learning_rate = lambda: self._rate
         self._optimizer.build([center])
-        # Traced here and now: Keras would sum gradients over the replicas of a strategy in which a
-        # later caller happens to be.
+        # Traced here and now: otherwise Keras would sum gradients over the replicas of any strategy
+        # in whose scope a later caller runs.
         self._step = tf.function(self._apply).get_concrete_function(
             tf.TensorSpec(center.shape), tf.TensorSpec([], tf.int64), tf.TensorSpec([])
         )
 
     @property
     def variables(self) -> dict[str, Any]:
-        """All state, by place: Keras numbers its names again for each instance."""
+        """All state by position, because Keras numbers its names differently for each instance."""
         return {
             f"optimizer_{index}": variable.value
             for index, variable in enumerate(self._optimizer.variables)
         }
 
     def step(self, gradient: Any, version: Any, factor: Any) -> Any:
-        """Takes a step; called in the graph, under the part's lock."""
+        """Take a step; called in the graph, under the part's lock."""
         count = self._optimizer.iterations.value.read_value() if version is None else version
         return self._step(gradient, tf.cast(count, tf.int64), tf.cast(factor, tf.float32))
 
@@ -130,21 +130,21 @@ class _Instance:
         self._rate = tf.cast(rate, tf.float32) * factor
         self._optimizer.apply([gradient], [self._center])
         self._rate = 1.0
-        # All of the state is written before the answer leaves, and with it the part's lock.
+        # The entire state is written before the answer leaves and the part's lock is released.
         with tf.control_dependencies([tf.identity(v) for v in self.variables.values()]):
             return self._center.read_value()
 
 
 def check_elementwise(optimizer: Any) -> dict[str, Any]:
-    """Refuses optimizers that cannot work on parts of a vector.
+    """Refuse optimizers that cannot work on parts of a vector.
 
-    A kind of one's own is taken if it has an attribute `is_elementwise` that is true.
+    A custom optimizer is accepted if its attribute `is_elementwise` is true.
 
     Args:
         optimizer: a Keras optimizer.
 
     Returns:
-        Its settings.
+        The optimizer's settings.
 
     Raises:
         ValueError: if elements depend on each other, or a setting has no meaning on the center.

@@ -1,4 +1,4 @@
-"""What a synchronous update rule is: workers that exchange every few steps, all at once."""
+"""Interface of a synchronous rule: workers exchange every few steps, all at once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ AllReduceSum = Callable[[Any], Any]
 
 
 class SynchronousRule(abc.ABC):
-    """Combines the weights of all workers from one sum over the workers.
+    """Combination of all workers' weights from one sum over the workers.
 
-    Workers train on their own with their own optimizers. After `period` steps each calls `combine`
-    with its weights; all that is exchanged is one packed vector, summed over the workers. The
+    Workers train independently with their own optimizers. After `period` steps each calls `combine`
+    with its weights; the only exchanged data is one packed vector, summed over the workers. The
     state (center, outer momentum) is not sent: it stays bit-identical on all workers because each
-    computes it from the same sums, if `all_reduce_sum` gives all of them the same bits.
+    computes it from the same sums, provided that `all_reduce_sum` gives all of them the same bits.
 
     With `overlap` > 0, workers take that many steps while the sum travels; `receive` then merges
-    what came of `combine` into the weights of that moment, just before the next exchange begins if
-    the overlap is the whole period. Rules that work by fragments exchange a part of the variables
-    at a time, each with a state of its own.
+    the result of `combine` into the weights at that time, just before the next exchange begins if
+    the overlap is the whole period. Fragmented rules exchange a part of the variables at a time,
+    each with a separate state.
 
     Attributes:
-        name: name in the registry.
+        name: the name in the registry.
         uses_gradients: always false: workers run their own optimizers.
         center_is_weights: whether a worker's weights are the center after an exchange without
-            overlap. Whoever evaluates or saves uses "center" of the state in any case.
+            overlap. Evaluation and saving use "center" of the state in any case.
     """
 
     name: ClassVar[str]
@@ -44,13 +44,13 @@ class SynchronousRule(abc.ABC):
         self.overlap = overlap
 
     def fragments(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Which variables are exchanged together.
+        """Group the variables that are exchanged together.
 
         Args:
-            sizes: elements of each variable, in order.
+            sizes: number of elements of each variable, in order.
 
         Returns:
-            The numbers of the variables of each fragment; every variable is in one.
+            The numbers of the variables of each fragment; every variable belongs to one.
         """
         return (tuple(range(len(sizes))),)
 
@@ -58,58 +58,59 @@ class SynchronousRule(abc.ABC):
         """Whether an exchange begins after this many local steps.
 
         Args:
-            step: local steps done so far, at least 1.
-            fragment: which one, from 0.
-            num_fragments: how many there are; their exchanges are spread evenly over the period.
+            step: number of local steps done so far, at least 1.
+            fragment: index of the fragment, from 0.
+            num_fragments: number of fragments; their exchanges are spread evenly over the period.
         """
         return step > 0 and (step - fragment * self.period // num_fragments) % self.period == 0
 
     @abc.abstractmethod
     def initial_state(self, weights: Any) -> State:
-        """State of a fragment; a checkpoint of the fragment is this and the weights.
+        """Return the state of a fragment; state and weights form a checkpoint of the fragment.
 
         Args:
             weights: weights of the fragment, the same on all workers, float32 vector.
 
         Returns:
-            Name to float32 vector. "center" is what to evaluate and save.
+            Map from name to float32 vector. "center" is the one to evaluate and save.
         """
 
     @abc.abstractmethod
     def combine(
         self, weights: Any, state: State, samples: Any, all_reduce_sum: AllReduceSum
     ) -> tuple[Any, State]:
-        """One exchange of a fragment.
+        """Perform one exchange of a fragment.
 
         Args:
-            weights: this worker's, float32 vector.
-            state: of `initial_state`, or of the last exchange.
-            samples: that this worker used since the last exchange, scalar.
+            weights: this worker's weights, float32 vector.
+            state: the state from `initial_state`, or from the last exchange.
+            samples: number of samples that this worker used since the last exchange, scalar.
             all_reduce_sum: sums a float32 vector over the workers; called once.
 
         Returns:
-            The weights after the exchange, as if no step had been taken meanwhile, and the state.
+            The weights after the exchange, as if no step had been taken in the meantime, and the
+            state.
         """
 
     def receive(self, weights: Any, sent_weights: Any, combined: Any) -> Any:
-        """The weights after an exchange that was overlapped with steps.
+        """Return the weights after an exchange that overlapped with steps.
 
         Args:
-            weights: this worker's weights now.
-            sent_weights: those that `combine` had.
-            combined: those that it returned.
+            weights: this worker's current weights.
+            sent_weights: the weights passed to `combine`.
+            combined: the weights that it returned.
         """
         return weights + (combined - sent_weights)
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Checks the workers' own optimizer, as `UpdateRule.check_optimizer` does."""
+        """Check the workers' own optimizer, like `UpdateRule.check_optimizer`."""
         del optimizer
 
     @abc.abstractmethod
     def get_config(self) -> dict[str, Any]:
-        """The settings, as the constructor takes them; plain values."""
+        """Return the settings as the constructor takes them; plain values."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SynchronousRule:
-        """A rule with these settings."""
+        """Return a rule with these settings."""
         return cls(**config)

@@ -1,4 +1,4 @@
-"""What workers send, and what they do with the answer, where several rules have it in common."""
+"""Worker sides shared by several rules: their messages, and their handling of the answer."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from keras_het.asynchronous.rules.update_rule import UpdateRule
 
 
 class SendsGradient(UpdateRule):
-    """The worker sends a mean gradient and goes on from the center.
+    """The worker sends a mean gradient and continues from the center.
 
-    What it gives for its weights is `seen` less the mean gradient of its steps, in which nothing
-    moved. Steps that it takes while the answer travels are not kept: the next gradient is that
-    of the center it got.
+    It represents its weights as `seen` less the mean gradient of its steps, during which nothing
+    moved. Steps taken while the answer travels are discarded: the next gradient is that of the
+    center it received.
     """
 
     uses_gradients: ClassVar[bool] = True
     center_is_weights: ClassVar[bool] = True
 
     def message(self, weights: Any, seen: Any) -> Any:
-        """The gradient."""
+        """Return the gradient."""
         return seen - weights
 
     def message_of_gradient(self, gradient: Any, seen: Any) -> Any:
-        """The gradient as it is: taken from weights, small ones would be rounded away."""
+        """Return the gradient unchanged: taken from weights, small ones would be rounded away."""
         del seen
         return gradient
 
     def after_sending(self, weights: Any, seen: Any) -> Any:
-        """What it had seen: the service takes the step."""
+        """Return the last answer, because the service takes the step."""
         del weights
         return seen
 
     def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
-        """The center."""
+        """Return the center."""
         del weights, sent_weights
         return answer
 
 
 class SendsChange(UpdateRule):
-    """The worker's own optimizer works; it sends by how much its weights changed.
+    """The worker's own optimizer runs, and the worker sends the change of its weights.
 
-    Progress made while the answer travels is kept, and is part of the next change.
+    Progress made while the answer travels is kept and becomes part of the next change.
     """
 
     uses_gradients: ClassVar[bool] = False
     center_is_weights: ClassVar[bool] = True
 
     def message(self, weights: Any, seen: Any) -> Any:
-        """The change."""
+        """Return the change."""
         return weights - seen
 
     def after_sending(self, weights: Any, seen: Any) -> Any:
-        """Its own weights."""
+        """Return the worker's own weights."""
         del seen
         return weights
 
     def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
-        """The center, and what the worker has moved since it sent."""
+        """Return the center plus the worker's progress since sending."""
         return answer + (weights - sent_weights)
