@@ -1,4 +1,4 @@
-"""What the code asks of the strategy under which a model trains."""
+"""The interface that the code requires of the strategy under which a model trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TrainingStrategy(Protocol):
-    """The members of `HeterogeneousStrategy` on which other rooms rely; it says what they do."""
+    """Members of `HeterogeneousStrategy` that other packages rely on, documented there."""
 
     extended: HeterogeneousExtended
     stop_request: StopRequest | None
