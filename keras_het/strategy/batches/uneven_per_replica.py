@@ -159,6 +159,8 @@ def _wrap_leaf(values: Sequence[Any], sizes: Any, devices: Sequence[str]) -> Any
 
 
 def _on_device(value: Any, device: str) -> Any:
+    if getattr(value, "backing_device", None) == device:
+        return value
     with tf.device(device):
         return tf.nest.map_structure(tf.identity, value, expand_composites=True)
 
