@@ -1,4 +1,4 @@
-"""What runs inside a step: the strategy, its exact weights and the cluster."""
+"""The contents of a step: the strategy, its exact weights and the cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HeterogeneousStrategy"]
 
 
 def __getattr__(name: str) -> Any:
-    # The configuration modules beside it are read by the command line without TensorFlow.
+    # The command line reads the configuration modules next to it without TensorFlow.
     if name == "HeterogeneousStrategy":
         module = importlib.import_module("keras_het.strategy.heterogeneous_strategy")
         return module.HeterogeneousStrategy

@@ -1,6 +1,7 @@
-"""Keras's `fit`, `evaluate` and `predict` begin, and `fit` goes on, as all workers agreed.
+"""Agreement of all workers on calls of Keras's `fit`, `evaluate` and `predict`.
 
-Installed when a strategy is created; models of other strategies are not affected.
+They begin, and `fit` continues, only as all workers agreed. Installed when a strategy is created;
+models of other strategies are not affected.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from keras_het.strategy.exact.created_in_scope import move_optimizer
 from keras_het.training_strategy import TrainingStrategy
 
 _LOOPS = ("fit", "evaluate", "predict")
-# Compared in the first call only: they may be as short as a step.
+# Compared in the first call only: later calls may be as short as a step.
 _ON_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _TRAINING = ("fit", "train_on_batch")
 _clusters: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -33,7 +34,7 @@ _called: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def install_agreement(strategy: TrainingStrategy) -> None:
-    """Makes the calls of models of this strategy agree; those of other models are Keras's own.
+    """Make calls of this strategy's models agree; other models keep Keras's own calls.
 
     Args:
         strategy: a `HeterogeneousStrategy`.
@@ -66,7 +67,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         _called[self].add(name)
         try:
             bound = signature.bind(self, *args, **kwargs)
-        except TypeError:  # Keras says it better
+        except TypeError:  # Keras's own message is better
             return original(self, *args, **kwargs)
         bound.apply_defaults()
         given = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
@@ -88,7 +89,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             message = message_in(error)
             if message is None or isinstance(error, ValueError):
                 raise
-            # TensorFlow's error is pages of graph nodes around it.
+            # TensorFlow's error surrounds it with pages of graph nodes.
             pass_on(message)
 
     agreed_call.agrees = True  # type: ignore[attr-defined]
@@ -112,7 +113,7 @@ def _agree(strategy: TrainingStrategy, model: Any, name: str, given: dict[str, A
     described = describe_call(model, given)
     weights = [weight / sum(strategy.shares) for weight in strategy.shares]
     described["shares"] = str([float(f"{weight:.4g}") for weight in weights])
-    # Steps of a local training that failed begin with the chief's weights, whatever comes next.
+    # After a failed local training, steps start from the chief's weights, whatever comes next.
     is_left_local = name == "fit" and hasattr(model.train_function, "adopts_the_chiefs")
     may_differ = is_left_local or trains_locally(given.get("callbacks"))
     if may_differ:
@@ -144,7 +145,7 @@ def _with_step_watch(model: Any, callbacks: Any) -> Any:
 
 
 class _StepWatch(keras.callbacks.Callback):
-    """Comes after the user's callbacks, and ends the training where one worker alone stops it."""
+    """Ends the training when one worker alone stops it; runs after the user's callbacks."""
 
     _epoch = 0
     _batches = 0

@@ -1,4 +1,4 @@
-"""`tf.nn.compute_average_loss` of custom loops divides by the samples of all replicas."""
+"""`tf.nn.compute_average_loss` of custom loops, divided by the samples of all replicas."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from keras_het.strategy.exact.step import current_step
 from keras_het.strategy.extended import HeterogeneousExtended
 
 _original_code: CodeType | None = None
-# In newer versions TensorFlow's function asks by way of two others.
+# In newer versions TensorFlow's function asks through two others.
 _FRAMES_BETWEEN = 3
 
 
 def install_average_loss() -> None:
-    """Makes `tf.nn.compute_average_loss` right for replicas of unequal shares; for good, once.
+    """Make `tf.nn.compute_average_loss` correct for unequal shares; permanent, installed once.
 
-    Without `global_batch_size` TensorFlow takes the replica's own samples times the number of
-    replicas for the samples of all. For a `HeterogeneousStrategy` they are counted instead.
+    Without `global_batch_size` TensorFlow estimates the total number of samples as the replica's
+    own samples times the number of replicas. For a `HeterogeneousStrategy` they are counted
+    instead.
     """
     global _original_code
     original = tf.nn.compute_average_loss
@@ -35,7 +36,7 @@ def install_average_loss() -> None:
         context = tf.distribute.get_replica_context()
         if global_batch_size is None and context is not None and _are_unequal(context.strategy):
             per_example_loss = tf.convert_to_tensor(per_example_loss)
-            if per_example_loss.shape.rank != 0:  # of which TensorFlow says what is wrong
+            if per_example_loss.shape.rank != 0:  # TensorFlow explains what is wrong with a scalar
                 own = tf.shape(per_example_loss, tf.int64)[0]
                 global_batch_size = context.all_reduce("SUM", own)
         return original(per_example_loss, sample_weight, global_batch_size)
@@ -46,10 +47,10 @@ def install_average_loss() -> None:
 
 
 def check_caller(frame: FrameType | None) -> None:
-    """Refuses TensorFlow's own function, which was imported by name before it was replaced.
+    """Refuse TensorFlow's own function if it was imported by name before it was replaced.
 
     Args:
-        frame: of the function that asks for the number of replicas.
+        frame: frame of the function that asks for the number of replicas.
 
     Raises:
         ValueError: if it is that function, in a custom loop.

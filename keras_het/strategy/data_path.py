@@ -1,4 +1,4 @@
-"""The strategy's side of the data path: who wraps the batches and compares their order."""
+"""The strategy's side of the data path: wrapping of batches and comparison of their order."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class DataPath:
         self.latest_shares: tuple[int, ...] = ()
         self.samples_delivered = 0
         self.own_samples_delivered = 0
-        # Where async workers take a part of each epoch: who takes which batches of a new pass, and
-        # of which data set.
+        # When async workers take a part of each epoch: which worker takes which batches of a new
+        # pass, and of which data set.
         self.claims_source: Callable[[], Any] | None = None
         self._claimed: weakref.ref[Any] | None = None
         self._num_distributed = 0
@@ -40,12 +40,12 @@ class DataPath:
     def distribute(
         self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: Any
     ) -> GlobalOrderDataset:
-        """Gives every replica its share of one global order; see `Strategy.distribute`."""
+        """Give every replica its share of one global order; see `Strategy.distribute`."""
         drawn = agreement.drawn_seed()
         if self._get_strategy().num_async_workers:
             dataset = with_repeatable_order(dataset, drawn)
         elif drawn is not None:
-            # the seed is not the user's, and must not make epochs alike
+            # the user did not set this seed, and it must not make epochs alike
             dataset = with_order_of_epoch(dataset, (drawn + self._num_distributed) % 2**31)
             self._num_distributed += 1
         return self._build(
@@ -57,7 +57,7 @@ class DataPath:
         )
 
     def claim(self, dataset: Any, source: Callable[[], Any] | None) -> None:
-        """Makes passes over `dataset` take only the batches that `source` gives."""
+        """Make passes over `dataset` take only the batches that `source` provides."""
         self.claims_source = source
         self._claimed = weakref.ref(dataset) if source is not None else None
 
@@ -66,7 +66,7 @@ class DataPath:
         return self.claims_source() if is_claimed and self.claims_source is not None else None
 
     def to_be_trained(self) -> Any:
-        """The data that a `fit` which begins now will iterate, None if it cannot be told."""
+        """Return the data that a `fit` starting now will iterate, or None if unknown."""
         iterated = self.iterated()
         built = self._latest_built() if self._latest_built is not None else None
         if iterated is not None and (built is None or iterated.was_looked_at):
@@ -80,7 +80,7 @@ class DataPath:
         global_batch_size: int,
         **options: Any,
     ) -> FileShardedDataset:
-        """Gives every worker whole files; see `Strategy.distribute_files`."""
+        """Give every worker whole files; see `Strategy.distribute_files`."""
         if self._get_strategy().num_async_workers:
             raise ValueError(
                 "Async workers take global batches of one order; files that each worker reads by "
@@ -102,11 +102,11 @@ class DataPath:
         return dataset
 
     def iterated(self) -> Any:
-        """The data set that gave the latest step, None if there is none."""
+        """The data set that provided the latest step, or None before the first."""
         return self._latest() if self._latest is not None else None
 
     def resume(self, passes: int | Sequence[bool], step: int) -> None:
-        """Makes the data set that is being iterated continue after `passes` and `step`."""
+        """Make the data set that is being iterated continue at `passes` and `step`."""
         dataset = self.iterated()
         if dataset is None:
             raise ValueError(
@@ -116,14 +116,14 @@ class DataPath:
         dataset.start_at(passes, step)
 
     def on_step(self, dataset: Any, is_new_pass: bool) -> None:
-        """Called with every step; compares the workers' data in the first one of a pass."""
+        """Compare the workers' data in the first step of a pass; called with every step."""
         self._latest = weakref.ref(dataset)
         if is_new_pass and self._is_compared:
             shares = str(list(self.latest_shares))
             agreement.check_same_pass(self._get_strategy(), dataset, shares)
 
     def on_end(self, dataset: Any, steps: int) -> None:
-        """Called at the end of a pass; compares its steps, unless they were known before."""
+        """Compare the steps of a pass unless they were known before; called at its end."""
         if dataset.cardinality >= 0 or not self._is_compared:
             return
         if steps:
@@ -137,7 +137,7 @@ class DataPath:
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The strategy's."""
+        """The strategy's layout."""
         layout: ReplicaLayout = self._get_strategy().layout
         return layout
 
@@ -164,19 +164,19 @@ class DataPath:
 
 
 def with_own_batches(dataset: Any, strategy: TrainingStrategy) -> Any:
-    """Makes data whose replicas bring batches of their own refuse what cannot apply to it.
+    """Make a data set with one batch per replica refuse what cannot apply to it.
 
     Args:
-        dataset: what `Strategy.distribute_datasets_from_function` gave.
+        dataset: the result of `Strategy.distribute_datasets_from_function`.
         strategy: the `HeterogeneousStrategy`.
 
     Returns:
-        The same object, which raises a ValueError where it is iterated under unequal shares.
+        The same object, which raises a ValueError when it is iterated under unequal shares.
     """
     kind = type(dataset)
 
     class WithOwnBatches(kind):  # type: ignore[misc, valid-type]
-        """Data sets made by a function of the user."""
+        """Data sets made by a user-defined function."""
 
         def __iter__(self) -> Any:
             if len(set(strategy.shares)) > 1:
@@ -190,10 +190,10 @@ def with_own_batches(dataset: Any, strategy: TrainingStrategy) -> Any:
 
 
 def refuse_own_batches(what: str) -> None:
-    """Says that something cannot apply where each replica brings batches of its own.
+    """Raise an error: the request cannot apply when each replica brings its own batches.
 
     Args:
-        what: was asked for, in words.
+        what: the request, in words.
     """
     raise ValueError(
         "The function that was given to distribute_datasets_from_function makes batches for each "
@@ -213,11 +213,11 @@ class _Wrapper:
         self._sizes: tuple[bytes, Any] | None = None
 
     def bound_to(self, dataset: Any) -> _Wrapper:
-        """The wrapper of a data set, which holds this one."""
+        """Return a wrapper for one data set, which holds a reference to it."""
         return _Wrapper(self._data_path, dataset)
 
     def element_spec(self, spec: Any) -> Any:
-        """The type of what this makes.
+        """The type of the wrapped batches.
 
         Args:
             spec: types of the batch of one replica.
@@ -239,13 +239,13 @@ class _Wrapper:
         return wrap_shares(local_batches, self._sizes_tensor(sizes), devices)
 
     def at_end(self, steps: int) -> None:
-        """Called once where the data set's pass has ended, after so many steps."""
+        """Report the end of the data set's pass; called once, with its number of steps."""
         dataset = self._dataset() if self._dataset is not None else None
         if dataset is not None:
             self._data_path.on_end(dataset, steps)
 
     def _sizes_tensor(self, sizes: np.ndarray) -> Any:
-        """Converts the shares once for all steps that have the same."""
+        """Convert the shares once for all steps that have the same ones."""
         key = sizes.tobytes()
         if self._sizes is None or self._sizes[0] != key:
             self._sizes = (key, tf.constant(sizes, tf.int64))

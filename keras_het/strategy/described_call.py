@@ -1,4 +1,4 @@
-"""What a call of `fit`, `evaluate` or `predict` is given, in words that workers can compare."""
+"""Arguments of a `fit`, `evaluate` or `predict` call, in words that workers can compare."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from keras_het.loader.order.content import sample_of
 from keras_het.strategy.cluster.agreement import flat
 
 _DATA = ("x", "y", "sample_weight", "validation_data")
-# What a worker may do by itself.
+# Arguments that a worker may choose by itself.
 _WORKS_ALONE = ("LoaderTuner",)
 _OWN = ("verbose", "callbacks", "return_dict", "kwargs")
 _MOST_SAMPLED = 4
 _MOST_READ = 1_000_000
-# Rounding differs between devices; another initial value does not agree in a hundredth.
+# Rounding differs between devices; a different initial value is off by more than a hundredth.
 _TOLERANCE = 0.01
 
 
 def describe_call(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """What must be equal on all workers.
+    """Return what must be equal on all workers.
 
     Args:
         model: the `keras.Model`.
-        arguments: what its method was given, defaults included.
+        arguments: the arguments of its method, defaults included.
 
     Returns:
         Texts, each under the name by which a user knows it.
@@ -66,7 +66,7 @@ def _communicating(callbacks: Any) -> list[Any]:
 
 
 def _settings(callback: Any) -> Iterator[tuple[str, str]]:
-    """What a callback was given, where it keeps that under the argument's name."""
+    """A callback's arguments, if it keeps them under their names."""
     kind = type(callback).__name__
     for name in inspect.signature(type(callback)).parameters:
         kept = [f"_given_{name}", f"_{name}"]
@@ -84,12 +84,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def trains_locally(callbacks: Any) -> bool:
-    """Whether the workers' weights may differ: they become the chief's when training begins."""
+    """Tell whether weights may differ between workers: training starts from the chief's."""
     return any(type(each).__name__ == "LocalTraining" for each in _communicating(callbacks))
 
 
 def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Kind, number of rows and types of what is given as data."""
+    """Kind, number of rows and types of the given data."""
     if value is None:
         return
     if isinstance(value, (DistributedSteps, tf.data.Dataset)):
@@ -148,7 +148,7 @@ def _compiled(model: Any) -> Iterator[tuple[str, str]]:
     """Optimizer, loss and metrics."""
     try:
         config = model.get_compile_config() or {}
-    except Exception:  # whatever somebody's own class raises
+    except Exception:  # whatever a user-defined class raises
         config = {}
     for name, value in config.items():
         yield from flat(str(name).replace("_", " "), value)
@@ -184,7 +184,7 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def weights_in_short(model: Any) -> list[int]:
-    """Four numbers that tell weights from other weights, up to rounding.
+    """Four numbers that tell one set of weights from another, up to rounding.
 
     They are the norm of some of the elements, and three sums of them with random signs, float64.
 
@@ -205,7 +205,7 @@ def _some(weight: Any) -> np.ndarray:
     if not (dtype.is_floating or dtype.is_integer):
         return np.zeros([0])
     value = tf.convert_to_tensor(weight.value)
-    if math.prod(weight.shape) > _MOST_READ:  # a small one is read faster than it is cut
+    if math.prod(weight.shape) > _MOST_READ:  # reading a small one is faster than slicing it
         value = tf.reshape(value, [-1])
         value = tf.concat([value[:_MOST_SAMPLED], value[-_MOST_SAMPLED:]], 0)
     flat_value = np.asarray(value).reshape(-1)
@@ -214,15 +214,15 @@ def _some(weight: Any) -> np.ndarray:
 
 
 def workers_with_other_weights(everyone: np.ndarray) -> Sequence[int]:
-    """Which workers' weights are not the chief's, but for rounding.
+    """Return the workers whose weights differ from the chief's by more than rounding.
 
     Args:
-        everyone: int64 of shape [workers, 4], what `weights_in_short` gave each of them.
+        everyone: int64 of shape [workers, 4], the result of `weights_in_short` on each worker.
     """
     numbers = np.ascontiguousarray(everyone).view(np.float64)
     norms = np.maximum(np.abs(numbers[:, 0]), np.abs(numbers[0, 0]))
     difference = np.abs(numbers - numbers[0]).max(axis=1)
-    # not where both are NaN, which is a fault of another kind
+    # except when both are NaN, which is a different kind of fault
     other = difference > _TOLERANCE * norms
     other |= np.isnan(numbers).any(axis=1) != np.isnan(numbers[0]).any()
     return [int(worker) for worker in np.flatnonzero(other)]

@@ -19,7 +19,7 @@ from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.summation import SummationGroup
 
 _KEYS_PER_RANGE = 10_000
-# Our watch finds a silent worker first, and names it.
+# PeerWatch finds a silent worker first, and names it.
 _MORE_SECONDS = 15.0
 
 
@@ -33,15 +33,15 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
     Args:
         container_strategy: the `HeterogeneousStrategy` it belongs to.
-        cluster_resolver: where the cluster and this task's place in it come from.
+        cluster_resolver: source of the cluster and of this task's place in it.
         communication_options: `tf.distribute.experimental.CommunicationOptions`.
         devices: names of the local devices without job and task, such as ("CPU:0", "CPU:1").
         connect_seconds: how long TensorFlow may wait for the other workers, in seconds.
         peer_timeout_seconds: how long a worker may be silent, in seconds.
-        on_join: called when the cluster is there, before the first collective.
+        on_join: called when the cluster is complete, before the first collective.
     """
 
-    # Peers are watched by `PeerWatch`, which names the lost worker.
+    # `PeerWatch` watches the peers, and names the lost worker.
     _enable_check_health = False
 
     def __init__(
@@ -98,19 +98,19 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         )
 
     def meet(self, values: np.ndarray) -> np.ndarray:
-        """Concatenates an array of every worker; for `agreement`, and nothing else.
+        """Concatenate an array of every worker; for `agreement` only.
 
-        It has collectives of its own: whatever the workers have traced and run before, those that
+        It has separate collectives: whatever the workers have traced and run before, those that
         meet are in the same one.
 
         Args:
-            values: array of one dimension, of the same type and size on all workers.
+            values: one-dimensional array, of the same type and size on all workers.
         """
         with tf.device(self._worker_device):
             return np.asarray(self._meeting.gather_between_workers(tf.constant(values)))
 
     def gather_over_workers(self, values: np.ndarray) -> np.ndarray:
-        """Concatenates an array of every worker, in worker order; all workers must call it.
+        """Concatenate an array of every worker, in worker order; all workers must call it.
 
         Args:
             values: array of at least one dimension, of the same type on all workers.
@@ -120,7 +120,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return np.asarray(gathered)
 
     def end_of_all(self, message: str) -> None:
-        """Makes the collectives of all workers fail with a message."""
+        """Make the collectives of all workers fail with a message."""
         if self.summation is not None:
             self.summation.abort()
         private_api.end_collectives_of_all(message)
@@ -128,13 +128,13 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Callable[[], Any]:
-        """Gives all replicas of a new variable one value.
+        """Give all replicas of a new variable one value.
 
-        Between the workers it is compared before the chief's is sent to them, and only sent where
-        it differs: with one random seed it hardly ever does. A variable that is created in a graph
-        passes the tensor on to the other replicas: TensorFlow can only initialize variables before
-        it runs the graph where their values read no other variable, and feeds the collectives of a
-        graph that it runs in the same go with nothing.
+        Workers compare their values first; the chief's value is sent only if they differ, which
+        with one random seed is rare. A variable created in a graph passes the tensor on to the
+        other replicas: TensorFlow can initialize variables before it runs the graph only if their
+        values read no other variable, and feeds nothing to the collectives of a graph that it runs
+        in the same call.
         """
         places = {"replica_id": replica_id, "device": device, "primary_var": primary_var}
         create = functools.partial(super()._get_variable_creator_initial_value, **places)
@@ -151,7 +151,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return initial_value
 
     def _agreed_value(self, create: Any, device: Any, given: dict[str, Any]) -> Any:
-        """The value of the chief, which most often every worker has."""
+        """Return the chief's value, which most often every worker has."""
         value = given["initial_value"]
         with tf.device(device):
             value = value() if callable(value) else value
@@ -162,7 +162,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return create(**{**given, "initial_value": value})()
 
     def wait_for_departure(self) -> None:
-        """Waits until every worker leaves; returns at once if there is one only.
+        """Wait until every worker leaves; return at once if there is only one.
 
         A worker that waits in `gather_over_workers` for something else does not count as leaving.
         """
@@ -170,10 +170,10 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             self._departure_barrier()
 
     def _use_hierarchical_all_reduce(self, replicas_per_worker: tuple[int, ...]) -> None:
-        """Replaces TensorFlow's flat all-reduce.
+        """Replace TensorFlow's flat all-reduce.
 
-        The keys are new ones because TensorFlow numbers groups in the order of their creation,
-        and a worker with one device creates fewer groups than a worker with two.
+        The keys are new because TensorFlow numbers groups in the order of their creation, and a
+        worker with one device creates fewer groups than a worker with two.
         """
         self.layout = ReplicaLayout(replicas_per_worker, self._id_in_cluster)
         self._collective_keys = keys = self._new_collective_keys()
@@ -188,7 +188,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return private_api.CollectiveKeys(group_key_start=first_key)
 
     def use_summation(self, group: SummationGroup) -> None:
-        """Makes the reductions of graphs that are traced from now on go through a summation.
+        """Make the reductions of graphs traced from now on go through a summation.
 
         Args:
             group: the machines that sum.
@@ -198,9 +198,9 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def reductions_within_worker(self) -> Iterator[None]:
-        """Keeps the reductions of graphs that are traced meanwhile among this worker's replicas.
+        """Keep the reductions of graphs traced meanwhile among this worker's replicas.
 
-        `sum_over_workers` and `gather_over_workers` go between workers all the same.
+        `sum_over_workers` and `gather_over_workers` still go between workers.
         """
         operations = self._cross_device_ops
         operations.stays_within_worker = True
@@ -211,12 +211,12 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
     @property
     def reduces_within_worker(self) -> bool:
-        """Whether reductions stay within this worker now."""
+        """Whether reductions currently stay within this worker."""
         return bool(self._cross_device_ops.stays_within_worker)
 
     @property
     def summation(self) -> SummationGroup | None:
-        """The machines that sum, None if TensorFlow's collectives do."""
+        """The machines that sum; None if TensorFlow's collectives do."""
         return self._cross_device_ops.summation
 
     def _hierarchical(
@@ -231,18 +231,18 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         )
 
     def gather_rows_over_workers(self, value: Any) -> Any:
-        """Concatenates a tensor of every worker along its first dimension, in worker order."""
+        """Concatenate a tensor of every worker along its first dimension, in worker order."""
         return self._host_cross_device_ops.gather_between_workers(value)
 
     def sum_over_workers(self, value: Any) -> Any:
-        """Sums a tensor in host memory over all workers; in a function that all workers call."""
+        """Sum a tensor in host memory over all workers; in a function that all workers call."""
         return self._host_cross_device_ops.sum_between_workers(value)
 
     def _use_merge_call(self) -> bool:
         return False
 
     def all_reduce_in_replica(self, reduce_op: Any, value: Any) -> Any:
-        """What a replica context's `all_reduce` gives, without a gradient.
+        """Return the result of a replica context's `all_reduce`, without a gradient.
 
         TensorFlow keeps the gradient functions of a graph, and with them the graph and its model,
         until the process ends.
@@ -263,7 +263,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return self._cross_device_ops._all_reduce(reduce_op, value, 0, options)
 
     def _local_results(self, value: Any) -> Any:
-        # The inherited one bypasses the property, which moves batches to their devices.
+        # The inherited method bypasses the property, which moves batches to their devices.
         if isinstance(value, UnevenPerReplica):
             return value.values
         return super()._local_results(value)
@@ -290,10 +290,10 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
 @contextlib.contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """Ends a process that is still in here, with a trace of where it is.
+    """Kill a process that is still in this block, with a trace of where it is.
 
-    TensorFlow waits for a worker that dies while it joins, without a bound, and holds the
-    interpreter meanwhile: no thread of Python could end that.
+    If a worker dies while it joins, TensorFlow waits for it indefinitely, and holds the interpreter
+    meanwhile: no Python thread could end that.
     """
     with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):  # no real stderr
         faulthandler.dump_traceback_later(seconds, exit=True)

@@ -72,7 +72,7 @@ _SEED_STREAMS_PER_GROUP = 1000
 
 
 class HeterogeneousStrategy(tf.distribute.Strategy):
-    r"""Synchronous training over devices of different speed, with the numbers of one device.
+    r"""Synchronous training over devices of different speeds, with the numbers of one device.
 
     Use it like any `tf.distribute.Strategy`, around stock Keras code. Replica i of N gets
     :math:`b_i` of the B samples of every global batch, in proportion to its share weight. One step
@@ -88,7 +88,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     Args:
         devices: names of this process's devices, such as ["GPU:0", "GPU:1"]; all of one type.
-            Default: all GPUs, or all (logical) CPUs if there is none; workers of a cluster without
+            Default: all GPUs, or all (logical) CPUs without a GPU; workers of a cluster without
             GPU use CPU:0.
         shares: one weight, zero or more, per replica of all workers, worker by worker: [4, 2, 1]
             gives the first replica four sevenths of every global batch. Whole samples are
@@ -96,19 +96,19 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
         communication_options: `tf.distribute.experimental.CommunicationOptions`. Default: NCCL
             between GPUs, rings over gRPC otherwise.
-        aggregation: how gradients (and what else a step sums) are added up between workers:
+        aggregation: how gradients (and whatever else a step sums) are added up between workers:
             "all_reduce" by TensorFlow's collectives; "summation" by the CPUs of all workers and
             of the spare machines in TF_CONFIG's job `summation`, or a
-            `keras_het.summation.Summation` with settings. Needs a shared secret in the
+            `keras_het.summation.Summation` with settings. Summation needs a shared secret in the
             environment.
         connect_seconds: how long to wait for workers that have not started yet, in seconds.
         peer_timeout_seconds: how long a worker may be silent before it counts as lost, in seconds;
-            one whose process has ended is noticed at once. Default:
+            a worker whose process has ended is noticed at once. Default:
             `KERAS_HET_PEER_TIMEOUT_SECONDS` in the environment, or 30.
 
     Raises:
         TypeError: for devices that are not a list of names.
-        ValueError: for another backend of Keras than TensorFlow, a malformed TF_CONFIG, devices
+        ValueError: for a Keras backend other than TensorFlow, a malformed TF_CONFIG, devices
             that do not exist or are of different types, or shares that do not fit the number of
             replicas, and on every worker if the workers were started with different shares, device
             types or versions.
@@ -126,7 +126,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     heterogeneous multi-GPU cluster", Cluster Computing 23, 2020; `tf.distribute`.
     """
 
-    # TensorFlow numbers collectives from here; every strategy of a process gets a range of its own.
+    # TensorFlow numbers collectives from here; every strategy of a process gets a separate range.
     _collective_key_base = 0
 
     def __init__(
@@ -189,7 +189,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         install_average_loss()
         install_sessions()
         install_agreement(self)
-        # Ends at a step boundary after a signal; None where the signal ends the process itself.
+        # Stops at a step boundary after a signal; None if the signal ends the process itself.
         self.stop_request: StopRequest | None = None
         if self.num_workers > 1 or self.is_async_worker or self.num_async_workers:
             self.stop_request = StopRequest(self.extended.worker_devices[0], self.barrier)
@@ -216,7 +216,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     @property
     def training_state(self) -> TrainingState:
-        """What the callbacks of a training leave for each other."""
+        """State that the callbacks of a training leave for each other."""
         return self._training_state
 
     def _begin_watching(self, membership: Membership, patience_seconds: float) -> None:
@@ -225,13 +225,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         install_report(self._peer_watch)
 
     def stop_watching(self) -> None:
-        """Takes no more notice of workers that are gone; at the end of the script."""
+        """Stop reporting workers that are gone; at the end of the script."""
         if self._peer_watch is not None:
             self._peer_watch.stop()
 
     @property
     def layout(self) -> ReplicaLayout:
-        """How many replicas every worker has, and which are this worker's."""
+        """How many replicas every worker has, and which belong to this worker."""
         layout: ReplicaLayout = self.extended.layout
         return layout
 
@@ -254,7 +254,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     @property
     def cluster_config(self) -> ClusterConfig | None:
-        """The whole cluster as TF_CONFIG describes it, None if it does not."""
+        """The whole cluster as TF_CONFIG describes it, None without a description."""
         return self._cluster_config
 
     @property
@@ -269,7 +269,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     @property
     def first_seed_stream(self) -> int:
-        """Where this group's streams of random numbers begin; async workers draw others."""
+        """First of this group's streams of random numbers; async workers draw from others."""
         if self._cluster_config is None or not self.is_async_worker:
             return 0
         return _SEED_STREAMS_PER_GROUP * (1 + self._cluster_config.task_index)
@@ -287,7 +287,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The cluster resolver, as `MultiWorkerMirroredStrategy` has it."""
+        """The cluster resolver, as in `MultiWorkerMirroredStrategy`."""
         return self.extended._cluster_resolver
 
     @property
@@ -301,10 +301,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._weights
 
     def set_shares(self, shares: Sequence[float]) -> None:
-        """Changes the share weights from a later step on.
+        """Change the share weights from a later step on.
 
         Call it on every worker between the same two steps with the same weights. The data path has
-        cut the batches of the next few steps already (`lookahead` of the data set, 2 by default).
+        already cut the batches of the next few steps (`lookahead` of the data set, 2 by default).
 
         Args:
             shares: one weight, zero or more, per replica of all workers.
@@ -317,16 +317,16 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def distribute(
         self, dataset: tf.data.Dataset, global_batch_size: int | None = None, **options: Any
     ) -> GlobalOrderDataset:
-        """Gives every replica its share of one global order of samples.
+        """Give every replica its share of one global order of samples.
 
         Args:
             dataset: data set of single samples if `global_batch_size` is given, else of global
                 batches. Every worker passes the same data set.
             global_batch_size: number of samples of a step over all replicas.
-            **options: further arguments of `keras_het.loader.GlobalOrderDataset`.
+            **options: additional arguments of `keras_het.loader.GlobalOrderDataset`.
 
         Returns:
-            An iterable that `fit`, `evaluate` and `predict` accept, and custom loops.
+            An iterable that `fit`, `evaluate`, `predict` and custom loops accept.
         """
         return self._data_path.distribute(dataset, global_batch_size, **options)
 
@@ -337,9 +337,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         global_batch_size: int,
         **options: Any,
     ) -> FileShardedDataset:
-        """Gives every worker whole files in proportion to its shares, and reads no others there.
+        """Give every worker whole files in proportion to its shares; it reads no others.
 
-        Every sample is used exactly once an epoch, but the order is not that of one device. A
+        Every sample is used exactly once per epoch, but the order is not that of one device. A
         worker's number of samples differs from its ideal by at most the samples of the largest
         file.
 
@@ -347,10 +347,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             filenames: all files, in the same order on all workers.
             reader: makes a `tf.data.Dataset` of samples from a filename (string scalar).
             global_batch_size: number of samples of a step over all replicas.
-            **options: further arguments of `keras_het.loader.FileShardedDataset`.
+            **options: additional arguments of `keras_het.loader.FileShardedDataset`.
 
         Returns:
-            An iterable that `fit`, `evaluate` and `predict` accept, and custom loops.
+            An iterable that `fit`, `evaluate`, `predict` and custom loops accept.
         """
         return self._data_path.distribute_files(filenames, reader, global_batch_size, **options)
 
@@ -362,26 +362,26 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def measure_compute_times(
         self, model: Any = None, gradients: bool = False, stops: bool = False
     ) -> None:
-        """Makes the training steps of Keras measure each replica's compute time.
+        """Make the training steps of Keras measure each replica's compute time.
 
         The measurements travel in the collective that every step has anyway; all workers get those
         of all replicas. Every worker must call it.
 
         Args:
-            model: a model that may have been trained before; its step is traced again.
+            model: a model that may have been trained before; its step is retraced.
             gradients: whether to measure squared norms of gradients too, for the noise scale; a
                 single replica has none to compare.
-            stops: whether the caller says when it needs no more, by `stop_measuring`.
+            stops: whether the caller ends the measurement with `stop_measuring`.
         """
         self._compute_times.begin(model, gradients, stops)
 
     def stop_measuring(self, model: Any) -> None:
-        """Ends a measurement that stops; what another caller measures goes on.
+        """End a measurement started with `stops`; other callers' measurements continue.
 
         Every worker must call it between the same two steps: a step that measures sums more values.
 
         Args:
-            model: the model that was measured; its step is traced again.
+            model: the model that was measured; its step is retraced.
         """
         self._compute_times.end(model)
 
@@ -402,44 +402,44 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     @property
     def iterated_data(self) -> Any:
-        """The distributed data set that gave the latest step, None before the first step.
+        """The distributed data set that provided the latest step, None before the first step.
 
-        Its `position` is what `resume_data` needs to go on from here.
+        Its `position` is what `resume_data` needs to continue from here.
         """
         return self._data_path.iterated()
 
     def resume_data(self, passes: int | Sequence[bool], step: int) -> None:
-        """Makes the data set that `fit` iterates continue in the middle of an epoch.
+        """Make the data set that `fit` iterates continue in the middle of an epoch.
 
         `keras_het.callbacks.BackupAndRestore` calls it at the start of training.
 
         Args:
-            passes: passes over the data that are behind: a number, or what `position` of the
-                interrupted data set gave.
-            step: steps of the next pass that are behind.
+            passes: completed passes over the data: a number, or the `position` of the interrupted
+                data set.
+            step: completed steps of the next pass.
 
         Raises:
-            ValueError: if no data set is being iterated, or it cannot go on at that place.
+            ValueError: if no data set is being iterated, or it cannot continue from there.
         """
         self._data_path.resume(passes, step)
 
     def take_claimed_batches(self, dataset: Any, source: Callable[[], Any] | None) -> None:
-        """Makes passes that start from now on take only some of the global batches.
+        """Make passes that start from now on take only some of the global batches.
 
         Args:
             dataset: the distributed data set.
-            source: called when a pass starts; gives its `keras_het.loader.Claims`, or None for a
+            source: called when a pass starts; returns its `keras_het.loader.Claims`, or None for a
                 pass over everything. None to stop.
         """
         self._data_path.claim(dataset, source)
 
     @property
     def data_to_be_trained(self) -> Any:
-        """The distributed data set that a `fit` which begins now will iterate."""
+        """Return the distributed data set that a `fit` starting now will iterate."""
         return self._data_path.to_be_trained()
 
     def barrier(self) -> None:
-        """Waits until every worker has called it, for example until the chief has saved."""
+        """Wait until every worker has called it, for example until the chief has saved."""
         self.agree("strategy.barrier()", {})
 
     def agree(
@@ -450,17 +450,17 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         leaves_loop: str | None = None,
         **options: Any,
     ) -> np.ndarray:
-        """Compares what the workers are about to do; all of them must call it.
+        """Compare what the workers are about to do; all of them must call it.
 
         Args:
             place: what this worker does, such as "strategy.barrier()".
-            described: what must be equal, each under the name that the error gives it.
-            leaves_loop: what all workers are told if some go on in a loop that this one leaves;
-                None where they come in any case, however late.
-            **options: further arguments of `agreement.agree`.
+            described: values that must be equal, each under the name that the error gives it.
+            leaves_loop: message for all workers if some continue a loop that this one has left;
+                None if they arrive in any case, however late.
+            **options: additional arguments of `agreement.agree`.
 
         Raises:
-            ValueError: on every worker, with the same text, if one of them differs.
+            ValueError: on every worker, with the same text, if any value differs.
         """
         if self.num_workers == 1:
             return np.zeros([1, agreement.NUM_NOTES], np.int64)
@@ -471,12 +471,12 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             return compare(self.extended, place, described, **options)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Distributes a data set of global batches; `fit(dataset)` comes through here.
+        """Distribute a data set of global batches; `fit(dataset)` goes through here.
 
         Args:
             dataset: `tf.data.Dataset` of global batches.
-            options: `tf.distribute.InputOptions`; accepted for compatibility, the data path of this
-                strategy has nothing to choose.
+            options: `tf.distribute.InputOptions`; accepted for compatibility, this strategy's data
+                path has nothing to choose.
         """
         del options
         if isinstance(dataset, DistributedSteps):
@@ -484,10 +484,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self.distribute(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
-        """Distributes data sets that a function makes, as `tf.distribute.Strategy` does.
+        """Distribute data sets that a function makes, as `tf.distribute.Strategy` does.
 
-        Each replica takes the batches that the function makes, so that they must be equal shares:
-        under others, iterating raises a ValueError. `distribute` has no such limit.
+        Each replica takes the batches that the function makes, so the shares must be equal: with
+        unequal ones, iterating raises a ValueError. `distribute` has no such limit.
 
         Args:
             dataset_fn: takes a `tf.distribute.InputContext`, returns a `tf.data.Dataset` of the
@@ -498,10 +498,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return with_own_batches(dataset, self)
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Runs `fn` on every replica.
+        """Run `fn` on every replica.
 
         Keras's own steps are run exactly for uneven shares. Any other function keeps the meaning it
-        has under `tf.distribute`: nothing is weighted, use
+        has under `tf.distribute`: nothing is weighted, so call
         `tf.nn.compute_average_loss(..., global_batch_size=...)` in it.
 
         Args:
@@ -531,7 +531,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return run_train_or_test_step(self, run, step, args[0])
 
     def _warn_that_nothing_waits(self) -> None:
-        """Says once that a custom loop does not emulate: the launcher's label says that it does."""
+        """Warn once that a custom loop does not emulate, although the launcher's label says so."""
         if self._emulated_devices is None or self._has_warned:
             return
         self._has_warned = True
@@ -542,17 +542,17 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         )
 
     def name_lost_workers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes a function that runs collectives say which worker was lost.
+        """Make a function that runs collectives report which worker was lost.
 
         Args:
-            function: what all workers call.
+            function: a function that all workers call.
         """
         watch = self._peer_watch
         return function if watch is None else name_lost_workers(watch, function)
 
     @property
     def steps_carry_wishes(self) -> bool:
-        """Whether a step that is traced now has a collective of all workers."""
+        """Whether a step traced now has a collective of all workers."""
         return self.num_workers > 1 and not self.extended.reduces_within_worker
 
     def _plain_run(self, options: Any) -> Any:
@@ -568,16 +568,16 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             or self.is_async_worker
             or self._emulated_devices is not None
             or self._compute_times.is_measuring
-            # its `cond` may not merge replicas, not even one
+            # its `cond` must not merge replicas, not even one
             or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         )
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
-        """Reduces `value` over all replicas, as `tf.distribute.Strategy.reduce`.
+        """Reduce `value` over all replicas, as `tf.distribute.Strategy.reduce`.
 
-        The mean over whole batches of unequal size, which Keras asks for only to learn the shapes
-        of a batch, is answered with the type of the global batch (`tf.TensorSpec`): a replica's
-        part may have no rows, and workers must not infer different metrics.
+        Keras asks for the mean over whole batches of unequal size only to learn the shapes of a
+        batch. It gets the type of the global batch (`tf.TensorSpec`) instead: a replica's part may
+        have no rows, and workers must not infer different metrics.
 
         Args:
             reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.

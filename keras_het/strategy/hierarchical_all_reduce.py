@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras_het import private_api
 from keras_het.summation import SummationGroup
 
-# The collective gathers float16, float32, float64, int32 and int64. What it does not take travels
-# as a type that holds every value (uint64 wraps around, and back again).
+# The collective gathers float16, float32, float64, int32 and int64. Other types travel as one that
+# holds every value (uint64 wraps around, and back again).
 _TYPES_TO_GATHER_AS = {
     tf.bfloat16: tf.float32,
     tf.bool: tf.int32,
@@ -30,14 +30,14 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
 
     TensorFlow's `CollectiveAllReduce` makes every device a member of the collective group and
     requires the same number of devices in every process. Here a worker is one member, whatever
-    the number of its devices, and moves its tensors over the network once instead of once a
-    device. Dense tensors of one type travel in one packed collective.
+    the number of its devices, and moves its tensors over the network once, not once per device.
+    Dense tensors of one type travel in one packed collective.
 
     Args:
         devices: names of this worker's devices; the first one takes part in the collectives.
         num_workers: number of workers in the collective group.
         num_replicas: number of devices of all workers together (the divisor of a mean).
-        options: TensorFlow's communication options (ring or NCCL, time-out).
+        options: TensorFlow's communication options (ring or NCCL, timeout).
         collective_keys: TensorFlow's registry of group and instance keys, shared with the strategy.
 
     Reference: tensorflow#47203 (what stock TensorFlow does with unequal numbers of devices).
@@ -60,9 +60,9 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         private_api.share_instances(self)
         self._local_devices = tuple(devices)
         self._num_replicas = num_replicas
-        # Sums float32 values in place of the collective, where the user wants that.
+        # Sums float32 values in place of the collective, if the user wants that.
         self.summation: SummationGroup | None = None
-        # Graphs that are traced meanwhile reduce among this worker's devices only.
+        # Graphs traced meanwhile reduce among this worker's devices only.
         self.stays_within_worker = False
 
     def _all_reduce_per_replica_values(
@@ -87,7 +87,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         return len(self._local_devices) if self.stays_within_worker else self._num_replicas
 
     def _all_reduce_by_type(self, flat: list[Any], replica_id: Any, options: Any) -> list[Any]:
-        """Sums over the workers; one packed collective per element type."""
+        """Sum over the workers; one packed collective per element type."""
         group = self.summation
         by_type: dict[Any, list[int]] = {}
         for position, item in enumerate(flat):
@@ -106,7 +106,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         return result
 
     def _sum_by_service(self, values: list[Any]) -> list[Any] | None:
-        """Sums by the machines' CPUs; None if they have no place for it."""
+        """Sum on the machines' CPUs; None if they have no room for it."""
         sums = None if self.summation is None else self.summation.sum(values)
         if sums is None:
             return None
@@ -121,7 +121,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         return [self._mirror(self.gather_between_workers(value, axis, options)) for value in local]
 
     def gather_between_workers(self, value: Any, axis: Any = 0, options: Any = None) -> Any:
-        """Concatenates one tensor of every worker along `axis`, in worker order.
+        """Concatenate one tensor of every worker along `axis`, in worker order.
 
         Args:
             value: tensor of this worker; the other dimensions are equal on all workers.
@@ -140,10 +140,10 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         return tf.cast(gathered, value.dtype)
 
     def new_barrier(self) -> Callable[[], Any]:
-        """Makes a function that returns when all workers have called it; it is traced already.
+        """Make a function that returns when all workers have called it; it is traced already.
 
-        It counts as one of the collectives of these keys: with keys of its own, nothing else passes
-        for it.
+        It counts as one of the collectives of these keys: with separate keys, nothing else would
+        match it.
         """
         gather = tf.function(lambda value: self._launchers[0].all_gather(value, 0, self._options))
         with tf.device(self._local_devices[0]):
@@ -151,7 +151,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             return functools.partial(gather.get_concrete_function(own), own)
 
     def sum_between_workers(self, value: Any) -> Any:
-        """Sums one tensor of every worker; in the graph.
+        """Sum one tensor of every worker; in the graph.
 
         Args:
             value: tensor of this worker, of the same shape on all workers.
@@ -162,7 +162,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 - the strategy lives as long as its process.
     def _gather_function(self, axis: Any, options: Any, spec: tf.TensorSpec) -> Any:
-        # one trace each: TensorFlow warns of a function that is traced again and again
+        # one trace each: TensorFlow warns of a function that is retraced again and again
         return tf.function(
             lambda value: self._launchers[0].all_gather(value, axis, options),
             input_signature=[spec],

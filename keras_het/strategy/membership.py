@@ -1,4 +1,4 @@
-"""This process's place in the cluster: who the workers are, and which devices it uses."""
+"""This process's place in the cluster: the workers, and the devices it uses."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from keras_het.summation import SummationGroup
 
 _KEYS_PER_STRATEGY = 100_000
 _strategies = itertools.count()
-# Joining takes as long as TensorFlow needs for the devices.
+# Joining takes as long as TensorFlow needs to set up the devices.
 _SHORTEST_WAIT = 60.0
 _LOST_WORKER = "keras_het/lost_worker"
 
 
 def next_collective_key_base() -> int:
-    """Returns the first collective key of a new strategy.
+    """Return the first collective key of a new strategy.
 
-    Workers create their strategies in the same order, so that they agree on it.
+    Workers create their strategies in the same order, so they agree on it.
     """
     return _KEYS_PER_STRATEGY * next(_strategies)
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The workers that train together, and which of them this process is.
+    """The workers that train together, and this process's place among them.
 
     Args:
         resolver: the cluster resolver for TensorFlow; its cluster is empty for a single worker.
-        workers: name of every worker's task to its address, the chief first; empty for a single
-            worker.
+        workers: task name to address of every worker, the chief first; empty for a single worker.
         num_workers: number of workers that train together.
         config: the whole cluster, None if TF_CONFIG describes none or a resolver was given.
-        own_task: the name of this worker's task; None for a single worker.
+        own_task: this worker's task name; None for a single worker.
     """
 
     resolver: Any
@@ -52,7 +51,7 @@ class Membership:
 
     @property
     def peers(self) -> dict[str, str]:
-        """Name of every other worker's task to its address."""
+        """Task name to address of every other worker."""
         return {task: at for task, at in self.workers.items() if task != self.own_task}
 
     @property
@@ -62,7 +61,7 @@ class Membership:
 
 
 def find_cluster(cluster_resolver: Any = None) -> Membership:
-    """Finds the cluster, in `TF_CONFIG` unless a resolver is given.
+    """Find the cluster, in `TF_CONFIG` unless a resolver is given.
 
     Args:
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`, or None.
@@ -101,7 +100,7 @@ def _check_runs_a_script(config: ClusterConfig | None) -> None:
 
 
 def _sync_group_resolver(config: ClusterConfig) -> Any:
-    """The workers that have collectives; TensorFlow must not wait for the others."""
+    """Return a resolver of the workers with collectives; TensorFlow must not wait for others."""
     outsiders = (config.async_workers, config.parameter_services, config.summation_machines)
     if not any(outsiders):
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -117,7 +116,7 @@ def _single_worker_resolver() -> Any:
 
 
 def choose_devices(devices: Sequence[str] | None, num_workers: int) -> tuple[str, ...]:
-    """Returns the names of the local devices to use, such as ("GPU:0", "GPU:1").
+    """Return the names of the local devices to use, such as ("GPU:0", "GPU:1").
 
     Args:
         devices: names given by the user, or None for all GPUs or else all CPUs (CPU:0 only in a
@@ -125,8 +124,8 @@ def choose_devices(devices: Sequence[str] | None, num_workers: int) -> tuple[str
         num_workers: number of workers of the cluster.
 
     Raises:
-        TypeError: if it is not a list of names.
-        ValueError: if a device does not exist, is named twice or is of another type.
+        TypeError: if `devices` is not a list of names.
+        ValueError: if a device does not exist, is named twice or is of a different type.
     """
     if devices is None:
         return _default_devices(num_workers)
@@ -165,7 +164,7 @@ def _default_devices(num_workers: int) -> tuple[str, ...]:
 
 
 def _available(device_type: str) -> tuple[str, ...]:
-    """Names of the devices of one type, without initialising TensorFlow before a cluster exists."""
+    """Names of the devices of one type; does not initialise TensorFlow before a cluster exists."""
     count = 0
     for device in tf.config.list_physical_devices(device_type):
         logical = tf.config.get_logical_device_configuration(device)
@@ -174,21 +173,21 @@ def _available(device_type: str) -> tuple[str, ...]:
 
 
 def _short_name(device: str) -> str:
-    """Turns "/gpu:0", "/device:GPU:0" or "gpu:0" into "GPU:0"."""
+    """Turn "/gpu:0", "/device:GPU:0" or "gpu:0" into "GPU:0"."""
     parts = device.strip("/").removeprefix("device:").split("/")[-1].removeprefix("device:")
     device_type, _, index = parts.partition(":")
     return f"{device_type.upper()}:{index or 0}"
 
 
 def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
-    """Waits until all workers have started.
+    """Wait until all workers have started.
 
     Args:
         membership: the workers.
         connect_seconds: longest wait, in seconds.
 
     Returns:
-        What is left of it for TensorFlow, a minute at least.
+        The seconds left for TensorFlow, at least a minute.
 
     Raises:
         RuntimeError: if this process cannot join a cluster any more.
@@ -208,11 +207,11 @@ def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
 
 
 def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:
-    """Starts watching a few of the other workers.
+    """Start watching a few of the other workers.
 
     Args:
         membership: the workers.
-        patience_seconds: time for which a worker may be silent, in seconds.
+        patience_seconds: how long a worker may be silent, in seconds.
     """
     tasks = list(membership.workers.items())
     place = [task for task, _ in tasks].index(membership.own_task or "")
@@ -225,7 +224,7 @@ def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:
 
 
 def watch_summation(watch: PeerWatch, summation: SummationGroup) -> None:
-    """Watches the spare machines that sum, too.
+    """Watch the spare machines that sum as well.
 
     Args:
         watch: the watch of this process.
@@ -237,7 +236,7 @@ def watch_summation(watch: PeerWatch, summation: SummationGroup) -> None:
 
 
 def share_news(watch: PeerWatch) -> None:
-    """Lets all workers hear at once which one is lost; when all have joined.
+    """Let all workers hear at once which worker is lost; call it when all have joined.
 
     Args:
         watch: the watch of this process.

@@ -1,4 +1,4 @@
-"""The same as `keras_het.asynchronous.parameter_service`."""
+"""Alias of `keras_het.asynchronous.parameter_service`."""
 
 from keras_het.asynchronous.parameter_service import *  # noqa: F403
 from keras_het.asynchronous.parameter_service import __all__ as __all__

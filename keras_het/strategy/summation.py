@@ -1,4 +1,4 @@
-"""The same as `keras_het.summation`."""
+"""Alias of `keras_het.summation`."""
 
 from keras_het.summation import *  # noqa: F403
 from keras_het.summation import __all__ as __all__

@@ -1,8 +1,8 @@
-"""Builds models from the specs of data that may not be looked at before its first epoch.
+"""Building of models from the specs of data that must not be looked at before its first epoch.
 
 Keras draws an element to learn the shapes of a batch, in each `fit` and `evaluate` under a strategy
 and in none on one device. Data that is told when its epochs begin and end, or that shuffles then,
-would go on where the look has left it.
+would continue from where that look has left it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keras_het.loader.input.distributed_steps import DistributedSteps
 
 
 def install_symbolic_build() -> None:
-    """Makes Keras leave such data alone; idempotent. Other data and strategies are not affected."""
+    """Make Keras leave such data alone; idempotent. Other data and strategies are not affected."""
     trainer = private_api.TensorFlowTrainer
     original = trainer._maybe_symbolic_build
     if hasattr(original, "may_leave_data_alone"):
@@ -29,7 +29,7 @@ def install_symbolic_build() -> None:
         data = private_api.distributed_data_of(iterator)
         if isinstance(data, DistributedSteps):
             data.epoch_steps = functools.partial(private_api.epoch_steps_of, weakref.ref(iterator))
-            # one that has begun belongs to the validation before, which has built the model
+            # an iterator that has begun belongs to the validation before, which built the model
             if not data.may_be_looked_at or private_api.has_begun(iterator):
                 batch = tf.nest.map_structure(_shape_and_type, data.replica_spec)
                 iterator, data_batch = None, batch
@@ -40,5 +40,5 @@ def install_symbolic_build() -> None:
 
 
 def _shape_and_type(spec: Any) -> Any:
-    """A spec as Keras reads a tensor; None where an element has no tensor."""
+    """Return a spec in the form Keras reads; None if an element has no tensor."""
     return spec if hasattr(spec, "dtype") else None

@@ -1,4 +1,4 @@
-"""What the callbacks of a training leave with the strategy for each other."""
+"""State that the callbacks of a training leave with the strategy for each other."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 import numpy as np
 
 State = dict[str, np.ndarray]
-"""Arrays by their names in a backup."""
+"""Arrays, by their names in a backup."""
 
 
 @dataclasses.dataclass
 class TrainingState:
-    """State that no model has, of the training that runs under a strategy.
+    """State of the training that runs under a strategy and that no model holds.
 
     Attributes:
-        export: gives what a backup keeps of a center, None where that is lost for now; None
-            without a center.
-        restored: what a backup has brought back of a center, until a center takes it.
-        num_hybrid_runs: hybrid trainings that have begun, to tell one from the next.
+        export: returns what a backup keeps of a center, None if that is lost for now; None without
+            a center.
+        restored: what a backup has restored of a center, until a center takes it.
+        num_hybrid_runs: number of hybrid trainings begun, to tell one from the next.
         role_trials_left: how often roles may still be chosen by measurement; one choice is the
             last, and fits that are too short for it would measure links and trace steps each time.
     """
@@ -30,5 +30,5 @@ class TrainingState:
     role_trials_left: int = 3
 
     def forget_center(self) -> None:
-        """Keeps nothing of a center that has ended: no later training goes on from it."""
+        """Discard the state of a center that has ended: no later training continues from it."""
         self.export = self.restored = None

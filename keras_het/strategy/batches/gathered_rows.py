@@ -1,4 +1,4 @@
-"""Joins the outputs of all replicas in the order of the global batch."""
+"""Outputs of all replicas, joined in the order of the global batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 def gather_rows(strategy: TrainingStrategy, value: Any) -> Any:
-    """Concatenates the rows of all replicas, replica by replica; dense or ragged tensors."""
+    """Concatenate the rows of all replicas, replica by replica; dense or ragged tensors."""
     local = strategy.experimental_local_results(value)
     if isinstance(local[0], tf.RaggedTensor):
         return _gather_ragged_rows(strategy, tf.concat(local, axis=0))
@@ -35,7 +35,7 @@ def _gather_ragged_rows(strategy: TrainingStrategy, ragged: Any) -> Any:
 
 def _gather_dense_rows(strategy: TrainingStrategy, parts: Sequence[Any]) -> Any:
     shapes = [part.shape for part in parts]
-    # eagerly every shape is known, but not that of the other workers
+    # eagerly every local shape is known, but not those of the other workers
     is_eager = tf.executing_eagerly() and shapes[0].rank > 1
     if is_eager or any(
         shape.rank is not None and not shape[1:].is_fully_defined() for shape in shapes
@@ -45,10 +45,10 @@ def _gather_dense_rows(strategy: TrainingStrategy, parts: Sequence[Any]) -> Any:
 
 
 def _with_equal_inner_shapes(strategy: TrainingStrategy, parts: Sequence[Any]) -> list[Any]:
-    """Gives parts without rows the inner shape of the others, which must be equal.
+    """Give parts without rows the inner shape of the others, which must be equal.
 
-    A model that pads to the longest of its samples makes other shapes of other shares. What one
-    device would have put into the places that are missing is not known here.
+    A model that pads to its longest sample produces different shapes for different shares. What one
+    device would have written into the missing places is not known here.
     """
     shapes = tf.stack([tf.shape(part, out_type=tf.int64) for part in parts])
     shapes = _gather_over_workers(strategy, shapes)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 class PackedTensors:
-    """Packs dense tensors; one buffer moves faster than many tensors, and is one collective.
+    """Packed dense tensors: one buffer moves faster than many tensors, and is one collective.
 
     Args:
         tensors: tensors of any element types and shapes; `tf.IndexedSlices` are left out.
@@ -26,7 +26,7 @@ class PackedTensors:
         ]
 
     def unpack(self, buffers: Sequence[Any]) -> list[Any]:
-        """Cuts buffers of the same layout into tensors.
+        """Cut buffers of the same layout back into tensors.
 
         Args:
             buffers: one for each of `buffers`, of the same type and length.

@@ -1,4 +1,4 @@
-"""Batches that did not come through the strategy's data path, as `train_on_batch` takes them.
+"""Batches that bypass the strategy's data path, such as those given to `train_on_batch`.
 
 They are global batches, the same on every worker, and are cut into shares within the step.
 """
@@ -17,7 +17,7 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 def share_out(strategy: TrainingStrategy, data: Any) -> Any:
-    """Cuts a plain batch by the share weights that the strategy has when the step runs.
+    """Cut a plain batch by the share weights in effect when the step runs.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
@@ -25,7 +25,7 @@ def share_out(strategy: TrainingStrategy, data: Any) -> Any:
 
     Returns:
         The structure with `UnevenPerReplica` leaves; `data` itself if it is cut already, or has no
-        rows that could be cut.
+        rows to cut.
     """
     leaves = tf.nest.flatten(data)
     if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
@@ -46,7 +46,7 @@ def share_out(strategy: TrainingStrategy, data: Any) -> Any:
 
 
 def refuse_compiled_batch(model: Any, data: Any) -> None:
-    """Refuses plain batches in a step that XLA compiles: it cannot ask for the shares.
+    """Refuse plain batches in a step compiled by XLA, which cannot ask for the shares.
 
     Args:
         model: the model whose train or test step is traced.

@@ -15,14 +15,14 @@ from keras_het.loader import tf_data_adapter as adapter
 class UnevenPerReplica(private_api.PerReplica):
     """One component of a global batch, cut into the local replicas' shares.
 
-    A `tf.distribute.DistributedValues` that also holds the shares of all replicas, so that the
-    train step knows the size of the global batch without asking the other workers. Its type has an
-    unknown number of rows: a `tf.function` is not traced again when the shares change.
+    A `tf.distribute.DistributedValues` that also holds the shares of all replicas, so the train
+    step knows the size of the global batch without asking the other workers. Its type has an
+    unknown number of rows: a `tf.function` is not retraced when the shares change.
 
     Args:
         values: one tensor (dense, ragged or sparse) per local replica; the rows are samples.
         sizes: int64 tensor of shape [num_replicas], every replica's share of this global batch.
-        devices: names of the local replicas' devices; none leaves the values where they are.
+        devices: names of the local replicas' devices; if empty, the values stay where they are.
     """
 
     def __init__(self, values: Sequence[Any], sizes: Any, devices: Sequence[str] = ()) -> None:
@@ -36,8 +36,8 @@ class UnevenPerReplica(private_api.PerReplica):
     def values(self) -> tuple[Any, ...]:
         """The replicas' parts, each on its replica's device.
 
-        They are moved there when a loop asks for them: a function that is given the whole batch
-        moves what its replicas read.
+        They move there when a loop asks for them: a function that receives the whole batch moves
+        what its replicas read.
         """
         if self._targets and tf.executing_eagerly():
             placed = zip(self._values, self._targets, strict=True)
@@ -100,7 +100,7 @@ class UnevenPerReplicaSpec(tf.TypeSpec):
         """One type per local replica."""
         return self._value_specs
 
-    # The inherited ones walk through the whole type each time, in every step.
+    # The inherited methods walk the whole type each time, in every step.
     def __hash__(self) -> int:
         return self._hash
 
@@ -127,12 +127,12 @@ class UnevenPerReplicaSpec(tf.TypeSpec):
 
 
 def wrap_shares(local_batches: Sequence[Any], sizes: Any, devices: Sequence[str] = ()) -> Any:
-    """Builds the structure of `UnevenPerReplica` that a train step receives.
+    """Build the structure of `UnevenPerReplica` that a train step receives.
 
     Args:
         local_batches: one batch (any nested structure) per local replica.
         sizes: int64 of shape [num_replicas], the shares of all replicas.
-        devices: names of the local replicas' devices; none leaves the batches where they are.
+        devices: names of the local replicas' devices; if empty, the batches stay where they are.
 
     Returns:
         The structure of one batch, its leaves `UnevenPerReplica`.
@@ -141,7 +141,7 @@ def wrap_shares(local_batches: Sequence[Any], sizes: Any, devices: Sequence[str]
 
 
 def _wrap(values: Sequence[Any], sizes: Any, devices: Sequence[str]) -> Any:
-    # Most batches are tuples; tf.nest takes longer for one than a small step.
+    # Most batches are tuples; tf.nest takes longer for one than a small step does.
     if type(values[0]) is tuple:
         return tuple([_wrap(part, sizes, devices) for part in zip(*values, strict=True)])
     if tf.is_tensor(values[0]):
@@ -153,7 +153,7 @@ def _wrap(values: Sequence[Any], sizes: Any, devices: Sequence[str]) -> Any:
 
 def _wrap_leaf(values: Sequence[Any], sizes: Any, devices: Sequence[str]) -> Any:
     # None stands for an absent target or sample weight in Keras's data structures, and so does
-    # an Optional, which Keras makes of a generator's None.
+    # an Optional, which Keras makes from a generator's None.
     is_absent = values[0] is None or isinstance(values[0], tf.experimental.Optional)
     return None if is_absent else UnevenPerReplica(values, sizes, devices)
 
@@ -166,7 +166,7 @@ def _on_device(value: Any, device: str) -> Any:
 
 
 def wrapped_spec(spec: Any, num_local: int, num_replicas: int) -> Any:
-    """The type of what `wrap_shares` builds.
+    """Return the type of the result of `wrap_shares`.
 
     Args:
         spec: types of the batch of one replica, in any nested structure.
@@ -182,7 +182,7 @@ def wrapped_spec(spec: Any, num_local: int, num_replicas: int) -> Any:
 
 
 def find_sizes(structure: Any) -> Any:
-    """Returns the shares carried by a batch, or None if it does not carry any."""
+    """Return the shares carried by a batch, or None if it carries none."""
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, UnevenPerReplica):
             return leaf.sizes

@@ -1,1 +1,1 @@
-"""The processes of a training: who they are, what they agree on, and how they end."""
+"""The processes of a training: their identity, their agreements and their end."""

@@ -1,7 +1,7 @@
-"""What all workers must agree on: compared in one exchange, and told to all of them alike.
+"""Agreement of all workers, compared in one exchange and reported to all of them alike.
 
-Whatever two workers come to, they meet in the same collective: one that calls `fit` and one that
-creates a variable get one error, in place of TensorFlow's about two shapes.
+Whatever two workers are about to do, they meet in the same collective: if one calls `fit` and
+another creates a variable, both get one error, instead of TensorFlow's error about two shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.training_strategy import TrainingStrategy
 
 PATIENCE_SECONDS = 30.0
-"""How long a worker that has left a loop early waits for the others to do so too."""
+"""How long a worker that has left a loop early waits for the others to leave it too."""
 
 NUM_NOTES = 4
 _SECONDS_TO_PASS_ON = 2.0
@@ -56,26 +56,26 @@ def agree(
     about: str = "",
     notes: Sequence[int] = (),
 ) -> np.ndarray:
-    """Compares what all workers are about to do; all of them must call it.
+    """Compare what all workers are about to do; all of them must call it.
 
-    Costs one gather of six numbers; only where something differs a second one brings the texts.
+    Costs one gather of six numbers; only a difference triggers a second one, for the texts.
 
     Args:
         extended: the strategy's `HeterogeneousExtended`.
         place: what this worker does, such as "model.fit".
-        described: what must be equal, each under the name that the error gives it.
+        described: values that must be equal, each under the name that the error gives it.
         opening: first sentence of the error.
-        opening_if_only: another one, by the name in `described` that alone differs.
+        opening_if_only: alternative opening, by the only name in `described` that differs.
         advice: last sentences of the error.
-        hints: more of them, each for a name in `described` that differs.
+        hints: additional advice, each for a name in `described` that differs.
         about: more on `place` for the error, which may differ between workers.
-        notes: at most four whole numbers that every worker learns of every other one.
+        notes: at most four integers that every worker learns from every other one.
 
     Returns:
         The notes of all workers, int64 of shape [workers, 4].
 
     Raises:
-        ValueError: on every worker, with the same text, if one of them differs.
+        ValueError: on every worker, with the same text, if any value differs.
     """
     compared = json.dumps([place, dict(described)], sort_keys=True)
     told = json.dumps(
@@ -92,7 +92,7 @@ def agree(
     padded = np.zeros([lengths.max()], np.uint8)
     padded[: len(text)] = text
     texts = extended.meet(padded).reshape(len(lengths), -1)
-    with contextlib.suppress(Exception):  # nobody ends its process while others still read
+    with contextlib.suppress(Exception):  # no worker ends its process while others still read
         extended.meet(np.zeros([1], np.int64))
     raise ValueError(
         _explain([row[:length].tobytes() for row, length in zip(texts, lengths, strict=True)])
@@ -126,7 +126,7 @@ def _explain(texts: Sequence[bytes]) -> str:
 
 
 def _by_worker(values: Sequence[str]) -> str:
-    """Says who has which value: "20 on the chief, 25 on workers 1 and 3"."""
+    """Describe which workers have which value: "20 on the chief, 25 on workers 1 and 3"."""
     of_value: dict[str, list[int]] = {}
     for worker, value in enumerate(values):
         of_value.setdefault(value, []).append(worker)
@@ -152,12 +152,12 @@ def _names(workers: Sequence[int]) -> str:
 
 
 def check_agreement(extended: Any, weights: Sequence[float], aggregation: object = None) -> None:
-    """Compares the set-up of all workers.
+    """Compare the setup of all workers.
 
     Args:
         extended: the strategy's `HeterogeneousExtended`.
         weights: this worker's share weights.
-        aggregation: settings of the summation, None without one.
+        aggregation: settings of the summation, or None without one.
 
     Raises:
         ValueError: on every worker, if one of them was started differently.
@@ -182,17 +182,17 @@ _drawn_seeds: set[int] = set()
 
 
 def drawn_seed() -> int | None:
-    """TensorFlow's global seed if all workers were given it; None if it is the user's, or none."""
+    """TensorFlow's global seed if drawn for all workers; None if the user set one, or none."""
     seed = iterator_adapter.global_seed()
     return seed if seed in _drawn_seeds else None
 
 
 def share_random_seed(extended: Any) -> None:
-    """Gives all workers one random seed if the user has set none.
+    """Give all workers one random seed if the user has set none.
 
-    An unseeded shuffle would put the samples in another order on every worker. The chief draws the
-    seed, so that two runs still differ. What the user has seeded stays: an operation with a seed of
-    its own, and the generators of Python and NumPy that all workers have in the same state.
+    An unseeded shuffle would order the samples differently on every worker. The chief draws the
+    seed, so two runs still differ. What the user has seeded is kept: an operation with its own
+    seed, and the generators of Python and NumPy that have the same state on all workers.
 
     Args:
         extended: the strategy's `HeterogeneousExtended`.
@@ -217,12 +217,12 @@ def share_random_seed(extended: Any) -> None:
 
 
 def check_same_pass(strategy: TrainingStrategy, dataset: Any, shares: str) -> None:
-    """Compares the data that the workers are about to read, and its order.
+    """Compare the data that the workers are about to read, and its order.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
         dataset: the distributed data set.
-        shares: of all replicas in the first batch, "none" if there is no batch at all.
+        shares: shares of all replicas in the first batch, "none" if there is no batch at all.
 
     Raises:
         ValueError: on every worker, if one of them has other data or another order.
@@ -250,11 +250,11 @@ def check_same_pass(strategy: TrainingStrategy, dataset: Any, shares: str) -> No
 
 
 def check_same_end(strategy: TrainingStrategy, steps: int) -> None:
-    """Compares how many steps there were, where nobody could know before.
+    """Compare the number of steps when it could not be known in advance.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
-        steps: of this pass.
+        steps: number of steps of this pass.
 
     Raises:
         ValueError: on every worker, if one of them has more.
@@ -272,7 +272,7 @@ def check_same_end(strategy: TrainingStrategy, steps: int) -> None:
 
 
 def has_equal_value(extended: Any, value: Any, name: str) -> bool:
-    """Compares a variable that the workers create.
+    """Compare a variable that the workers create.
 
     Args:
         extended: the strategy's `HeterogeneousExtended`.
@@ -280,14 +280,14 @@ def has_equal_value(extended: Any, value: Any, name: str) -> bool:
         name: its name, which may differ between workers.
 
     Returns:
-        Whether all workers have the same value; the same on all of them.
+        Whether all workers have the same value; the same answer on all of them.
 
     Raises:
         ValueError: on every worker, if one of them creates something else.
     """
     described = {"type": f"{value.dtype.name} {value.shape.as_list()}"}
     array = np.ascontiguousarray(value).reshape(-1)
-    # of strings there is no memory to look at
+    # strings expose no memory to hash
     content: Any = repr(array.tolist()).encode() if array.dtype == object else array.view(np.uint8)
     digest = hashlib.sha256(content).digest()
     notes = agree(
@@ -303,7 +303,7 @@ def has_equal_value(extended: Any, value: Any, name: str) -> bool:
 
 
 class Patience:
-    """Ends the wait for workers that go on where this one has left a loop.
+    """Ends the wait for workers that continue a loop which this one has left.
 
     Their step needs this worker, which waits for them elsewhere: neither would ever end.
 
@@ -327,9 +327,9 @@ class Patience:
 
 
 def pass_on(message: str) -> NoReturn:
-    """Raises what this worker was told, when the others have had the time to be told too.
+    """Raise the message this worker received, once the others have had time to receive it too.
 
-    They would name this worker as lost if it ended first.
+    They would report this worker as lost if it ended first.
     """
     time.sleep(_SECONDS_TO_PASS_ON)
     raise ValueError(message) from None
@@ -343,10 +343,10 @@ def short_hash(content: bytes) -> str:
 def flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """The plain values in a configuration as text, without what may differ between workers.
 
-    Names that Keras counts up, seeds and folders may.
+    Names that Keras numbers, seeds and folders may differ.
 
     Args:
-        name: of the whole.
+        name: name of the whole.
         value: dicts, lists, and anything else in them.
     """
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Waits for the other workers before TensorFlow does, which says nothing and cannot be stopped.
+"""A wait for the other workers, ahead of TensorFlow's, which is silent and cannot be stopped.
 
-Whoever waits listens at its own address, where TensorFlow will. An address that accepts a
-connection belongs to a worker that has come, whether it still waits or has gone on. Standard
+A waiting worker listens at its own address, where TensorFlow will listen. An address that accepts
+a connection belongs to a worker that has arrived, whether it still waits or has moved on. Standard
 library only.
 """
 
@@ -28,7 +28,7 @@ _QUEUE = 1024
 
 
 def wait_for_peers(own_address: str, peers: Mapping[str, str], connect_seconds: float) -> float:
-    """Waits until every other worker has come to the same place.
+    """Wait until every other worker has reached the same point.
 
     Args:
         own_address: where this worker listens, `host:port`.
@@ -36,10 +36,10 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], connect_seconds: 
         connect_seconds: longest wait, in seconds.
 
     Returns:
-        The seconds that are left of `connect_seconds`.
+        The seconds left of `connect_seconds`.
 
     Raises:
-        TimeoutError: if a worker has not come by then; the message names it.
+        TimeoutError: if a worker has not arrived by then; the message names it.
     """
     missing, began, next_message = dict(peers), time.monotonic(), _FIRST_MESSAGE_SECONDS
     with _listening(own_address):
@@ -70,12 +70,12 @@ def _names(missing: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _listening(address: str) -> Iterator[None]:
-    """Accepts connections at an address; TensorFlow complains where somebody else has it."""
+    """Accept connections at an address; TensorFlow complains if another process uses it."""
     with contextlib.ExitStack() as open_sockets:
         for family, place in places_of(address)[:1]:
             listener = open_sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # The name of this host need not be that of an interface: TensorFlow listens at all.
+            # This host's name need not be that of an interface: TensorFlow listens on all.
             every = "::" if family == socket.AF_INET6 else ""
             is_loopback = place[0].startswith("127.") or place[0] == "::1"
             with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def _listening(address: str) -> Iterator[None]:
 
 
 def _accepting(addresses: Iterable[str]) -> set[str]:
-    """Those of some addresses that accept a connection."""
+    """Return those addresses that accept a connection."""
     found: set[str] = set()
     waiting = list(addresses)
     for first in range(0, len(waiting), _AT_ONCE):
@@ -115,5 +115,5 @@ def _accepting_at_once(addresses: Iterable[str]) -> set[str]:
 def _is_connected(attempt: socket.socket) -> bool:
     if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         return False
-    # A port of this machine that nobody listens at may be given to the attempt itself.
+    # A port of this machine without a listener may be assigned to the connection attempt itself.
     return bool(attempt.getsockname() != attempt.getpeername())

@@ -1,9 +1,9 @@
-"""Only the chief writes to paths that all workers share.
+"""Writes to shared paths, reserved for the chief.
 
 Every worker runs the same script, so every worker calls `model.save("model.keras")` and has the
 same callbacks. On the other workers those calls do nothing for a model of a
-`HeterogeneousStrategy`, and say so once where they are a line of the script; models without one
-are not affected. Installed when a strategy over several workers is created.
+`HeterogeneousStrategy`; if they are a line of the script, they say so once. Models without such a
+strategy are not affected. Installed when a strategy over several workers is created.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _logger = logging.getLogger("keras_het")
 
 _SAVING = ("save", "save_weights", "export")
 _WRITING_CALLBACKS: dict[str, tuple[str, ...]] = {
-    # Reading the backup at the start of training stays with every worker.
+    # Every worker still reads the backup at the start of training.
     "BackupAndRestore": ("_save_model", "on_train_end"),
     "CSVLogger": ("on_train_begin", "on_epoch_end", "on_train_end"),
     "TensorBoard": (
@@ -40,7 +40,7 @@ _WRITING_CALLBACKS: dict[str, tuple[str, ...]] = {
 
 
 def install_chief_only() -> None:
-    """Makes models and callbacks of other workers than the chief write nothing; idempotent."""
+    """Make models and callbacks write nothing on workers other than the chief; idempotent."""
     for name in _SAVING:
         _replace(keras.Model, name, lambda model: model, says_so=True)
     for class_name, method_names in _WRITING_CALLBACKS.items():
@@ -50,7 +50,7 @@ def install_chief_only() -> None:
 
 
 def writes(model: Any) -> bool:
-    """Tells whether this process writes `model`'s files."""
+    """Tell whether this process writes `model`'s files."""
     strategy = getattr(model, "distribute_strategy", None)
     return bool(getattr(strategy, "is_chief", True))
 
@@ -65,7 +65,7 @@ def _replace(owner: Any, name: str, model_of: Callable[[Any], Any], says_so: boo
         if writes(model_of(self)):
             return original(self, *args, **kwargs)
         model = model_of(self)
-        # within a fit it is a callback such as ModelCheckpoint, not a line of the user's script
+        # within fit, the caller is a callback such as ModelCheckpoint, not a line of the script
         if says_so and FitSession.of(model) is None:
             _say_once(name, model.distribute_strategy.worker_index)
         return None
@@ -84,7 +84,7 @@ def _say_once(name: str, worker_index: int) -> None:
 
 
 def _replace_set_model() -> None:
-    """TensorBoard opens its files as soon as it knows the model."""
+    """Hook `set_model`: TensorBoard opens its files as soon as it knows the model."""
     original = keras.callbacks.TensorBoard.set_model
     if hasattr(original, "chief_only"):
         return

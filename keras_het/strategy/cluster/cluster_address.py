@@ -1,4 +1,4 @@
-"""What a worker's address looks like, and a free one. Standard library only."""
+"""Format of a worker's address, and a search for a free one. Standard library only."""
 
 import socket
 from typing import Any
@@ -7,7 +7,7 @@ _MAXIMUM_PORT = 65535
 
 
 def check_address(address: Any, where: str) -> str:
-    """Checks that an address is `host:port`.
+    """Check that an address is `host:port`.
 
     Args:
         address: The value to check; an IPv6 host stands in brackets, `[::1]:12345`.
@@ -54,7 +54,7 @@ def _address_error(address: Any, where: str, problem: str) -> ValueError:
 
 
 def places_of(address: str) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """Where the system finds `host:port`; nowhere while the host's name is not known."""
+    """Resolve `host:port` to socket addresses; empty while the host's name is unknown."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -65,7 +65,7 @@ def places_of(address: str) -> list[tuple[socket.AddressFamily, tuple[str, int]]
 
 
 def refuses_connections(address: str, timeout_seconds: float = 1.0) -> bool:
-    """Whether nobody listens at `host:port` any more, although the host answers."""
+    """Tell whether nothing listens at `host:port` any more, although the host answers."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
@@ -77,7 +77,7 @@ def refuses_connections(address: str, timeout_seconds: float = 1.0) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A port of this machine that is free now.
+    """Return a port of this machine that is currently free.
 
     Args:
         host: this machine's address, as others reach it.

@@ -1,4 +1,4 @@
-"""TF_CONFIG read and checked before TensorFlow sees it.
+"""TF_CONFIG, read and checked before TensorFlow sees it.
 
 TensorFlow accepts many contradictory configurations and then hangs or fails far from the cause, so
 every rule is checked here and every message says what was received, what was expected and how to
@@ -30,20 +30,20 @@ _TOP_LEVEL_KEYS = ("cluster", "task", "rpc_layer", "environment", "session_maste
 _TASK_KEYS = ("type", "index", "trial", "cloud")
 _JOBS = ("chief", "worker", "evaluator", "async", "ps", "summation")
 _SINGLE_TASK_JOBS = ("chief", "evaluator")
-# Tasks that are a cluster of their own, as far as TensorFlow's collectives are concerned.
+# Tasks that are separate clusters as far as TensorFlow's collectives are concerned.
 _LONE_JOBS = ("evaluator", "async", "ps", "summation")
 SERVICE_ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
 CHOSEN_ROLES = "KERAS_HET_CHOSEN_ROLES"
-"""Environment variable: the plan of roles that this process was started again with."""
+"""Environment variable: the plan of roles with which this process was restarted."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """A validated cluster and the place of this process in it.
 
-    An evaluator is outside the training cluster. As in TensorFlow it is a cluster of its own: one
-    worker, index 0, and its own chief. Async workers and parameter services are clusters of their
-    own too, but no chiefs.
+    An evaluator is outside the training cluster. As in TensorFlow it forms a separate cluster: one
+    worker, index 0, and its own chief. Async workers and parameter services form separate clusters
+    too, but are not chiefs.
 
     Args:
         chief: Address `host:port` of the chief, or `None` if the cluster has no job `chief`.
@@ -53,8 +53,8 @@ class ClusterConfig:
             `"summation"`.
         task_index: This process's index within its job.
         rpc_layer: Protocol between the workers. Defaults to `"grpc"`.
-        async_workers: Addresses of the job `async`, in task order; they tell workers apart, nothing
-            listens there.
+        async_workers: Addresses of the job `async`, in task order; they only tell workers apart,
+            nothing listens there.
         parameter_services: Addresses of the job `ps`, in task order; empty if the sync group's
             leader holds the parameter service.
         summation_machines: Addresses of the job `summation`, spare machines that sum gradients.
@@ -72,7 +72,7 @@ class ClusterConfig:
 
     @property
     def is_async_worker(self) -> bool:
-        """Whether this process trains on its own and exchanges with the parameter service."""
+        """Whether this process trains independently and exchanges with the parameter service."""
         return self.task_type == "async"
 
     @property
@@ -82,11 +82,11 @@ class ClusterConfig:
 
     @property
     def is_summation_machine(self) -> bool:
-        """Whether this process sums gradients of the workers and does not train."""
+        """Whether this process sums gradients for the workers and does not train."""
         return self.task_type == "summation"
 
     def service_address(self, environ: Mapping[str, str] | None = None) -> str:
-        """Where the parameter service answers.
+        """Return the address at which the parameter service answers.
 
         Args:
             environ: environment to read; by default `os.environ`.
@@ -104,10 +104,10 @@ class ClusterConfig:
         return f"{host}:{int(port) + 1}"
 
     def service_addresses(self, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """Where each task of the job `ps` answers; empty without that job.
+        """Return the address of each task of the job `ps`; empty without that job.
 
         Args:
-            environ: environment to read; by default `os.environ`. What it gives is the address of
+            environ: environment to read; by default `os.environ`. It provides the address of
                 task 0.
         """
         if not self.parameter_services:
@@ -141,7 +141,7 @@ class ClusterConfig:
 
     @property
     def has_sync_group(self) -> bool:
-        """Whether there are workers that all-reduce; else async workers train by themselves."""
+        """Whether any workers all-reduce; otherwise async workers train alone."""
         return bool(self.chief or self.workers)
 
     @property
@@ -158,11 +158,11 @@ class ClusterConfig:
 
     @property
     def task_name(self) -> str:
-        """TensorFlow's name of this process, for example `/job:worker/replica:0/task:1`."""
+        """TensorFlow's name for this process, for example `/job:worker/replica:0/task:1`."""
         return _task_name(self.task_type, self.task_index)
 
     def address_of(self, worker_index: int) -> str:
-        """Returns the address `host:port` of one worker.
+        """Return the address `host:port` of one worker.
 
         Args:
             worker_index: Index among the workers that train together, the chief first.
@@ -183,7 +183,7 @@ class ClusterConfig:
         return address
 
     def as_cluster_dict(self) -> dict[str, list[str]]:
-        """Returns job name -> addresses, as `tf.train.ClusterSpec` takes it."""
+        """Return job name -> addresses, in the form `tf.train.ClusterSpec` takes."""
         jobs = {
             "chief": [self.chief] if self.chief else [],
             "worker": list(self.workers),
@@ -211,14 +211,14 @@ class ClusterConfig:
 
 
 def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConfig | None:
-    """Reads and validates TF_CONFIG.
+    """Read and validate TF_CONFIG.
 
     Args:
         environ: Environment to read. Defaults to `os.environ`.
 
     Returns:
-        The cluster, or `None` if this process trains by itself: TF_CONFIG is unset or empty, or
-        its cluster is.
+        The cluster, or `None` if this process trains alone: TF_CONFIG is unset or empty, or its
+        cluster is.
 
     Raises:
         ValueError: If TF_CONFIG is malformed or contradicts itself.
@@ -247,7 +247,7 @@ def read_cluster_config(environ: Mapping[str, str] | None = None) -> ClusterConf
 
 
 def config_of(strategy: TrainingStrategy) -> ClusterConfig:
-    """The configuration of a strategy of several tasks.
+    """The configuration of a strategy with several tasks.
 
     Args:
         strategy: the `HeterogeneousStrategy`.

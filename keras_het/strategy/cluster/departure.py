@@ -1,4 +1,4 @@
-"""The end of a worker's script."""
+"""End of a worker's script."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _LONGEST_WAIT_SECONDS = 10.0
 
 
 def leave_quickly() -> None:
-    """Makes the interpreter's end short; called when a process begins to train.
+    """Make interpreter shutdown fast; called when a process begins to train.
 
-    Python searches all objects for garbage several times while it shuts down: with TensorFlow's
-    and a model's, seconds. What it would free goes with the process. Files are flushed instead.
+    During shutdown Python searches all objects for garbage several times, which takes seconds with
+    TensorFlow's and a model's objects. The process's end frees that memory anyway. Files are
+    flushed instead.
     """
     atexit.unregister(_forgo_search)
     atexit.register(_forgo_search)
@@ -37,20 +38,22 @@ def _forgo_search() -> None:
     gc.disable()
 
 
-@functools.cache  # for a million objects of few kinds
+@functools.cache  # for a million objects of few types
 def _is_file(kind: Any) -> bool:
     return issubclass(kind, io.IOBase)
 
 
 def leave_together(strategy: Callable[[], Any]) -> None:
-    """Waits, before this process leaves, until the other workers have finished their last step.
+    """Wait, before this process exits, until the other workers have finished their last step.
 
-    A collective is over for one worker while another still fetches the result from it; a worker
-    that left then would break the last step of the others. After an error there is nothing to wait
-    for. (`sys.exit` leaves no trace that tells an error from a normal end, so its caller waits.)
+    A collective is over for one worker while another still fetches its result from it; a worker
+    that exited then would break the last step of the others. After an error there is nothing to
+    wait for. (`sys.exit` leaves no trace that tells an error from a normal end, so its caller
+    waits.)
 
     Args:
-        strategy: gives the strategy whose cluster is left, None if it is gone (a weak reference).
+        strategy: returns the strategy whose cluster is left, or None if it is gone (a weak
+            reference).
     """
     stop_signals.leave()
     live = strategy()
@@ -64,9 +67,9 @@ def leave_together(strategy: Callable[[], Any]) -> None:
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     thread.join(_LONGEST_WAIT_SECONDS)
-    live.stop_watching()  # who leaves first is not lost
+    live.stop_watching()  # a worker that exits first is not lost
 
 
 def _failed() -> bool:
-    """Whether the interpreter is ending because of an exception."""
+    """Tell whether the interpreter is ending because of an exception."""
     return getattr(sys, "last_value", None) is not None

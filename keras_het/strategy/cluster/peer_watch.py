@@ -1,4 +1,4 @@
-"""Notices a lost worker and says which one it was."""
+"""Detection of lost workers, by name."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _logger = logging.getLogger(__name__)
 
 PEER_TIMEOUT = "KERAS_HET_PEER_TIMEOUT_SECONDS"
 _DEFAULT_PATIENCE_SECONDS = 30.0
-# Asking holds the interpreter's lock. A peer that is silent must not stop this worker as well.
+# Asking holds the interpreter's lock. A silent peer must not stop this worker as well.
 _ANSWER_SECONDS = 0.25
-# What a survivor needs to hear of a loss that another one has found.
+# How long a survivor needs to hear of a loss that another one has found.
 _SECONDS_FOR_NEWS = 5.0
 
 
 def read_peer_timeout(given: float | None) -> float:
-    """How long a worker may be silent, in seconds.
+    """Return how long a worker may be silent, in seconds.
 
     Args:
-        given: what the user gave; None for the environment's, or the default.
+        given: the user's value; None for the environment's, or the default.
 
     Raises:
         ValueError: if it is not a positive number.
@@ -50,11 +50,11 @@ def read_peer_timeout(given: float | None) -> float:
 
 
 def check_seconds(name: str, seconds: float) -> float:
-    """Returns a time that must be positive and finite.
+    """Return a time that must be positive and finite.
 
     Args:
-        name: what the user calls it.
-        seconds: what the user gave.
+        name: the user's name for it.
+        seconds: the user's value.
 
     Raises:
         ValueError: if it is not.
@@ -76,21 +76,22 @@ class WorkerLostError(RuntimeError):
 
 
 class PeerWatch:
-    """Asks some other workers for a sign of life, and ends pending collectives if one is gone.
+    """Asks some other workers for a sign of life, and aborts pending collectives if one is gone.
 
     A worker that waits in a collective for a dead one would wait for minutes, or fail with a
-    message about sockets. The watch makes every pending collective fail and knows who was lost,
-    from its own peers or by the news of others. A process that has ended refuses connections and
-    is noticed at once; one that is silent, as while its machine migrates, has time to come back.
+    message about sockets. The watch makes every pending collective fail and knows which worker was
+    lost, from its own peers or from the news of others. A process that has ended refuses
+    connections and is noticed at once; a silent one, for example during a migration of its machine,
+    has time to come back.
 
     Args:
-        peers: name of the task ("/job:worker/replica:0/task:1") to its address, of the workers that
-            this one watches.
-        is_healthy: asks one peer, given its task name and a time-out in seconds; raises
+        peers: task name ("/job:worker/replica:0/task:1") to address, for the workers that this one
+            watches.
+        is_healthy: asks one peer, given its task name and a timeout in seconds; raises
             `ProcessLookupError` if another process has taken its place.
         abort: makes pending collectives fail with a message.
-        patience_seconds: time for which a peer may be silent, in seconds.
-        refuses: tells whether nobody listens at an address any more.
+        patience_seconds: how long a peer may be silent, in seconds.
+        refuses: tells whether nothing listens at an address any more.
         interval_seconds: pause between two rounds, in seconds.
     """
 
@@ -125,7 +126,7 @@ class PeerWatch:
         is_healthy: Callable[[str, float], bool],
         abort: Callable[[str], None],
     ) -> None:
-        """Watches more peers, which are asked in another way; arguments as those of the class."""
+        """Watch more peers, probed in a different way; takes the arguments of the class."""
         self._silence.update(dict.fromkeys(peers, 0.0))
         self._is_gone.update(dict.fromkeys(peers, False))
         self._is_healthy.update(dict.fromkeys(peers, is_healthy))
@@ -133,18 +134,18 @@ class PeerWatch:
         self._peers = {**self._peers, **peers}
 
     def start(self) -> None:
-        """Starts watching in a background thread."""
+        """Start watching in a background thread."""
         self._thread.start()
 
     def share_news(
         self, tell: Callable[[str], None], wait_for_news: Callable[[], str | None]
     ) -> None:
-        """Tells all other workers what this one finds, and hears what they have found.
+        """Tell all other workers what this one finds, and hear what they have found.
 
         Args:
-            tell: gives a message to all; it may wait, as for a worker 0 that is silent.
-            wait_for_news: returns the first message that a worker tells, or None if none can come
-                any more.
+            tell: sends a message to all; it may block, for example on a silent worker 0.
+            wait_for_news: returns the first message that a worker sends, or None if none can
+                arrive any more.
         """
 
         def hear() -> None:
@@ -156,15 +157,15 @@ class PeerWatch:
         _in_background(hear)
 
     def stop(self) -> None:
-        """Stops watching."""
+        """Stop watching."""
         self._stop.set()
 
     def wait_for_loss(self, timeout_seconds: float | None = None) -> str | None:
-        """Waits until a worker is known to be lost.
+        """Wait until a worker is known to be lost.
 
         Args:
-            timeout_seconds: longest wait, in seconds; by default what a loss takes to be found and
-                told.
+            timeout_seconds: longest wait, in seconds; by default the time it takes to find and
+                report a loss.
 
         Returns:
             The message that names the lost worker, or None if all workers answer.
@@ -175,7 +176,7 @@ class PeerWatch:
         return self._message
 
     def raise_if_lost(self) -> None:
-        """Raises what a step would raise.
+        """Raise the error that a step would raise.
 
         Raises:
             WorkerLostError: if a worker is known to be lost.
@@ -184,7 +185,7 @@ class PeerWatch:
             raise WorkerLostError(self._message)
 
     def check(self) -> str | None:
-        """Asks every peer once and returns the message about the lost ones, if any."""
+        """Ask every peer once and return the message about the lost ones, if any."""
         lost = [task for task in self._peers if self._is_lost(task)]
         return _message({task: self._peers[task] for task in lost}) if lost else None
 
@@ -197,10 +198,10 @@ class PeerWatch:
         if is_healthy:
             self._silence[task], self._is_gone[task] = 0.0, False
             return False
-        # Not the time since its last answer: this process may have been the one that stood still.
+        # Not the time since its last answer: this process may have been the one that stalled.
         asked = min(time.monotonic() - since, 2 * _ANSWER_SECONDS)
         self._silence[task] += self._interval + asked
-        # Twice, so that the news of the one that was lost first come before those that end by it.
+        # Twice, so that news of the lost worker arrives before that of workers it takes down.
         was_gone, self._is_gone[task] = self._is_gone[task], self._refuses(self._peers[task])
         return (was_gone and self._is_gone[task]) or self._silence[task] > self._patience
 
@@ -236,20 +237,20 @@ def _message(lost: Mapping[str, str]) -> str:
 
 
 def short_name(task: str) -> str:
-    """Turns "/job:worker/replica:0/task:1" into "worker 1"."""
+    """Turn "/job:worker/replica:0/task:1" into "worker 1"."""
     job = task.split("/job:")[1].split("/")[0]
     return f"{job} {task.rsplit(':', 1)[1]}"
 
 
 def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Callable[..., object]:
-    """Wraps a function so that a lost worker is one error that names it.
+    """Wrap a function so that a lost worker causes one error that names it.
 
     Args:
         watch: the watch of this process.
         function: function that runs collectives.
 
-    Returns:
-        The function; it raises `WorkerLostError` in place of TensorFlow's error about a broken
+        The function; it raises `WorkerLostError` instead of TensorFlow's error about a broken
+        connection, and passes on every other error.
         connection, and passes every other error on.
     """
 
@@ -283,18 +284,18 @@ _CONNECTION_ERRORS = (
 
 
 def may_be_a_lost_connection(error: BaseException) -> bool:
-    """Whether an error is of a kind that TensorFlow raises when another process is gone."""
+    """Tell whether an error is of a kind that TensorFlow raises when another process is gone."""
     return type(error).__name__ in _CONNECTION_ERRORS
 
 
 def message_in(error: BaseException) -> str | None:
-    """What another worker has told this one through TensorFlow's error, None if nothing."""
+    """Return what another worker sent through TensorFlow's error, or None."""
     found = re.search(r"\[\[(The workers.*?)\]\]", str(error), re.DOTALL)
     return found.group(1) if found else None
 
 
 def install_report(watch: PeerWatch) -> None:
-    """Makes an uncaught error of a broken connection end with the name of the lost worker.
+    """Make an uncaught error about a broken connection end with the name of the lost worker.
 
     `fit`, `evaluate` and `predict` raise `WorkerLostError` themselves; a custom loop and the calls
     before it get TensorFlow's error, which names sockets.

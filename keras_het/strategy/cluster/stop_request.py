@@ -1,4 +1,4 @@
-"""The end of training at a step boundary, the same one on all workers."""
+"""Stop of training at a step boundary, the same one on all workers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LOOPS = ("fit", "evaluate", "predict")
 
 
 class StopRequest:
-    """What this process was asked to end by, and what all workers have agreed on.
+    """The stop this process was asked for, and what all workers have agreed on.
 
-    A worker that ended by itself would leave the others in a collective. So its wish travels in
-    the collective of the next step, and all of them end after that one.
+    A worker that stopped by itself would leave the others in a collective. Its request therefore
+    travels in the collective of the next step, and all workers stop after that step.
 
     Args:
         device: name of the device of this worker's first replica.
@@ -37,18 +37,18 @@ class StopRequest:
         self._depth = 0
         self._has_begun_steps = False
         self._is_carried = False
-        # On the device of the step, which XLA may compile.
+        # On the step's device, because XLA may compile the step.
         with tf.init_scope(), tf.device(device):
             self._own = tf.Variable(tf.zeros([len(SIGNALS)]), trainable=False)
             self._everyone = tf.Variable(tf.zeros([len(SIGNALS)]), trainable=False)
 
     @property
     def is_in_steps(self) -> bool:
-        """Whether a loop of Keras runs whose first step has begun."""
+        """Whether a Keras loop is running whose first step has begun."""
         return self._depth > 0 and self._has_begun_steps
 
     def ask(self, number: int) -> None:
-        """Asks to end at the next step boundary; called in a signal handler.
+        """Request a stop at the next step boundary; called in a signal handler.
 
         Args:
             number: number of the signal.
@@ -57,7 +57,7 @@ class StopRequest:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the last step was the last one, on all workers alike."""
+        """Whether the latest step was the last one, on all workers alike."""
         if self._agreed is None and self._is_carried:
             asked = tf.raw_ops.ReadVariableOp(resource=self._everyone.handle, dtype=tf.float32)
             for number, workers in zip(SIGNALS, asked.numpy(), strict=True):
@@ -66,7 +66,7 @@ class StopRequest:
         return self._agreed is not None
 
     def end_if_agreed(self) -> None:
-        """Ends the script if the last step was the last one.
+        """End the script if the latest step was the last one.
 
         Raises:
             SystemExit: with exit code 143, after SIGTERM.
@@ -76,28 +76,28 @@ class StopRequest:
             self._end()
 
     def contribution(self, is_first: bool, dtype: Any) -> Any:
-        """What a replica adds to the sum over all replicas, in the graph.
+        """Return what a replica adds to the sum over all replicas, in the graph.
 
         Args:
             is_first: whether it is the first replica of its worker.
-            dtype: type of what else is summed.
+            dtype: type of the other values that are summed.
         """
         return tf.cast(self._own.read_value() if is_first else tf.zeros_like(self._own), dtype)
 
     def record(self, summed: Any) -> None:
-        """Writes what all replicas have asked for; called in the graph, by one local replica."""
+        """Record the requests of all replicas; called in the graph, by one local replica."""
         self._everyone.assign(tf.cast(summed, tf.float32))
 
     def watch_steps(self, model: Any, attribute: str, is_carried: bool) -> None:
-        """Makes a loop of Keras end between two steps; called while its first step is traced.
+        """Make a Keras loop stop between two steps; called while its first step is traced.
 
-        Keras looks the function up in every step: the second one comes here first.
+        Keras looks up the function in every step: the second step comes through here first.
 
         Args:
             model: the `keras.Model`.
             attribute: "train_function", "test_function" or "predict_function".
-            is_carried: whether its steps carry wishes to the other workers; each worker ends by
-                its own otherwise.
+            is_carried: whether its steps carry requests to the other workers; otherwise each worker
+                stops independently.
         """
         function = getattr(model, attribute, None)
         self._has_begun_steps, self._is_carried = True, is_carried
@@ -123,10 +123,10 @@ class StopRequest:
 
     @contextlib.contextmanager
     def loop(self, model: Any) -> Iterator[None]:
-        """Around a loop of Keras: what was asked for and has not happened yet does at its end.
+        """Wrap a Keras loop; an outstanding stop request takes effect at its end.
 
         Args:
-            model: whose loop it is.
+            model: the model that the loop runs.
         """
         if self._depth == 0:
             self._has_begun_steps = False
@@ -136,7 +136,7 @@ class StopRequest:
         except Exception as error:
             if self._depth > 1 or self._received is None:
                 raise
-            # most likely because another worker has ended by the same signal
+            # most likely because the same signal ended another worker
             _logger.warning("Ends by a signal, after %s: %s", type(error).__name__, error)
         finally:
             self._depth -= 1
@@ -151,7 +151,7 @@ class StopRequest:
             name = signal.Signals(number).name
             _logger.warning("Another worker has received %s: all workers end here.", name)
         if self._agreed is not None and self._is_carried:
-            # The first one to leave would break the step that others still finish.
+            # The first worker to leave would break the step that others still finish.
             with contextlib.suppress(Exception):
                 self._barrier()
         self._received = self._agreed = None
@@ -161,7 +161,7 @@ class StopRequest:
 
 
 def install_loops() -> None:
-    """Makes loops of models that have a `StopRequest` known to it; idempotent."""
+    """Register the loops of models that have a `StopRequest` with it; idempotent."""
     for name in _LOOPS:
         original = getattr(keras.Model, name)
         if not hasattr(original, "ends_at_boundaries"):

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: the first one ends training in an orderly way, the second one at once.
+"""Ctrl-C and SIGTERM: the first ends training in an orderly way, the second at once.
 
-TensorFlow takes SIGTERM when a process joins a cluster, and does nothing about it. Python calls
-handlers in the main thread only, between two of its instructions: not while a collective waits for
-another worker. So a thread looks after what must not wait.
+TensorFlow takes over SIGTERM when a process joins a cluster, and ignores it. Python calls handlers
+only in the main thread, between two of its instructions: not while a collective waits for another
+worker. A separate thread therefore handles what must not wait.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Protocol
 _logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# `timeout` and others that pass a signal on send it to a process and to its group: twice.
+# `timeout` and others that forward a signal send it to a process and to its group: twice.
 _SAME_SIGNAL_SECONDS = 0.2
-# What the main thread may take to return from TensorFlow before its collectives are aborted.
+# How long the main thread may take to return from TensorFlow before its collectives are aborted.
 _PATIENCE_SECONDS = 2.0
 _SECONDS_TO_SEND_AGAIN = 0.05
 # An error of a collective within this time after a signal is a consequence of it.
@@ -32,18 +32,18 @@ _SECONDS_TO_END = 15.0
 
 
 class Stoppable(Protocol):
-    """What ends at a step boundary."""
+    """Something that stops at a step boundary."""
 
     @property
     def is_in_steps(self) -> bool:
-        """Whether it comes to a step boundary."""
+        """Whether it will reach a step boundary."""
 
     def ask(self, number: int) -> None:
-        """Asks it to end there; called in a signal handler."""
+        """Request a stop there; called in a signal handler."""
 
 
 class StopSignals:
-    """Receives the signals of this process; a handler of the user's own stays in its place."""
+    """Receives the signals of this process; keeps handlers that the user installed."""
 
     def __init__(self) -> None:
         self._is_leaving = False
@@ -58,14 +58,14 @@ class StopSignals:
         self._forking = threading.local()
 
     def add(self, stoppable: Stoppable) -> None:
-        """Has signals end something; it is forgotten when nobody else holds it."""
+        """Have signals stop something; held by a weak reference only."""
         self._stoppables.add(stoppable)
 
     def install(self, abort: Callable[[str], None] | None = None) -> None:
-        """Takes the signals that nobody else has; in the main thread, after joining a cluster.
+        """Handle the signals without another handler; in the main thread, after joining a cluster.
 
         Args:
-            abort: makes pending collectives fail with a message, None if there are none.
+            abort: makes pending collectives fail with a message; None if there are none.
         """
         self._abort = abort or self._abort
         if threading.current_thread() is not threading.main_thread():
@@ -76,7 +76,7 @@ class StopSignals:
             if handler in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, self._receive)
             elif handler is not None:
-                signal.signal(number, handler)  # which TensorFlow has replaced
+                signal.signal(number, handler)  # TensorFlow has replaced the handler
         if not self._is_installed:
             self._is_installed = True
             self._start_thread()
@@ -86,21 +86,21 @@ class StopSignals:
             atexit.register(self.leave)
 
     def exception(self, number: int) -> BaseException:
-        """The exception that ends the script with the exit code of a signal, 143 or 130."""
+        """Return the exception that ends the script with a signal's exit code, 143 or 130."""
         self._raised = (number, time.monotonic())
-        if number == signal.SIGINT:  # which a script may catch, and go on
+        if number == signal.SIGINT:  # a script may catch it and continue
             self._num_received = 0
             return KeyboardInterrupt()
         return SystemExit(128 + number)
 
     def exit_code_in_place_of_error(self) -> int | None:
-        """The exit code for a collective that failed because a signal ends this process."""
+        """Return the exit code for a collective that failed because a signal ends this process."""
         number, since = self._raised
         is_late = time.monotonic() - since > _SECONDS_TO_END
         return None if number == 0 or is_late else 128 + number
 
     def leave(self) -> None:
-        """Has any signal end the process at once: the script is at its end."""
+        """Make any further signal end the process at once: the script is at its end."""
         self._is_leaving = True
 
     def _start_thread(self) -> None:
@@ -114,14 +114,14 @@ class StopSignals:
         threading.Thread(target=self._watch, name="keras_het-signals", daemon=True).start()
 
     def _hold(self) -> None:
-        """Blocks signals during a fork: the child would report its own to its parent."""
+        """Block signals during a fork: the child would report its own to its parent."""
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def _release(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def _forget(self) -> None:
-        """In a process that was forked: its parent's training does not concern it."""
+        """Reset in a forked process, which its parent's training does not concern."""
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             if self._is_ours(number):
@@ -135,7 +135,7 @@ class StopSignals:
         return signal.getsignal(number) == self._receive
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """The handler, in the main thread."""
+        """Handle a signal, in the main thread."""
         self._was_received.set()
         if self._is_leaving:
             os._exit(128 + number)
@@ -172,7 +172,7 @@ class StopSignals:
         if self._num_received > 1 or self._is_leaving:
             os.write(2, f"[keras_het] {name} again: ends at once\n".encode())
             os._exit(128 + number)
-        time.sleep(_SAME_SIGNAL_SECONDS)  # who sends another one when told so means it
+        time.sleep(_SAME_SIGNAL_SECONDS)  # a second signal sent after the message is deliberate
         if any(each.is_in_steps for each in list(self._stoppables)):
             _logger.warning("%s: ends after the next step; once more ends at once.", name)
         elif not self._was_received.wait(_PATIENCE_SECONDS):
@@ -181,7 +181,7 @@ class StopSignals:
 
 
 def _makes_an_exception(frame: FrameType | None) -> bool:
-    """Whether another one would be lost here: TensorFlow's C++ waits for the one that is made."""
+    """Tell whether a second exception would be lost: TensorFlow's C++ waits for the pending one."""
     return frame is not None and isinstance(frame.f_locals.get("self"), BaseException)
 
 

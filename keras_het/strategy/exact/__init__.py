@@ -1,1 +1,1 @@
-"""A step of Keras over unequal shares with the numbers of one device."""
+"""A Keras step over unequal shares with the numbers of one device."""

@@ -1,4 +1,4 @@
-"""Whether XLA can compile a step."""
+"""Check of whether XLA can compile a step."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 def check_can_compile(strategy: TrainingStrategy, model: Any) -> None:
-    """Refuses a model whose step XLA is asked to compile and cannot.
+    """Refuse a model whose step XLA is asked to compile but cannot.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
-        model: the model whose step is about to run, None if there is none.
+        model: the model whose step is about to run, or None.
 
     Raises:
-        ValueError: if values would travel between CPUs, or several local replicas, within it.
+        ValueError: if values would travel within it between CPUs, or several local replicas.
     """
     if model is None or not model.jit_compile:
         return
     extended = strategy.extended
     is_gpu = "GPU" in extended.worker_devices[0]
-    # whether a step that is traced now sums by the machines' CPUs
+    # whether a step traced now sums on the machines' CPUs
     has_summation = extended.summation is not None and not extended.reduces_within_worker
     if is_gpu and len(strategy.layout.local_replicas) == 1 and not has_summation:
         return

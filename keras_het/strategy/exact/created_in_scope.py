@@ -1,7 +1,7 @@
-"""Refuses variables that the replicas of a worker would share instead of having one each.
+"""Refusal of variables that the replicas of a worker would share instead of having one each.
 
-A layer that was built outside of `strategy.scope()` has plain variables. Each local replica would
-apply the gradient of all of them to the same one: two replicas, twice the learning rate.
+A layer built outside of `strategy.scope()` has plain variables. Every local replica would apply the
+gradient of all replicas to the same variable: two replicas, twice the learning rate.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MOST_NAMES = 5
 
 
 def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Any]) -> None:
-    """Raises an error if variables that the step changes are not the strategy's own.
+    """Raise an error if the step changes variables that are not the strategy's own.
 
-    One local replica is the only one that changes them, and may, where no worker has several: all
-    workers must come to the same end.
+    A single local replica is the only one that changes them, and may do so if no worker has several
+    replicas: all workers must reach the same verdict.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
-        variables: Keras's or TensorFlow's.
+        variables: Keras or TensorFlow variables.
     """
     most = max(strategy.layout.replicas_per_worker)
     if most == 1:
@@ -43,7 +43,7 @@ def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Any])
 
 
 def move_optimizer(strategy: TrainingStrategy, model: Any) -> None:
-    """Lets an optimizer that was made outside of the scope update variables of it.
+    """Let an optimizer made outside of the scope update variables created in it.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
@@ -54,11 +54,11 @@ def move_optimizer(strategy: TrainingStrategy, model: Any) -> None:
 
 
 def adopt_compiled(strategy: TrainingStrategy, model: Any) -> None:
-    """Makes the variables of a model's optimizer and metrics the strategy's own, with their values.
+    """Make the variables of a model's optimizer and metrics the strategy's own, keeping values.
 
-    They are not where `compile` was called outside of the scope, or was given an optimizer or
-    metric from there: each replica would count its steps and samples in the same one. Call it
-    before a step is traced.
+    They are not the strategy's own if `compile` was called outside of the scope, or was given an
+    optimizer or metric from outside: every replica would count its steps and samples in the same
+    variable. Call it before a step is traced.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
@@ -74,7 +74,7 @@ def adopt_compiled(strategy: TrainingStrategy, model: Any) -> None:
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
-    """An optimizer and those inside of it."""
+    """An optimizer and those nested inside it."""
     if not isinstance(optimizer, private_api.keras_base_optimizer.BaseOptimizer):
         return []
     return [optimizer, *_optimizers(getattr(optimizer, "inner_optimizer", None))]

@@ -1,9 +1,9 @@
-"""What a replica without samples computes on.
+"""Placeholder input of a replica without samples.
 
-Layers are not made for batches of no rows: cuDNN refuses some, and TensorFlow's convolutions give
-them the wrong shape on the CPU (seen on 2.16 and 2.21). A replica whose share is zero therefore
-computes on one row of zeros, and nothing of it counts: its gradient, its losses, its metrics and
-its statistics have the weight zero, and its predictions are dropped.
+Layers are not made for empty batches: cuDNN refuses some, and TensorFlow's convolutions give them
+the wrong shape on the CPU (seen on 2.16 and 2.21). A replica whose share is zero therefore computes
+on one row of zeros, and nothing of it counts: its gradient, its losses, its metrics and its
+statistics have the weight zero, and its predictions are dropped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from keras_het.strategy.exact.step import ExactStep
 
 
 def at_least_one_row(step: ExactStep, data: Any) -> Any:
-    """Returns the replica's batch, or one row of zeros if it has none."""
+    """Return the replica's batch, or one row of zeros if it has none."""
     return tf.nest.map_structure(lambda leaf: _one_row_if_empty(step, leaf), data)
 
 
 def drop_row_of_zeros(step: ExactStep, outputs: Any) -> Any:
-    """Returns the outputs, or no rows if the replica has no samples."""
+    """Return the outputs, or no rows if the replica has no samples."""
 
     def drop(leaf: Any) -> Any:
         if not _has_rows(leaf):
@@ -40,7 +40,7 @@ def _one_row_if_empty(step: ExactStep, leaf: Any) -> Any:
 
 
 def _has_rows(leaf: Any) -> bool:
-    # an eager step may be given arrays, whose shape is a tuple
+    # an eager step may receive arrays, whose shape is a tuple
     return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank not in (None, 0)
 
 

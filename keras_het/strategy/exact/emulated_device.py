@@ -1,4 +1,4 @@
-"""Makes a replica's step take as long as an emulated device would need, without burning CPU."""
+"""Delay of a replica's step to the duration of an emulated device's, without burning CPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _slowdowns: dict[int, float] = {}
 
 
 def slow_down(replica: int, factor: float) -> None:
-    """Makes an emulated device of this process slower from its next step on.
+    """Slow down an emulated device of this process from its next step on.
 
     Args:
         replica: id of the replica among those of all workers.
-        factor: by how much; 1 is the speed that it was started with.
+        factor: slowdown factor; 1 is the speed that it was started with.
 
     Raises:
         ValueError: if the factor is not positive.
@@ -30,7 +30,7 @@ def slow_down(replica: int, factor: float) -> None:
 
 
 def wait_until_computed(step: ExactStep, values: Sequence[Any]) -> list[Any]:
-    """Delays tensors until the emulated device's compute time has passed.
+    """Delay tensors until the emulated device's compute time has passed.
 
     Args:
         step: the running step; nothing happens if its device is not emulated. Its clock tells when
@@ -41,7 +41,7 @@ def wait_until_computed(step: ExactStep, values: Sequence[Any]) -> list[Any]:
         return list(values)
     flat = tf.nest.flatten(list(values), expand_composites=True)
     step.waited = _wait(step, flat)
-    # Of what has no side effect, nothing is run that is only waited for.
+    # If it has no side effect, an operation that is only waited for does not run.
     gate = tf.raw_ops.Assert(condition=step.waited >= 0, data=[step.waited])
     with tf.control_dependencies([gate]):
         delayed = [tf.identity(item) for item in flat]
@@ -76,7 +76,7 @@ def _sleep_until(
     fixed_seconds: float,
     seconds_per_sample: float,
 ) -> np.float64:
-    """Sleeps until the emulated compute time is over; a share of zero takes no time."""
+    """Sleep until the emulated compute time is over; a share of zero takes no time."""
     if samples == 0:
         return np.float64(0.0)
     seconds = float(fixed_seconds) + float(samples) * float(seconds_per_sample)

@@ -1,4 +1,4 @@
-r"""Gradients are reduced before the optimizer sees them.
+r"""Reduction of gradients before the optimizer sees them.
 
 Keras clips, unscales and accumulates each replica's own gradient and sums afterwards. One device
 clips the gradient of the whole batch. So the reduction comes first:
@@ -23,14 +23,14 @@ from keras_het.strategy.exact.step import ExactStep, current_step
 
 
 def weigh_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `Optimizer.scale_loss`: one multiplication of a scalar weighs all gradients."""
+    """Hook `Optimizer.scale_loss`: multiplying one scalar weights all gradients."""
 
     @functools.wraps(original)
     def scale_loss(self: Any, loss: Any) -> Any:
         step = current_step()
         if step is None or step.is_scaling_loss:
             return original(self, loss)
-        # an optimizer may ask its parent class, or one inside of it, which would weigh it again
+        # an optimizer may call its parent class or a nested one, which would weight it again
         step.is_scaling_loss = True
         try:
             loss = original(self, loss)
@@ -43,22 +43,22 @@ def weigh_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class UpdateHooks:
-    """Makes the hooks for `Optimizer.apply` and `Optimizer.apply_gradients`.
+    """Hooks for `Optimizer.apply` and `Optimizer.apply_gradients`.
 
-    The outermost of the calls that make an update reduces the gradients: what an optimizer of one's
-    own does before and after its parent's `apply`, or that of one inside of it, sees the gradient
-    of the whole batch and the updated weights.
+    The outermost call of an update reduces the gradients: whatever a custom optimizer does before
+    and after its parent's `apply`, or that of a nested one, sees the gradient of the whole batch
+    and the updated weights.
 
     Args:
         before_reduction: called with the step and its local gradients just before they enter the
-            collective; what it returns is reduced (the emulated device waits here).
+            collective; its result is reduced (the emulated device waits here).
     """
 
     def __init__(self, before_reduction: Callable[[ExactStep, list[Any]], list[Any]]) -> None:
         self._before_reduction = before_reduction
 
     def apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook for `apply`."""
+        """Hook `apply`."""
 
         @functools.wraps(original)
         def apply(optimizer: Any, grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class UpdateHooks:
         return apply
 
     def apply_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook for `apply_gradients`; Keras's own only calls `apply` and needs none."""
+        """Hook `apply_gradients`; Keras's own only calls `apply` and needs no hook."""
 
         @functools.wraps(original)
         def apply_gradients(optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class UpdateHooks:
 
 
 def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for the optimizer's own all-reduce, which comes after clipping."""
+    """Hook the optimizer's own all-reduce, which comes after clipping."""
 
     @functools.wraps(original)
     def all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
@@ -134,7 +134,7 @@ def _check(step: ExactStep, grads: Sequence[Any], variables: Sequence[Any]) -> N
 
 
 def _values_of(step: ExactStep, grads: Sequence[Any]) -> list[Any]:
-    """The gradients themselves, where somebody keeps them in variables."""
+    """Return the gradients themselves if an optimizer keeps them in variables."""
     of_keras = private_api.KerasTensorFlowVariable
     values = [grad.value if isinstance(grad, of_keras) else grad for grad in grads]
     for value in values:
@@ -151,7 +151,7 @@ def _values_of(step: ExactStep, grads: Sequence[Any]) -> list[Any]:
 
 
 def _refuse_condition(step: ExactStep) -> None:
-    """Refuses an update in a branch, from where replicas of one process cannot be reached."""
+    """Refuse an update in a branch, from which replicas of one process cannot be reached."""
     if step.graph is tf.compat.v1.get_default_graph() or step.num_local_replicas == 1:
         return
     raise ValueError(
@@ -164,7 +164,7 @@ def _refuse_condition(step: ExactStep) -> None:
 
 
 def _refuse_overwriting(step: ExactStep, variables: Sequence[Any]) -> None:
-    """Refuses variables whose gradient is their next value: a sum over replicas is none."""
+    """Refuse variables whose gradient is their next value, which replicas cannot sum."""
     for variable in variables:
         if step.num_replicas > 1 and getattr(variable, "overwrite_with_gradient", False):
             raise ValueError(
@@ -176,7 +176,7 @@ def _refuse_overwriting(step: ExactStep, variables: Sequence[Any]) -> None:
 
 
 def _give_static_shapes(grads: Sequence[Any], variables: Sequence[Any]) -> None:
-    """The place in a packed buffer needs them; an embedding's dense gradient has none."""
+    """Set static shapes, which packing needs; an embedding's dense gradient has none."""
     for grad, variable in zip(grads, variables, strict=True):
         if grad is not None and not isinstance(grad, tf.IndexedSlices):
             grad.set_shape(variable.shape)
@@ -184,11 +184,11 @@ def _give_static_shapes(grads: Sequence[Any], variables: Sequence[Any]) -> None:
 
 @dataclasses.dataclass
 class PendingUpdate:
-    """An optimizer's update whose gradients are not reduced yet.
+    """An optimizer update whose gradients are not reduced yet.
 
     Args:
         apply: applies the reduced gradients.
-        gradients: this replica's gradients, None where a variable has none.
+        gradients: this replica's gradients, None for a variable without one.
         is_weighted: whether they carry the replica's weight.
     """
 
@@ -202,7 +202,7 @@ class PendingUpdate:
         return [gradient for gradient in self.gradients if gradient is not None]
 
     def delay(self, wait: Callable[[list[Any]], list[Any]]) -> None:
-        """Puts `wait` between the computation of the gradients and the collective."""
+        """Insert `wait` between the computation of the gradients and the collective."""
         self.gradients = self._with_none(wait(self.present))
 
     def own_square(self, step: ExactStep) -> Any:
@@ -214,7 +214,7 @@ class PendingUpdate:
         return tf.where(weight > 0, square, tf.zeros_like(square))
 
     def finish(self, step: ExactStep, reduced: Sequence[Any]) -> Any:
-        """Applies the reduced gradients, without a second reduction."""
+        """Apply the reduced gradients, without a second reduction."""
         if step.wants_gradient_squares:
             square = _squared_norm(reduced)
             step.global_gradient_square = _plus(step.global_gradient_square, square)
@@ -243,7 +243,7 @@ def _plus(sum_so_far: Any, value: Any) -> Any:
 
 
 def _squared_norm(gradients: Sequence[Any]) -> Any:
-    """Sum of the squares of all elements; slices of one row are added first."""
+    """Sum of the squares of all elements; slices of the same row are added first."""
     merged = [_merge_equal_indices(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in merged]
     return tf.add_n([tf.reduce_sum(tf.square(tf.cast(g, tf.float32))) for g in dense])
@@ -252,7 +252,7 @@ def _squared_norm(gradients: Sequence[Any]) -> Any:
 def sum_with_gradients(
     step: ExactStep, update: PendingUpdate | None, others: Any
 ) -> tuple[list[Any], Any]:
-    """Sums gradients and other values over all replicas, in one collective per element type.
+    """Sum gradients and other values over all replicas, in one collective per element type.
 
     Args:
         step: the running step.
@@ -286,11 +286,11 @@ def sum_with_gradients(
 
 
 def _has_unique_indices(gradient: Any) -> bool:
-    """Whether a gradient names each row once, as `embedding_lookup_sparse` makes it.
+    """Tell whether a gradient names each row once, as `embedding_lookup_sparse` makes it.
 
     Optimizers square slices one by one. One device would have added those of the whole batch to one
-    slice a row, so that slices of several replicas must be added too. Those of an `Embedding` come
-    one for each use of a row, on one device and here.
+    slice per row, so slices of several replicas must be added too. An `Embedding` yields one slice
+    per use of a row, on one device and here.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return False
@@ -301,7 +301,7 @@ def _has_unique_indices(gradient: Any) -> bool:
 
 
 def _merge_equal_indices(slices: Any) -> Any:
-    """Adds the slices of equal rows."""
+    """Add the slices of equal rows."""
     indices, positions = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices.dense_shape)
@@ -316,7 +316,7 @@ def _num_elements_by_type(gradients: Sequence[Any]) -> dict[Any, int]:
 
 
 def _weigh(step: ExactStep, buffer: Any, num_leading: int | None) -> Any:
-    """Weighs gradients of a `train_step` that did not call `optimizer.scale_loss`."""
+    """Weight the gradients of a `train_step` that did not call `optimizer.scale_loss`."""
     del num_leading  # Such gradients travel alone.
     return step.weighted(buffer)
 
@@ -326,9 +326,9 @@ def _map_values(function: Callable[[Any], Any], slices: Any) -> Any:
 
 
 def _zero_without_samples(step: ExactStep, buffer: Any, num_leading: int | None) -> Any:
-    """Replaces the gradients of an empty share, which may be NaN (0 / 0), by zeros.
+    """Replace the gradients of an empty share, which may be NaN (0 / 0), with zeros.
 
-    A condition instead of a multiplication: it costs nothing on replicas with samples.
+    Uses a condition, not a multiplication: it costs nothing on replicas with samples.
     """
 
     def zeros() -> Any:

@@ -1,8 +1,8 @@
-"""Puts the exact step's hooks into Keras while a step is traced, and takes them out again.
+"""Installation of the exact step's hooks into Keras while a step is traced, and their removal.
 
 Nothing is changed at import, and nothing stays changed after `HeterogeneousStrategy.run` has
-returned. While they are in place the hooks do nothing outside of an exact step, so that a second
-model that trains in another thread is not affected.
+returned. While installed, the hooks do nothing outside of an exact step, so a second model that
+trains in another thread is not affected.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
 
 
 def _hooks_of_subclasses() -> list[tuple[Any, str, _Hook]]:
-    """Hooks for optimizers that override what is hooked in their parents."""
+    """Hooks for optimizers that override methods hooked in their parents."""
     hooked = {(owner, name) for owner, name, _ in _hooks()}
     updates = gradients.UpdateHooks(_gradients_are_computed)
     hooks = {
@@ -106,7 +106,7 @@ def _subclasses(parent: type) -> set[type]:
 def _gradients_are_computed(step: ExactStep, gradients: list[Any]) -> list[Any]:
     delayed = emulated_device.wait_until_computed(step, gradients)
     if step.clock is not None:
-        # The emulated device's end, not that of the gate, which opens for all local replicas.
+        # Emulated time ends here, not at the gate, which opens for all local replicas.
         step.clock.stop(gradients if step.waited is None else [step.waited])
     return delayed
 
@@ -118,7 +118,7 @@ _originals: list[tuple[Any, str, Any]] = []
 
 @contextlib.contextmanager
 def keras_hooks() -> Iterator[None]:
-    """Keeps the hooks in place while the context is open (re-entrant, thread-safe)."""
+    """Keep the hooks in place while the context is open (re-entrant, thread-safe)."""
     global _num_users
     with _lock:
         _num_users += 1

@@ -1,4 +1,4 @@
-"""Runs one step of Keras exactly: as one device would on the whole global batch."""
+"""One Keras step, run exactly: as one device would run it on the whole global batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Run = Callable[..., Any]
 
 
 def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, data: Any) -> Any:
-    """Runs `model.train_step` or `model.test_step` on every replica.
+    """Run `model.train_step` or `model.test_step` on every replica.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
@@ -53,13 +53,13 @@ def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, 
     metrics = list(model.metrics)
     remarks: list[str] = []
     caller = private_api.keras_state_of_thread()
-    # one of somebody's own may look at weights and steps, as they are after the update
+    # a custom one may look at weights and steps as they are after the update
     may_defer_update = private_api.is_stock_train_step(function) and all(
         private_api.is_of_keras(metric) for metric in flatten_metrics(metrics)
     )
     if strategy.extended.reduces_within_worker:
         _check_is_not_measured(strategy)
-    # A plain batch may lie between two steps of a `fit`, whose times alone are asked for.
+    # A plain batch may lie between two steps of a `fit`, and only the times of `fit` are wanted.
     is_measuring = strategy.compute_times.is_measuring and find_sizes(data) is not None
     if strategy.num_replicas_in_sync > 1:
         refuse_compiled_batch(model, data)
@@ -90,7 +90,7 @@ def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, 
 
 
 def run_predict_step(strategy: TrainingStrategy, run: Run, function: Any, data: Any) -> Any:
-    """Runs Keras's predict step and returns the outputs of all replicas in global order.
+    """Run Keras's predict step and return the outputs of all replicas in global order.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
@@ -167,7 +167,7 @@ def _make_step(strategy: TrainingStrategy, replica_data: Any, sizes: Any) -> Exa
 
 
 def _num_rows(data: Any) -> Any:
-    """Number of samples of a batch that did not come through the strategy's data path."""
+    """Number of samples of a batch that bypassed the strategy's data path."""
     for leaf in tf.nest.flatten(data):
         if isinstance(leaf, tf.RaggedTensor):
             return tf.cast(leaf.nrows(), tf.int64)
@@ -184,7 +184,7 @@ def _num_rows(data: Any) -> Any:
 def _start_clock(
     strategy: TrainingStrategy, step: ExactStep, data: Any, is_measuring: bool = False
 ) -> Any:
-    """Starts timing the replica if its time is measured, or its device emulated.
+    """Start timing the replica if its time is measured or its device is emulated.
 
     Returns:
         The batch to compute on.
@@ -200,7 +200,7 @@ def _start_clock(
 
 
 def _synchronise(strategy: TrainingStrategy, step: ExactStep, model: Any, logs: Any) -> Any:
-    """Combines logs, moving statistics and pending gradients of all replicas in one collective."""
+    """Combine logs, moving statistics and pending gradients of all replicas in one collective."""
     logs = tf.nest.map_structure(lambda leaf: _value_of(step, leaf), logs)
     changes = changed_state(step, model, flatten_metrics(model.metrics))
     check_created_in_scope(strategy, [change.variable for change in changes])
@@ -232,7 +232,7 @@ def _synchronise(strategy: TrainingStrategy, step: ExactStep, model: Any, logs: 
 
 
 def _compute_time(strategy: TrainingStrategy, step: ExactStep) -> list[Any]:
-    """This replica's measurement, to be summed over all; none where nobody asked for it."""
+    """This replica's measurement, to be summed over all; empty unless it was requested."""
     times = strategy.compute_times
     if not step.is_measured or step.sizes is None or step.clock is None:
         return []
@@ -244,12 +244,12 @@ def _compute_time(strategy: TrainingStrategy, step: ExactStep) -> list[Any]:
 
 
 def _wishes(strategy: TrainingStrategy, step: ExactStep, logs: Any) -> list[Any]:
-    """What workers were asked to end by, to be summed over all; none where no worker waits."""
+    """This worker's stop requests, to be summed over all; empty if no worker waits for others."""
     request = _carried_request(strategy)
     if request is None:
         return []
     is_first = step.replica_id == strategy.layout.local_replicas.start
-    # of a type that travels anyway: another one would be a collective of its own
+    # of a type that travels anyway: another type would need a separate collective
     types = [leaf.dtype for leaf in _tensors(logs) if leaf.dtype.is_floating]
     dtype = types[0] if types else tf.float32
     return [request.contribution(is_first, dtype)]
@@ -266,6 +266,6 @@ def _tensors(structure: Any) -> list[Any]:
 def _value_of(step: ExactStep, leaf: Any) -> Any:
     # A variable that a metric returns as its result is known by its id.
     is_plain = isinstance(leaf, keras.Variable) and id(leaf) not in step.metric_results
-    if is_plain and id(leaf) in step.metric_state_before:  # of a metric: a part of its value
+    if is_plain and id(leaf) in step.metric_state_before:  # a metric's: a part of its value
         return recorded_variable(step, leaf)
     return tf.convert_to_tensor(leaf) if is_plain else leaf

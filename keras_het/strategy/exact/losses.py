@@ -1,16 +1,16 @@
-r"""Losses and scalar statistics in the form of a mean over the replica's samples.
+r"""Losses and scalar statistics, as means over the replica's samples.
 
 With reduction weights :math:`w_i = b_i / B`:
 
 * mean over the batch: :math:`\frac{1}{b_i}\sum` needs no change;
 * reduction "sum": :math:`\sum_i s_i = \sum_i w_i (s_i / w_i)`, factor :math:`1 / w_i`;
-* the gradient of a vector with one value a sample is that of its sum: factor :math:`1 / w_i`,
-  where the gradient is taken, since the same vector may as well become a mean before;
+* the gradient of a vector with one value per sample is that of its sum: factor :math:`1 / w_i`,
+  applied where the gradient is taken, since the same vector may also become a mean before;
 * a mean whose divisor depends on the data (masks, sample weights, ragged lengths) with local
   divisor :math:`D_i`: factor :math:`(D_i / \sum_j D_j) / w_i`;
 * values of samples given to `add_loss`, which Keras sums: factor :math:`1 / w_i`.
 
-Keras divides by the number of replicas instead, which holds for equal shares only.
+Keras divides by the number of replicas instead, which is correct for equal shares only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from keras_het.strategy.exact.step import ExactStep, current_step
 
 
 def keep_local_mean(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `scale_loss_for_distribution` and its inverse: the gradient gets the weight."""
+    """Hook `scale_loss_for_distribution` and its inverse: the gradient gets the weight."""
 
     @functools.wraps(original)
     def scale_loss(value: Any) -> Any:
@@ -36,9 +36,9 @@ def keep_local_mean(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sum_over_samples(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `tf.GradientTape.gradient`: that of a vector is a sum over the replica's samples.
+    """Hook `tf.GradientTape.gradient`: a vector's gradient is a sum over the replica's samples.
 
-    Only for weights: the gradients of samples with respect to themselves are each sample's own.
+    Only for weights: gradients of samples with respect to themselves belong to each sample.
     """
 
     @functools.wraps(original)
@@ -67,7 +67,7 @@ def sum_over_samples(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def average_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `tf.nn.compute_average_loss`: the weighted mean over replicas is the average.
+    """Hook `tf.nn.compute_average_loss`: the weighted mean over replicas is the average.
 
     It divides by the global batch, or by the replica's own times the number of replicas, for
     replicas whose losses are summed.
@@ -92,14 +92,14 @@ def _is_variable(source: Any) -> bool:
 
 
 def _without_factor(step: ExactStep, source: Any, gradient: Any) -> Any:
-    """That of an input is each sample's own."""
+    """Return the gradient of an input, which belongs to each sample."""
     if gradient is None or _is_variable(source):
         return gradient
     return gradient * tf.cast(step.weight, gradient.dtype)
 
 
 def _factors(step: ExactStep, targets: list[Any]) -> list[Any] | None:
-    """The factors of vectors, 1 for what is a mean; None if nothing is a vector."""
+    """Return the factors of vectors, 1 for a mean; None if nothing is a vector."""
     if not any(_has_value_per_sample(step, target) for target in targets):
         return None
     factors = []
@@ -112,10 +112,10 @@ def _factors(step: ExactStep, targets: list[Any]) -> list[Any] | None:
 
 
 def _has_value_per_sample(step: ExactStep, target: Any) -> bool:
-    """Tells a vector of samples from one of means, such as the losses of several outputs.
+    """Tell a vector of samples from a vector of means, such as the losses of several outputs.
 
     The number of samples is not known before the step runs, unless it runs eagerly. In Keras's own
-    step every vector is what a loss without a reduction returned.
+    step every vector comes from a loss without a reduction.
     """
     shape = getattr(target, "shape", None)
     if shape is None or shape.rank in (None, 0):
@@ -126,7 +126,7 @@ def _has_value_per_sample(step: ExactStep, target: Any) -> bool:
 
 
 def sum_added_losses(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for what makes one number of a tensor given to `add_loss`: Keras sums its values."""
+    """Hook the reduction of a tensor given to `add_loss`: Keras sums its values."""
 
     @functools.wraps(original)
     def aggregate_additional_loss(self: Any, loss: Any) -> Any:
@@ -140,14 +140,14 @@ def sum_added_losses(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_samples(step: ExactStep, loss: Any) -> bool:
-    """Tells values of samples from values of weights, whose number is known beforehand."""
+    """Tell values of samples from values of weights, whose number is known in advance."""
     if not loss.shape.rank:
         return False
     return loss.shape[0] in (None, tf.get_static_value(step.samples))
 
 
 def reduce_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `reduce_weighted_values`, through which every `keras.losses.Loss` goes."""
+    """Hook `reduce_weighted_values`, which every `keras.losses.Loss` uses."""
 
     @functools.wraps(original)
     def reduce_weighted_values(
@@ -174,7 +174,7 @@ def reduce_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _data_dependent_divisor(values: Any, sample_weight: Any, mask: Any, reduction: str) -> Any:
-    """Returns the local divisor of a mean if it is not simply proportional to the samples."""
+    """Return the local divisor of a mean unless it is simply proportional to the samples."""
     dtype = tf.float64 if values.dtype == tf.float64 else tf.float32  # half precision cannot count
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         if sample_weight is not None:
@@ -198,10 +198,10 @@ def _divisor_factor(step: ExactStep, divisor: Any) -> Any:
 
 
 def weigh_scalar_updates(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `Mean.update_state` and `Sum.update_state`.
+    """Hook `Mean.update_state` and `Sum.update_state`.
 
-    A scalar without a weight, such as the loss in a `train_step` of one's own, is a mean over the
-    replica's samples: it counts as w_i of one update, so that all replicas together count as one.
+    A scalar without a weight, such as the loss in a custom `train_step`, is a mean over the
+    replica's samples: it counts as w_i of one update, so all replicas together count as one.
     """
 
     @functools.wraps(original)

@@ -2,9 +2,9 @@
 
 A metric's `result()` is computed inside the step from the state that the replica has gathered. The
 states of all replicas are summed (or averaged, as each variable's `aggregation` says) in one
-collective, and the results are computed again from the sums, so that the progress bar shows on
-every worker what one device would show. A scalar in the logs that is no metric's result is combined
-as the mean over samples.
+collective, and the results are recomputed from the sums, so the progress bar on every worker shows
+what one device would show. A scalar in the logs that is not a metric's result is combined as the
+mean over samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keras_het.strategy.exact.step import ExactStep, current_step
 
 @dataclasses.dataclass(frozen=True)
 class _Recorded:
-    """Where a tensor in the logs comes from: a metric, its state then, and the key of a dict."""
+    """Origin of a tensor in the logs: a metric, its state at the time, and the key of a dict."""
 
     metric: Any
     state: tuple[Any, ...]
@@ -32,7 +32,7 @@ class _Recorded:
 
 @dataclasses.dataclass(frozen=True)
 class _OneVariable:
-    """A variable of a metric as a metric of its own, whose result it is."""
+    """A metric's variable, treated as a metric whose result it is."""
 
     variables: tuple[Any, ...]
 
@@ -42,7 +42,7 @@ class _OneVariable:
 
 
 def flatten_metrics(metrics: Sequence[Any]) -> list[Any]:
-    """Returns the metrics and the metrics inside them, innermost first."""
+    """Return the metrics and the metrics inside them, innermost first."""
     flat: list[Any] = []
     for metric in metrics:
         flat.extend(flatten_metrics(getattr(metric, "_metrics", [])))
@@ -52,7 +52,7 @@ def flatten_metrics(metrics: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def recorded_results(metrics: Sequence[Any]) -> Iterator[None]:
-    """Makes the metrics note, in the running step, which tensor is whose result."""
+    """Make the metrics record, in the running step, which tensor is the result of which metric."""
     flat = list({id(metric): metric for metric in flatten_metrics(metrics)}.values())
     for metric in flat:
         object.__setattr__(metric, "result", _recording(metric, metric.result))
@@ -84,11 +84,11 @@ def _recording(metric: Any, result: Any) -> Any:
 
 
 def recorded_variable(step: ExactStep, variable: Any) -> Any:
-    """This replica's part of a metric's variable, to be combined as the metric's state is.
+    """Return this replica's part of a metric's variable, to be combined like the metric's state.
 
     Args:
         step: the running step.
-        variable: what a step of the user's own has put in its logs.
+        variable: the variable that a custom step has put in its logs.
     """
     value = tf.identity(tf.convert_to_tensor(variable.value))
     record = _Recorded(_OneVariable((variable,)), (value,), 0)
@@ -98,7 +98,7 @@ def recorded_variable(step: ExactStep, variable: Any) -> Any:
 
 @contextlib.contextmanager
 def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterator[None]:
-    """Takes back what a replica without samples wrote into its metrics (0 / 0 is NaN)."""
+    """Undo what a replica without samples wrote into its metrics (0 / 0 is NaN)."""
     variables = [v for metric in metrics for v in metric.variables]
     before = [tf.identity(tf.convert_to_tensor(v.value)) for v in variables]
     step.metric_state_before = {
@@ -108,7 +108,7 @@ def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterat
 
     def restore() -> Any:
         for variable, value in zip(variables, before, strict=True):
-            variable.value.assign(value)  # not Keras's: it is no part of the step
+            variable.value.assign(value)  # not Keras's assign: this is no part of the step
         return tf.constant(0)
 
     if variables:
@@ -118,12 +118,12 @@ def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterat
 def cluster_logs(
     step: ExactStep, logs: Any, sums: Sequence[Any]
 ) -> tuple[Any, list[Any], list[Any]]:
-    """Combines the logs of all replicas, and the gradients of a pending update.
+    """Combine the logs of all replicas, and the gradients of a pending update.
 
     Args:
         step: the running step.
-        logs: what the train or test step of this replica returned.
-        sums: further float tensors to be summed, in the same collective.
+        logs: the result of this replica's train or test step.
+        sums: additional float tensors to be summed, in the same collective.
 
     Returns:
         The logs of the cluster, equal on all replicas; the summed `sums`; the reduced gradients of
@@ -160,7 +160,7 @@ def cluster_logs(
 
 
 def _contributions(step: ExactStep, record: _Recorded) -> list[Any]:
-    """Returns what this replica adds to the sum of the metric's state."""
+    """Return what this replica adds to the sum of the metric's state."""
     contributions = []
     for variable, value in zip(record.metric.variables, record.state, strict=True):
         before = step.metric_state_before.get(id(variable))

@@ -1,15 +1,15 @@
-r"""State that somebody's own layers and metrics assign in a step, with the value of one device.
+r"""State that custom layers and metrics assign in a step, with the value of one device.
 
 What a layer assigns is read off the graph (`sample_dependence`): counters of steps stay, counters
-of samples and sums are summed, means weighted, maxima compared, and what is computed from these is
-computed again. Where nothing can be read off (an eager step, a branch, a neighbourhood of samples),
-the user is told, and may say it with the variable's `aggregation`:
+of samples and sums are summed, means weighted, maxima compared, and whatever is computed from these
+is recomputed. If the graph says nothing (an eager step, a branch, a neighbourhood of samples), the
+user is told, and may choose with the variable's `aggregation`:
 
 * "sum": the replicas' changes add up;
 * "mean": the value is a mean over samples, :math:`\sum_i w_i v_i`;
 * "only_first_replica": that of the first replica with samples.
 
-What nobody has said is a mean for float types; changes of integers add up unless they are equal.
+By default, float types are combined as a mean; changes of integers add up unless they are equal.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 @dataclasses.dataclass(frozen=True)
 class StateChange:
-    """A variable that the step has assigned, and how replicas come to one value of it.
+    """A variable that the step has assigned, and how replicas agree on one value for it.
 
     Args:
-        variable: Keras's.
-        summands: what this replica adds to the sums over all replicas.
+        variable: a Keras variable.
+        summands: this replica's contributions to the sums over all replicas.
         finish: makes the variable's new value from the sums.
     """
 
@@ -46,7 +46,7 @@ class StateChange:
 
 
 def state_before(step: ExactStep, model: Any) -> dict[int, Any]:
-    """Returns what state holds before the step, by the variable's id, where it may be needed."""
+    """Return the values of state before the step, by variable id, wherever they may be needed."""
     return {
         id(variable): tf.identity(tf.convert_to_tensor(variable.value))
         for variable in model.non_trainable_variables
@@ -55,10 +55,10 @@ def state_before(step: ExactStep, model: Any) -> dict[int, Any]:
 
 
 def finish_prediction(step: ExactStep, model: Any) -> None:
-    """Brings the state together that a prediction has changed, in a collective if there is any.
+    """Combine the state that a prediction has changed, in a collective if there is any.
 
     Args:
-        step: the running step, after the model's own.
+        step: the running step, after the model's own step.
         model: the model.
     """
     changes = changed_state(step, model, [])
@@ -69,14 +69,14 @@ def finish_prediction(step: ExactStep, model: Any) -> None:
 
 
 def changed_state(step: ExactStep, model: Any, metrics: Sequence[Any]) -> list[StateChange]:
-    """Returns the state that this step has changed and replicas must agree on.
+    """Return the state that this step has changed and replicas must agree on.
 
-    A prediction has only state of somebody's own layers.
+    In a prediction only custom layers have such state.
 
     Args:
-        step: the running step, after the model's own.
+        step: the running step, after the model's own step.
         model: the model.
-        metrics: its metrics, those in others too.
+        metrics: its metrics, nested ones included.
     """
     if step.num_replicas == 1 and not step.may_have_no_samples:
         return []
@@ -108,11 +108,11 @@ def changed_state(step: ExactStep, model: Any, metrics: Sequence[Any]) -> list[S
 
 
 def tell(model: Any, remarks: Sequence[str]) -> None:
-    """Tells the user what steps have found, each remark once for a model.
+    """Tell the user what steps have found, each remark once per model.
 
     Args:
         model: the model whose step is traced.
-        remarks: of all replicas.
+        remarks: remarks of all replicas.
     """
     told = _told.setdefault(model, set())
     for remark in dict.fromkeys(remarks):
@@ -122,7 +122,7 @@ def tell(model: Any, remarks: Sequence[str]) -> None:
 
 
 def mean_of(step: ExactStep, variable: Any) -> StateChange:
-    """The mean over samples; of the first replica where the type has no means."""
+    """The mean over samples; the first replica's value if the type has no means."""
     if not _is_float(variable):
         return _first(step, variable)
     value = tf.convert_to_tensor(variable.value)
@@ -195,7 +195,7 @@ def _of_all(kind: Kind, tensor: Any, summed: Any) -> Any:
 
 
 def _sum_of_changes(step: ExactStep, variable: Any, unless_equal: bool) -> StateChange:
-    """What was there before and the changes of all replicas, or one of them if all are equal."""
+    """The old value plus the changes of all replicas, or plus one of them if all are equal."""
     value = tf.convert_to_tensor(variable.value)
     before = step.state_before.get(id(variable))
     if before is None:  # made in this step
@@ -218,7 +218,7 @@ def _sum_of_changes(step: ExactStep, variable: Any, unless_equal: bool) -> State
 
 
 def _carried(value: Any) -> Any:
-    """The value in a type that every collective sums; integers up to 2^53 are exact."""
+    """Return the value in a type that every collective sums; integers up to 2^53 are exact."""
     return value if value.dtype.is_floating else tf.cast(value, tf.float64)
 
 
@@ -227,17 +227,17 @@ def _unless_empty(step: ExactStep, value: Any, nothing: float) -> Any:
 
 
 def _in_own_row(step: ExactStep, value: Any) -> Any:
-    """A row for each replica, zero but for its own: the sum over replicas has all of them."""
+    """Return one row per replica, zero except its own: the sum over replicas has all of them."""
     rows = [tf.zeros_like(value)] * step.num_replicas
     rows[step.position] = value
     return tf.stack(rows)
 
 
 class _Reader:
-    """Reads off the graph what the step has assigned to a variable; begins when first asked.
+    """Reads off the graph what the step has assigned to a variable; starts on first use.
 
     Args:
-        step: the running step, after the model's own.
+        step: the running step, after the model's own step.
     """
 
     def __init__(self, step: ExactStep) -> None:
@@ -246,7 +246,7 @@ class _Reader:
         self._handles: dict[int, str] = {}
 
     def combination(self, variable: Any) -> Combination | None:
-        """The value of a variable as a function of aggregates, None if it is not known."""
+        """Return a variable's value as a function of aggregates, None if unknown."""
         dependence = self.dependence
         value = self._step.assigned_variables[id(variable)][1][-1]
         if dependence is None or not self._is_known(id(variable)):
@@ -258,7 +258,7 @@ class _Reader:
         return found if has_means else None
 
     def adds_samples(self, variable: Any) -> bool:
-        """Whether a step adds to a variable what its samples are; True if it is not known."""
+        """Tell whether a step adds a function of samples to a variable; True if unknown."""
         dependence = self.dependence
         if dependence is None or not self._is_known(id(variable)):
             return True
@@ -268,7 +268,7 @@ class _Reader:
 
     @property
     def dependence(self) -> SampleDependence | None:
-        """What reads the graph, None where there is none."""
+        """The reader of the graph, None without a graph."""
         if tf.executing_eagerly():
             return None
         if self._dependence is None:
@@ -300,7 +300,7 @@ def _dense_leaves(batch: Any) -> list[Any]:
 
 
 def _handle_in_graph(variable: Any) -> str | None:
-    """The name that a variable's resource handle has in the graph that is being built."""
+    """The name of a variable's resource handle in the graph that is being built."""
     tensor = tf.convert_to_tensor(variable.value)
     while tensor.op.type in ("Identity", "Cast"):
         tensor = tensor.op.inputs[0]

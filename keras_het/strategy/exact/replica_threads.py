@@ -71,7 +71,7 @@ def _none() -> None:
 def _with_own(
     original: Callable[..., Any], attributes: dict[str, Callable[[], Any]]
 ) -> Callable[..., Any]:
-    """Gives a method the attributes of its replica; no such method has a collective.
+    """Give a method the attributes of its replica; no such method has a collective.
 
     Args:
         original: the method.
@@ -115,7 +115,7 @@ class _Replica:
 
 @contextlib.contextmanager
 def as_replica(caller: dict[str, Any]) -> Iterator[None]:
-    """Keeps what the running thread writes into Keras's objects apart from other replicas.
+    """Keep what the running thread writes into Keras's objects apart from other replicas.
 
     Args:
         caller: what Keras keeps for the thread that called `Strategy.run`, from
@@ -131,7 +131,7 @@ def as_replica(caller: dict[str, Any]) -> Iterator[None]:
 
 
 def own_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function of the user's own, given to `Strategy.run`, run as a replica.
+    """Make a function of the user's own, given to `Strategy.run`, run as a replica.
 
     Args:
         function: is converted by AutoGraph where `Strategy.run` would.

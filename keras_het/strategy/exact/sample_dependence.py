@@ -1,15 +1,15 @@
-r"""How a value that a step computes depends on the replica's samples, read off its graph.
+r"""Dependence of a step's values on the replica's samples, read off its graph.
 
 State that a layer assigns is a function of the batch. To give it the value of one device, the
-aggregates over samples that it is made of must be those of the global batch:
+aggregates over samples in it must be those of the global batch:
 
-* what no sample goes into is equal on all replicas already (a counter of steps);
+* a value that no sample affects is equal on all replicas already (a counter of steps);
 * sums over samples, and their number, are summed over replicas;
 * means over samples become :math:`\sum_i w_i m_i`;
-* of maxima and minima the largest and the smallest is taken.
+* maxima and minima become the largest and the smallest.
 
-What is computed from these aggregates, such as `old + sum`, `0.9 * old + 0.1 * mean`,
-`maximum(old, largest)` or `sum / count`, is computed again from the combined ones.
+Whatever is computed from these aggregates, such as `old + sum`, `0.9 * old + 0.1 * mean`,
+`maximum(old, largest)` or `sum / count`, is recomputed from the combined ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from keras_het import private_api
 
 
 class Kind(enum.Enum):
-    """What a tensor is to the samples of its replica."""
+    """Relation of a tensor to the samples of its replica."""
 
     EQUAL = "the same on every replica"
     ROWS = "one row or more for each sample"
@@ -53,10 +53,10 @@ _SAME_KIND = (
     *("Identity", "Snapshot", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape"),
     *("Reshape", "Squeeze", "ExpandDims", "Transpose", "Pack", "ConcatV2", "Cast"),
 )
-# The inputs after the first are sizes and places.
+# The inputs after the first are sizes and positions.
 _RESHAPES = ("Reshape", "BroadcastTo", "Tile", "Slice", "StridedSlice", "GatherV2", "Pad", "PadV2")
 _SUBSETS = ("Where", "DynamicPartition")
-# Each row of what they give depends on the others, or on where it lies.
+# Each row of the output depends on the others, or on its position.
 _COUPLES_ROWS = ("Cumsum", "Cumprod", "Unique", "UniqueV2", "UniqueWithCounts")
 
 
@@ -79,10 +79,10 @@ class SampleDependence:
     Args:
         rows: tensors with the samples of the replica.
         equal: tensors that hold the same on every replica, such as results of collectives.
-        unequal: tensors that differ for another reason than samples, such as seeds.
-        assigned: by the name of a variable's resource handle in this graph, the tensors that the
-            step has assigned to it, in this order; None if it has done so in another graph, such
-            as a branch of a `tf.cond`.
+        unequal: tensors that differ for a reason other than samples, such as seeds.
+        assigned: name of a variable's resource handle in this graph to the tensors that the step
+            has assigned to it, in order; None if it has done so in another graph, such as a branch
+            of a `tf.cond`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SampleDependence:
         self._assigned = assigned
 
     def kind(self, tensor: Any) -> Kind:
-        """What a tensor is to the samples of its replica."""
+        """Return a tensor's relation to the samples of its replica."""
         waiting = [tensor]  # no recursion: a network may be deeper than Python's stack
         while waiting:
             latest = waiting[-1]
@@ -115,7 +115,7 @@ class SampleDependence:
         return self._kinds[tensor.name]
 
     def combination(self, tensor: Any) -> Combination | None:
-        """The tensor as a function of aggregates over samples, None if it is no such function."""
+        """Return the tensor as a function of aggregates over samples, None if it is not one."""
         aggregates: dict[str, tuple[Kind, Any]] = {}
         if not self._collect(tensor, aggregates):
             return None
@@ -126,10 +126,10 @@ class SampleDependence:
         return Combination(tuple(aggregates.values()), compute)
 
     def is_sum_with(self, tensor: Any, handle: str) -> bool:
-        """Whether a tensor is a variable's value plus or minus something.
+        """Tell whether a tensor is a variable's value plus or minus something.
 
         Args:
-            tensor: what is assigned to the variable.
+            tensor: the tensor that is assigned to the variable.
             handle: name of its resource handle in this graph.
         """
         waiting = [tensor]
@@ -202,7 +202,7 @@ class SampleDependence:
             return _of_aggregates(operation, kinds)
         if not tensor.shape.rank or tensor.shape[0] is not None or _couples(operation):
             return Kind.OTHER
-        # What a row becomes by a sum over the replica's rows is not what it is on one device.
+        # What a sum over the replica's rows turns a row into is not what one device would compute.
         is_random = operation.type.startswith(("Random", "Stateless"))
         of_values = kinds[:1] if operation.type in _RESHAPES else kinds
         if not is_random and not set(of_values) <= {Kind.EQUAL, Kind.SHAPE, *_ROWS}:
@@ -233,7 +233,7 @@ def _of_shapes(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
 
 
 def _of_rows(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
-    """What an operation that adds up, or chooses from, rows of samples makes of them."""
+    """Classify an operation that adds up, or selects from, rows of samples."""
     if operation.type in _OF_ROWS and kinds[0] in _ROWS:
         axes = tf.get_static_value(operation.inputs[1])
         rank = operation.inputs[0].shape.rank
@@ -249,7 +249,7 @@ def _of_rows(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
 
 
 def _of_product(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
-    """A product of two matrices that adds over samples, as x^T y does."""
+    """Classify a product of two matrices that sums over samples, as x^T y does."""
     attribute = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x"}.get(operation.type)
     if attribute is None or kinds[1] not in _ROWS:
         return None
@@ -283,7 +283,7 @@ def _leaves_rows_out(operation: Any, kinds: Sequence[Kind]) -> bool:
 
 
 def _of_aggregates(operation: Any, kinds: Sequence[Kind]) -> Kind:
-    """What an operation makes of sums, means and what is equal, where that is one of them again."""
+    """Classify an operation on sums, means and equal values whose result is one of them again."""
     present = set(kinds) - {Kind.EQUAL}
     if len(present) > 1:
         return _of_two(operation, kinds)

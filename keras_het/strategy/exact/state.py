@@ -1,12 +1,12 @@
-r"""State that is no trainable weight: moving statistics, synchronised statistics, seeds.
+r"""State that is not a trainable weight: moving statistics, synchronised statistics, seeds.
 
-* State of Keras's own layers that is of a float type, such as moving statistics, becomes
+* State of Keras's own layers with a float type, such as moving statistics, becomes
   :math:`\sum_i w_i v_i`, the mean over samples, on every replica.
-* State of somebody's own layers: see `own_state`.
-* `BatchNormalization(synchronized=True)` sums its statistics over all replicas, with a mask or
-  without; the gradient that flows back through these sums carries the other replicas' weights.
-* Seeds: replica 0 draws what one device would draw; the others draw independent streams, so that
-  two replicas never drop the same units only because they share a seed.
+* State of custom layers: see `own_state`.
+* `BatchNormalization(synchronized=True)` sums its statistics over all replicas, with or without a
+  mask; the gradient that flows back through these sums carries the other replicas' weights.
+* Seeds: replica 0 draws what one device would draw; the others draw independent streams, so two
+  replicas never drop the same units merely because they share a seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SEED_STRIDE = 1_000_003
 
 
 def record_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `keras.Variable` assignments: notes what the step has assigned to which variable."""
+    """Hook `keras.Variable` assignments: record what the step assigns to which variable."""
 
     @functools.wraps(original)
     def direct_assign(self: Any, value: Any) -> Any:
@@ -34,7 +34,7 @@ def record_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, value)
         if not step.gradients_are_reduced:
             if tf.is_symbolic_tensor(value):
-                value = tf.identity(value)  # an operation as young as the assignment
+                value = tf.identity(value)  # an operation as recent as the assignment
             step.assigned_variables.setdefault(id(self), (self, []))[1].append(value)
         step.is_assigning = True
         try:
@@ -46,7 +46,7 @@ def record_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for synchronised moments: one collective instead of three, and a weighted gradient."""
+    """Hook synchronised moments: one collective instead of three, and a weighted gradient."""
 
     @functools.wraps(original)
     def compute_moments_sync(x: Any, axes: Sequence[int], keepdims: bool) -> tuple[Any, Any]:
@@ -66,7 +66,7 @@ def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sum_masked_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `BatchNormalization._moments`, which synchronises nothing where there is a mask."""
+    """Hook `BatchNormalization._moments`, which does not synchronise when there is a mask."""
 
     @functools.wraps(original)
     def moments(self: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
@@ -82,7 +82,7 @@ def sum_masked_statistics_exactly(original: Callable[..., Any]) -> Callable[...,
         total, count = _sum_over_replicas(step, *sums)
         divisor = count + keras.config.epsilon()  # as Keras divides
         mean = total / divisor
-        # a second collective, as Keras takes the distances from the mean: one pass is less exact
+        # a second collective, as Keras takes distances from the mean: a single pass is less exact
         distance = tf.where(is_used, inputs - mean, tf.zeros_like(inputs))
         (squares,) = _sum_over_replicas(step, *_sums(step, [tf.square(distance)], axes))
         return tf.squeeze(mean, axes), tf.squeeze(squares / divisor, axes)
@@ -91,7 +91,7 @@ def sum_masked_statistics_exactly(original: Callable[..., Any]) -> Callable[...,
 
 
 def _statistics(step: ExactStep, x: Any, axes: Sequence[int]) -> list[Any]:
-    """Returns this replica's sum, sum of squares and count."""
+    """Return this replica's sum, sum of squares and count."""
     return _sums(step, [x, tf.square(x), tf.ones_like(x)], axes)
 
 
@@ -126,7 +126,7 @@ def _sum_over_replicas(step: ExactStep, *values: Any) -> list[Any]:
 
 
 def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for `SeedGenerator.next`: an independent stream per replica."""
+    """Hook `SeedGenerator.next`: an independent stream per replica."""
 
     @functools.wraps(original)
     def next_seed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,11 +144,11 @@ def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def update_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for what TensorFlow does when a variable with an `aggregation` is assigned: not Keras's.
+    """Hook TensorFlow's handling of assignments to `aggregation` variables; not Keras's own.
 
     Those of optimizers (`iterations`) have one value on all replicas; a broadcast could not run
     inside the `tf.cond` of a `LossScaleOptimizer`. Those of layers are combined when the step ends:
-    TensorFlow would sum or average what Keras assigns, which are whole values, no changes.
+    TensorFlow would sum or average what Keras assigns, which are whole values, not changes.
     """
 
     @functools.wraps(original)

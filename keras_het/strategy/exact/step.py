@@ -1,4 +1,4 @@
-r"""What one replica knows while its Keras step is traced.
+r"""Knowledge of one replica while its Keras step is traced.
 
 One device would take the mean over the B samples of the global batch. Replica i holds
 :math:`b_i` of them, computes on its own share what one device would compute on it, and every
@@ -6,8 +6,8 @@ quantity that leaves the replica is combined as
 
 .. math:: \bar q = \sum_i w_i q_i, \qquad w_i = b_i / B,
 
-which is the one device's mean, whatever the shares. What is not a mean over samples (a loss with
-reduction "sum", a mean over unmasked time steps) is first brought into that form, see
+which is the one device's mean, whatever the shares. A quantity that is not a mean over samples (a
+loss with reduction "sum", a mean over unmasked time steps) is first brought into that form, see
 `exact_losses`.
 """
 
@@ -37,31 +37,31 @@ class ExactStep:
 
     def __init__(self, replica_id: int, samples: Any, total: Any) -> None:
         self.replica_id = replica_id
-        # Which of the independent streams of random numbers this replica draws from.
+        # The independent stream of random numbers that this replica draws from.
         self.seed_stream = replica_id
         self.samples = samples
         self.total = total
-        # float64, so that a float64 model loses nothing; cast to each value's own type
+        # float64, so a float64 model loses no precision; cast to each value's own type
         samples, total = tf.cast(samples, tf.float64), tf.cast(total, tf.float64)
-        # The replicas that this one is reduced with; other than all, in local training.
+        # The replicas that this one is reduced with; not all of them in local training.
         self.num_replicas = 1
         self.position = 0  # of this one among them
-        # Those of one process, and the graph from which they can be reached.
+        # The replicas of this process, and the graph from which they can be reached.
         self.num_local_replicas = 1
         self.graph = tf.compat.v1.get_default_graph()
-        # Ids of what the model's variables hold: all replicas have the same after each step.
+        # Ids of the values of the model's variables: equal on all replicas after each step.
         self.values_of_model: set[int] = set()
-        # A worker that trains locally may have no samples at all: it takes no step then.
+        # A worker that trains locally may have no samples at all: it then takes no step.
         self.may_have_no_samples = False
         self.state_before: dict[int, Any] = {}
         self.weight = tf.math.divide_no_nan(samples, total)
         self.inverse_weight = tf.math.divide_no_nan(total, samples)
-        # Shares of all replicas, int64 of shape [num_replicas], where the batch brings them.
+        # Shares of all replicas, int64 of shape [num_replicas], if the batch carries them.
         self.sizes: Any = None
-        # Times this replica's computation, where somebody needs to know.
+        # Times this replica's computation, if needed.
         self.clock: StepClock | None = None
         self.is_measured = False
-        # Outputs of a predict step are those of single samples: nothing of it is weighted.
+        # Outputs of a predict step belong to single samples: none of them is weighted.
         self.is_prediction = False
         # Set for an emulated device only.
         self.emulated_device: Any = None
@@ -72,27 +72,25 @@ class ExactStep:
         self.is_keras_step = False  # Keras's own train step, with or without Keras's own metrics
         self.gradients_are_reduced = False
         self.is_computing_results = False
-        # Keras's own train step and metrics look at no weight after the update of this optimizer,
+        # Keras's own train step and metrics read no weight after the update of this optimizer,
         # which may then wait until they are known, so that both travel in one collective.
         self.deferrable_optimizer: Any = None
         self.pending_update: Any = None
-        # Squared norms of this replica's own mean gradient and of the global one, where somebody
-        # asked for them.
+        # Squared norms of this replica's own mean gradient and of the global one, on request.
         self.wants_gradient_squares = False
         self.gradient_square: Any = None
         self.global_gradient_square: Any = None
-        # By id of the variable: the variable and what the step has assigned to it, one after the
-        # other.
+        # Variable id to the variable and the values that the step has assigned to it, in order.
         self.assigned_variables: dict[int, tuple[Any, list[Any]]] = {}
-        self.is_assigning = False  # a variable of Keras's
-        # The batch (nested structure), tensors that are equal on all replicas, and such that differ
-        # though no sample goes into them: what `SampleDependence` starts from.
+        self.is_assigning = False  # a Keras variable
+        # The batch (nested structure), tensors that are equal on all replicas, and tensors that
+        # differ although no sample affects them: the starting points of `SampleDependence`.
         self.rows: Any = ()
         self.reduced: list[Any] = []
         self.own_seeds: list[Any] = []
         # What the user should know about the step.
         self.remarks: list[str] = []
-        # By id of the tensor: the tensor itself and the metric that it is a result of.
+        # Tensor id to the tensor itself and the metric whose result it is.
         self.metric_results: dict[int, Any] = {}
         self.metric_state_before: dict[int, Any] = {}
 
@@ -103,7 +101,7 @@ class ExactStep:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[ExactStep]:
-        """Makes this the step of the running thread (TensorFlow traces a replica a thread)."""
+        """Make this the step of the running thread (TensorFlow traces one replica per thread)."""
         previous = running_step()
         _local.step = self
         try:
@@ -112,9 +110,9 @@ class ExactStep:
             _local.step = previous
 
     def all_reduce_sum(self, values: Any, prepare: Callable[[Any], Any] | None = None) -> Any:
-        """Sums a structure of tensors over all replicas, in one collective per element type.
+        """Sum a structure of tensors over all replicas, in one collective per element type.
 
-        No gradient goes through it.
+        No gradient flows through it.
 
         Args:
             values: nested structure of dense tensors and `tf.IndexedSlices`.
@@ -140,7 +138,7 @@ class ExactStep:
         return tf.nest.pack_sequence_as(values, result)
 
     def of_first_replica(self, value: Any) -> Any:
-        """Returns the value on the first replica with samples, and zero on the others."""
+        """Return the value on the first replica with samples, and zero on the others."""
         is_first: Any = self.position == 0
         if self.sizes is not None:
             start = self.replica_id - self.position
@@ -149,18 +147,18 @@ class ExactStep:
         return tf.where(is_first, value, tf.zeros_like(value))
 
     def weighted(self, value: Any) -> Any:
-        """Returns `weight * value`, and zero on a replica without samples (even for NaN)."""
+        """Return `weight * value`, and zero on a replica without samples (even for NaN)."""
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self.weighted(value.values), value.indices, value.dense_shape)
         return tf.math.multiply_no_nan(value, tf.cast(self.weight, value.dtype))
 
 
 def current_step() -> ExactStep | None:
-    """Returns the train or test step that the running thread is tracing, or None outside of one."""
+    """Return the train or test step that the running thread is tracing, or None outside of one."""
     step = running_step()
     return None if step is None or step.is_prediction else step
 
 
 def running_step() -> ExactStep | None:
-    """Returns the step that the running thread is tracing, of predictions too, or None."""
+    """Return the step that the running thread is tracing, predictions included, or None."""
     return getattr(_local, "step", None)

@@ -1,1 +1,1 @@
-"""How long replicas compute, and devices that are emulated."""
+"""Compute times of replicas, and emulated devices."""

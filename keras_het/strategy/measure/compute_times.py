@@ -1,4 +1,4 @@
-"""The compute times of the latest steps, of all replicas, on every worker."""
+"""Compute times of the latest steps, of all replicas, on every worker."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ _ROWS = 8
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """What one step measured.
+    """Measurements of one step.
 
     Args:
         shares: samples of each replica, int64 of shape [num_replicas], as this worker cut them.
-        mean_shares: the same, averaged over what all workers believed; differs if they disagree.
+        mean_shares: the same, averaged over all workers' beliefs; differs if they disagree.
         seconds: compute time of each replica, float64 of shape [num_replicas].
-        wanted_shares: what the chief wanted when the step began, int64 of shape [num_replicas]; all
-            zero if nothing.
+        wanted_shares: shares the chief wanted when the step began, int64 of shape [num_replicas];
+            all zero if none.
         gradient_squares: squared norm of each replica's own mean gradient, float64 of shape
-            [num_replicas]; zero where it is not measured.
+            [num_replicas]; zero if not measured.
         global_gradient_square: squared norm of the mean gradient over all samples.
-        wanted_batch: global batch size that the chief wanted when the step began, 0 if nothing.
-        rate_factor: by which it wanted the learning rate multiplied with that change.
+        wanted_batch: global batch size that the chief wanted when the step began, 0 if none.
+        rate_factor: factor by which the chief wanted to multiply the learning rate with that
+            change.
         collective_seconds: from the gradients of this worker's first replica to the end of the
-            step's collective. The other workers' differ: who computes longer waits less.
+            step's collective. Other workers' values differ: a worker that computes longer waits
+            less.
     """
 
     shares: np.ndarray[Any, np.dtype[np.int64]]
@@ -116,7 +118,7 @@ class ComputeTimes:
         self._read = 0
         self.is_measuring = False
         self.is_measuring_gradients = False
-        # Models whose train function was made while steps were measured; whether gradients too.
+        # Models whose train function was made during measurement; whether with gradients.
         self._measured_models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._keeps_measuring = self._keeps_measuring_gradients = False
         with tf.init_scope(), tf.device("CPU:0"):
@@ -126,7 +128,7 @@ class ComputeTimes:
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def begin(self, model: Any, gradients: bool, stops: bool) -> None:
-        """Makes training steps measure, see `HeterogeneousStrategy.measure_compute_times`."""
+        """Make training steps measure, see `HeterogeneousStrategy.measure_compute_times`."""
         gradients = gradients and self._num_replicas > 1
         self.is_measuring = True
         self.is_measuring_gradients |= gradients
@@ -140,7 +142,7 @@ class ComputeTimes:
             model.make_train_function(force=True)
 
     def end(self, model: Any) -> None:
-        """Ends a measurement that stops, see `HeterogeneousStrategy.stop_measuring`."""
+        """End a measurement that stops, see `HeterogeneousStrategy.stop_measuring`."""
         keeps = self._keeps_measuring_gradients
         if self._keeps_measuring and self.is_measuring_gradients == keeps:
             return
@@ -154,7 +156,7 @@ class ComputeTimes:
     def contribution(
         self, replica_id: int, sizes: Any, seconds: Any, gradient_square: Any = None
     ) -> Any:
-        """What a replica adds to the sum over all replicas, in the graph.
+        """Return what a replica adds to the sum over all replicas, in the graph.
 
         Args:
             replica_id: id of the replica.
@@ -180,7 +182,7 @@ class ComputeTimes:
         collective_seconds: Any,
         global_gradient_square: Any = None,
     ) -> None:
-        """Writes one step; called in the graph, by one local replica.
+        """Write one step; called in the graph, by one local replica.
 
         Args:
             sizes: shares of all replicas, int64 of shape [num_replicas].
@@ -204,16 +206,16 @@ class ComputeTimes:
 
     def read_new(self) -> list[StepTimes]:
         """The steps since the last call, oldest first; at most the latest `CAPACITY`."""
-        # operations instead of the variables' methods, which take longer than they
+        # operations, because the variables' methods take longer
         count = int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
         first, self._read = max(self._read, count - CAPACITY), count
         return self._steps(first, count)
 
     def latest(self, number: int) -> list[StepTimes]:
-        """The latest steps, oldest first; `read_new` still gives them.
+        """The latest steps, oldest first; `read_new` still returns them.
 
         Args:
-            number: how many at most.
+            number: maximum number of steps.
         """
         count = int(tf.raw_ops.ReadVariableOp(resource=self._count.handle, dtype=tf.int64))
         return self._steps(max(0, count - min(number, CAPACITY)), count)

@@ -44,7 +44,7 @@ class EmulatedDevice:
             )
 
     def describe(self) -> str:
-        """Returns one line for logs and plots that says that the device is EMULATED."""
+        """Return one line for logs and plots that labels the device as EMULATED."""
         model = self.time_model
         fixed = f"{1000 * model.fixed_seconds:g} ms + " if model.fixed_seconds else ""
         return (
@@ -54,10 +54,10 @@ class EmulatedDevice:
 
 
 def describe_emulated_devices(devices: tuple[EmulatedDevice, ...]) -> str:
-    """Returns one line a device, each of which says EMULATED.
+    """Return one line per device, each of which says EMULATED.
 
     Args:
-        devices: One device a local replica.
+        devices: One device per local replica.
     """
     return "\n".join(
         f"local replica {index}: {device.describe()}" for index, device in enumerate(devices)
@@ -67,13 +67,13 @@ def describe_emulated_devices(devices: tuple[EmulatedDevice, ...]) -> str:
 def read_emulated_devices(
     environ: Mapping[str, str] | None = None,
 ) -> tuple[EmulatedDevice, ...] | None:
-    """Reads the environment variable KERAS_HET_EMULATED_DEVICES.
+    """Read the environment variable KERAS_HET_EMULATED_DEVICES.
 
     Args:
         environ: Environment to read. Defaults to `os.environ`.
 
     Returns:
-        One device a local replica, or `None` if the variable is unset or empty (the devices are
+        One device per local replica, or `None` if the variable is unset or empty (the devices are
         then used as they are).
 
     Raises:
@@ -115,14 +115,14 @@ def _error(problem: str, text: str) -> ValueError:
 
 
 def warn_of_emulated_devices(devices: Any, num_local_replicas: int) -> None:
-    """Says that times are not real ones, where devices are emulated.
+    """Warn that times are not real if devices are emulated.
 
     Args:
-        devices: what `read_emulated_devices` returned.
+        devices: the result of `read_emulated_devices`.
         num_local_replicas: replicas of this worker.
 
     Raises:
-        ValueError: if there is not one device for each local replica.
+        ValueError: unless there is one device per local replica.
     """
     if devices is None:
         return

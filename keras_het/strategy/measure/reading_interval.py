@@ -1,4 +1,4 @@
-"""How often measurements are read: seldom where steps are short, so that reading costs little."""
+"""Interval between readings: long when steps are short, so that reading costs little."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST_STEPS = 64
 class ReadingInterval:
     """Tells after which executions the measurements should be read.
 
-    Measured steps wait in a ring, so that none is lost. The rhythm depends on nothing but compute
-    times, which all workers have bit by bit, so that all read, and change shares, after the same
+    Measured steps wait in a ring, so none is lost. The interval depends only on compute times,
+    which are identical bit by bit on all workers, so all read, and change shares, after the same
     step.
     """
 
@@ -26,17 +26,17 @@ class ReadingInterval:
         self._interval = 1
 
     def is_due(self) -> bool:
-        """Whether to read now; called after every execution."""
+        """Tell whether to read now; called after every execution."""
         self._calls += 1
         return self._calls >= self._interval
 
     def groups(self, steps: Sequence[StepTimes]) -> list[list[StepTimes]]:
-        """Steps that count as one: short ones that were read together and had the same shares.
+        """Group steps that count as one: short ones read together that had the same shares.
 
         Their median is less noisy than each, and costs the policy a single observation.
 
         Args:
-            steps: the steps since the reading before.
+            steps: the steps since the previous reading.
         """
         grouped: list[list[StepTimes]] = []
         for step in steps:
@@ -48,10 +48,10 @@ class ReadingInterval:
         return grouped
 
     def was_read(self, steps: Sequence[StepTimes]) -> None:
-        """Takes note of what was read, and starts the next interval.
+        """Take note of the steps read, and start the next interval.
 
         Args:
-            steps: the steps since the reading before.
+            steps: the steps since the previous reading.
         """
         calls, self._calls = max(self._calls, 1), 0
         slowest = max((float(step.seconds.max()) for step in steps[-MOST_CALLS:]), default=0.0)

@@ -1,8 +1,8 @@
 """A replica's compute time: from its batch to its gradients, without any wait for other replicas.
 
-An all-reduce is a barrier: it makes the steps of all replicas equally long, so that step times say
+An all-reduce is a barrier: it makes the steps of all replicas equally long, so step times say
 nothing about a device. The clock therefore stops before the collective. Collectives inside the
-forward or backward pass (SyncBatchNormalization) are taken out.
+forward or backward pass (SyncBatchNormalization) are subtracted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class StepClock:
     """Times one replica's part of one step, in the graph.
 
     Args:
-        inputs: the replica's batch; time runs from when it is there. The step must compute on
-            `self.inputs` in its place: nothing else keeps it from starting before the clock.
-        on_accelerator: whether the replica computes on a device that works behind the host's back.
-            There, a tensor is "ready" for the host when its computation is queued; only a value
-            that was copied back tells when it was done.
+        inputs: the replica's batch; time starts when it is available. The step must compute on
+            `self.inputs` instead: nothing else keeps it from starting before the clock.
+        on_accelerator: whether the replica computes on a device that works asynchronously to the
+            host. There, a tensor is "ready" for the host when its computation is queued; only a
+            value that was copied back tells when it was done.
     """
 
     def __init__(self, inputs: Any, on_accelerator: bool) -> None:
@@ -37,25 +37,25 @@ class StepClock:
         self._end_time: Any = None
 
     def stop(self, values: Sequence[Any]) -> None:
-        """Notes the time at which values are computed; called again, the later time counts.
+        """Record the time at which values are computed; if called again, the later time counts.
 
         Args:
-            values: what the replica is about to hand to a collective.
+            values: the values that the replica is about to hand to a collective.
         """
         end = self._end_time = self._time_when_ready(_tensors(values))
         waits = tf.add_n(self._waits) if self._waits else tf.constant(0, tf.float64)
         self.seconds = tf.maximum(end - self.start_time - waits, 0)
 
     def seconds_since_stop(self, results: Sequence[Any]) -> Any:
-        """Time from `stop` until something else is there, float64 scalar.
+        """Time from `stop` until other values are available, float64 scalar.
 
         Args:
-            results: of the collective that the values went into.
+            results: of the collective that the values entered.
         """
         return self._time_when_ready(_tensors(results)) - self._end_time
 
     def collective_starts(self, values: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Notes when a collective inside the step has what it sums.
+        """Record when a collective inside the step has the values that it sums.
 
         Returns:
             The time, and the values to give to the collective.
@@ -64,17 +64,17 @@ class StepClock:
         return started, _after(started, list(values))
 
     def collective_ends(self, started: Any, results: Sequence[Any]) -> None:
-        """Takes the time of a collective inside the step out of the compute time."""
+        """Subtract the time of a collective inside the step from the compute time."""
         waited = self._time_when_ready(_tensors(results)) - started
-        # One in a branch or a loop belongs to another graph and cannot be read from here.
+        # A collective in a branch or a loop belongs to another graph, unreadable from here.
         if getattr(waited, "graph", None) is self._graph:
             self._waits.append(waited)
 
     def _time_when_ready(self, values: Sequence[Any]) -> Any:
-        """Reads the clock once all values are there.
+        """Read the clock once all values are available.
 
-        Independently of other stateful operations: a replica would have to wait with its start for
-        the end of the one before it.
+        Independent of other stateful operations: otherwise a replica would have to delay its start
+        until the previous one ends.
         """
         if self._on_accelerator:
             values = _on_host(values)
@@ -83,7 +83,7 @@ class StepClock:
 
 
 def _after(time: Any, structure: Any) -> Any:
-    """The same values, not before `time` was read."""
+    """Return the same values, but not before `time` was read."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
     with tf.control_dependencies([time]):
         gated = [tf.identity(leaf) if tf.is_tensor(leaf) else leaf for leaf in leaves]
@@ -96,7 +96,7 @@ def _tensors(structure: Any) -> list[Any]:
 
 
 def _on_host(values: Sequence[Any]) -> list[Any]:
-    """One element of each value, copied to the host once the device has computed it."""
+    """Return one element of each value, copied to the host once the device has computed it."""
     firsts = [_first_element(value) for value in values if value.dtype != tf.string]
     with tf.device("CPU:0"):
         return [tf.identity(first) for first in firsts]
