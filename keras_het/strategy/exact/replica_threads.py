@@ -1,41 +1,41 @@
 """Python state of Keras that the replicas of one process would share, or would miss.
 
-Replicas of one process are threads that take turns: another one goes on at each collective, in the
-forward pass too (`BatchNormalization(synchronized=True)`, a loss whose divisor is summed). What a
-replica writes before its turn ends and reads when it goes on must be its own; what Keras keeps a
-thread for itself must be that of the thread that called `fit`. Found in Keras 3.8 to 3.15, by all
+Replicas of one process are threads that take turns: another one continues at each collective, in
+the forward pass too (`BatchNormalization(synchronized=True)`, a loss whose divisor is summed). What
+a replica writes before its turn ends and reads when it continues must be its own; what Keras keeps
+per thread must be that of the thread that called `fit`. Found in Keras 3.8 to 3.15, by checking all
 assignments to attributes outside of `__init__` and `build`, and all of `global_state`:
 
 On objects, which all replicas of a process share:
 
-* `Layer._losses`: mixed without us; one list a replica by `keep_losses`.
-* The two masks of a `DropoutRNNCell`: mixed if the cell has a collective; `keep_masks`.
+* `Layer._losses`: would be mixed; `keep_losses` gives each replica its own list.
+* The two masks of a `DropoutRNNCell`: would be mixed if the cell has a collective; `keep_masks`.
 * `_called`, `built`, `_parent_path`, `supports_jit`, `_return_attention_scores`, the caches of
   optimizers, what `CompileLoss` and `CompileMetrics` build: each replica writes the same, or reads
   it before its turn ends.
-* `activation` of a layer that is recomputed, `_convert_input_args` of a `DataLayer`: put back
+* `activation` of a layer that is recomputed, `_convert_input_args` of a `DataLayer`: restored
   before the turn ends.
-* `Layer._loss_ids`, `_losses_override`: not used in steps of TensorFlow.
+* `Layer._loss_ids`, `_losses_override`: not used in TensorFlow steps.
 
 On tensors: masks (`_keras_mask`). Each replica has its own.
 
 In variables: seeds, moving statistics, states of metrics and recurrent layers. Each replica has its
-copy; `exact_state`, `own_state` and `exact_metrics` bring them together.
+own copy; `exact_state`, `own_state` and `exact_metrics` combine them.
 
-For the thread (`global_state`):
+Per thread (`global_state`):
 
 * call context, name scopes, autocast, stateless and symbolic scopes: opened and closed by the
   replica itself, so its own.
-* dtype policy, numbers in names, custom objects, flash attention, the filter of tracebacks: those
-  of a new thread without us; copied by `as_replica`.
-* the generator of seeds that nobody gave: each replica would make a variable in each trace, which
-  is an error; one by `share_seed_generator`.
+* dtype policy, numbers in names, custom objects, flash attention, the filter of tracebacks: would
+  be those of a new thread; `as_replica` copies them.
+* the generator of unspecified seeds: each replica would create a variable in each trace, which is
+  an error; `share_seed_generator` provides a single one.
 
-That holds for the steps of Keras and for functions of the user's own in `strategy.run`, but for a
-`tf.function` given to it, which is traced in threads of TensorFlow's.
+This holds for Keras's steps and for user-defined functions in `strategy.run`, except for a
+`tf.function` given to it, which is traced in TensorFlow's threads.
 
-Not kept apart: what a layer or metric of somebody's own writes to its attributes before a
-collective and reads after it.
+Not kept apart: what a custom layer or metric writes to its attributes before a collective and reads
+after it.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _local = threading.local()
 
 
 def keep_losses(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for the methods of a layer that write and read its list of losses: one a replica."""
+    """Hook a layer's methods that write and read its list of losses: one list per replica."""
     return _with_own(original, {"_losses": list})
 
 
 def keep_masks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for the methods of a recurrent cell that make, give and drop its masks of dropout."""
+    """Hook a recurrent cell's methods that create, return and drop its dropout masks."""
     return _with_own(original, {"_dropout_mask": _none, "_recurrent_dropout_mask": _none})
 
 
@@ -71,11 +71,11 @@ def _none() -> None:
 def _with_own(
     original: Callable[..., Any], attributes: dict[str, Callable[[], Any]]
 ) -> Callable[..., Any]:
-    """Give a method the attributes of its replica; no such method has a collective.
+    """Give a method the attributes of its replica; no such method contains a collective.
 
     Args:
         original: the method.
-        attributes: by name, what makes the value that a replica begins with.
+        attributes: name to a function that makes the replica's initial value.
     """
 
     @functools.wraps(original)
@@ -101,10 +101,10 @@ def _with_own(
 
 
 class _Replica:
-    """What one replica has for itself while its step is traced.
+    """A replica's private state while its step is traced.
 
     Args:
-        caller: what Keras keeps for the thread that called `Strategy.run`.
+        caller: Keras's state of the thread that called `Strategy.run`.
     """
 
     def __init__(self, caller: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ def as_replica(caller: dict[str, Any]) -> Iterator[None]:
     """Keep what the running thread writes into Keras's objects apart from other replicas.
 
     Args:
-        caller: what Keras keeps for the thread that called `Strategy.run`, from
+        caller: Keras's state of the thread that called `Strategy.run`, from
             `private_api.keras_state_of_thread`.
     """
     previous = getattr(_local, "replica", None)
@@ -131,10 +131,10 @@ def as_replica(caller: dict[str, Any]) -> Iterator[None]:
 
 
 def own_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of the user's own, given to `Strategy.run`, run as a replica.
+    """Make a user-defined function given to `Strategy.run` run as a replica.
 
     Args:
-        function: is converted by AutoGraph where `Strategy.run` would.
+        function: the function; AutoGraph converts it if `Strategy.run` would.
     """
     caller = private_api.keras_state_of_thread()
     converted = private_api.convert_as_called(function)
@@ -165,7 +165,7 @@ def _with_state_of(caller: dict[str, Any]) -> Iterator[None]:
 
 
 def share_seed_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook for Keras's generator of seeds that nobody gave: one for all replicas of a process."""
+    """Hook Keras's generator of unspecified seeds: one for all replicas of a process."""
 
     @functools.wraps(original)
     def global_seed_generator() -> Any:
