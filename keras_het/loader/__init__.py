@@ -1,4 +1,4 @@
-"""Feeds the strategy: samples cut into exact unequal shares for the replicas of all workers."""
+"""The strategy's input: samples cut into exact unequal shares for the replicas of all workers."""
 
 from keras_het.loader.advice import Advice, AdviceReport, advise
 from keras_het.loader.data_service import DataService, service

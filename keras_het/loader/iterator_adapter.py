@@ -1,4 +1,4 @@
-"""Private symbols of tf.data's data sets, iterators and seeds, each with a test.
+"""Private symbols of tf.data's data sets, iterators and seeds, each covered by a test.
 
 Checked with TensorFlow 2.16.2 and 2.21.0.
 """
@@ -25,18 +25,18 @@ UnchangedElementsDataset = dataset_ops.UnaryUnchangedStructureDataset
 
 
 def data_set_variant(dataset: Any) -> Any:
-    """The tensor that is a `tf.data.Dataset` in TensorFlow's runtime."""
+    """Return the tensor that represents a `tf.data.Dataset` in TensorFlow's runtime."""
     return dataset._variant_tensor
 
 
 def free_graph_with(mapped: Any) -> None:
-    """Frees the graphs of a mapped data set together with it, not at some later garbage collection.
+    """Free the graphs of a mapped data set together with it, not at some later garbage collection.
 
-    A graph and its operations know each other. Python's collector looks at what has lived for some
-    time only when a quarter more objects than before do: that is a hundred pipelines later.
+    A graph and its operations refer to each other. Python's collector examines long-lived objects
+    only when their number has grown by a quarter: that is a hundred pipelines later.
 
     Args:
-        mapped: what `Dataset.map` returned for a function that nobody else uses.
+        mapped: the result of `Dataset.map` for a function that nothing else uses.
     """
     graph = mapped._map_func.function.graph
     weakref.finalize(mapped, _dismantle, graph).atexit = False
@@ -50,20 +50,20 @@ def _dismantle(graph: Any) -> None:
     inner = [each for each in inner if each.outer_graph is graph]
     func_graph.dismantle_func_graph(graph)
     for name in ("inputs", "outputs", "structured_outputs", "_function_captures"):
-        setattr(graph, name, None)  # they know it, too
+        setattr(graph, name, None)  # they refer to it, too
     for each in inner:
         _dismantle(each)
 
 
 def iterated_data_set(iterator: Any) -> Any:
-    """The data set that a `tf.data.Iterator` was made of, None if it is not known."""
+    """Return the data set that a `tf.data.Iterator` was made from, None if unknown."""
     return getattr(iterator, "_dataset", None)
 
 
 def save_iterator(iterator: Any) -> Any:
-    """The state of a `tf.data.Iterator`, buffers included, in memory.
+    """Save the state of a `tf.data.Iterator`, buffers included, in memory.
 
-    Tensors are shared, not copied. Waits for the calls that are under way.
+    Tensors are shared, not copied. Waits for pending calls.
 
     Returns:
         A variant tensor for `restore_iterator`.
@@ -75,22 +75,22 @@ def save_iterator(iterator: Any) -> Any:
 
 
 def restore_iterator(iterator: Any, state: Any) -> None:
-    """Makes a new `tf.data.Iterator` continue where another was saved.
+    """Make a new `tf.data.Iterator` continue where another was saved.
 
     Args:
-        iterator: of a data set with the same operations.
-        state: what `save_iterator` returned.
+        iterator: iterator of a data set with the same operations.
+        state: the result of `save_iterator`.
     """
     tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
 
 
 def restart_iterator(iterator: Any, dataset: Any) -> None:
-    """Lets a `tf.data.Iterator` begin another data set of the same element structure."""
+    """Switch a `tf.data.Iterator` to another data set of the same element structure."""
     tf.raw_ops.MakeIterator(dataset=dataset._variant_tensor, iterator=iterator._iterator_resource)
 
 
 def iterator_model(iterator: Any) -> Any:
-    """The model by which AUTOTUNE tunes an iterator, a `ModelProto`.
+    """Return the model by which AUTOTUNE tunes an iterator, a `ModelProto`.
 
     Returns:
         None if the iterator is not tuned, or TensorFlow is older than the operation (2.16).
@@ -100,22 +100,22 @@ def iterator_model(iterator: Any) -> Any:
         return None
     try:
         text = read(iterator=iterator._iterator_resource).numpy()
-    except tf.errors.OpError:  # not found; or no kernel, where the iterator is on a GPU
+    except tf.errors.OpError:  # not found; or no kernel, if the iterator is on a GPU
         return None
     return model_pb2.ModelProto.FromString(text)
 
 
 def global_seed() -> int | None:
-    """Returns what `tf.random.set_seed` was given in this process, None if it was not called."""
+    """Return the argument of `tf.random.set_seed` in this process, None if it was not called."""
     seed: int | None = eager_context.global_seed()
     return seed
 
 
 def keep_operation_seeds(is_active: Callable[[], bool]) -> None:
-    """Gives operations with a seed of their own the seeds that they have without a global one.
+    """Give operations with an explicit seed the seeds that they have without a global one.
 
     Args:
-        is_active: asked each time that an operation is made; replaces an earlier one.
+        is_active: asked whenever an operation is made; replaces an earlier one.
     """
     global _keeps_operation_seeds
     _keeps_operation_seeds = is_active
@@ -139,23 +139,23 @@ def _keeps_operation_seeds() -> bool:
 
 
 def operation_seed_state() -> Any:
-    """Where the sequence stands from which operations without a seed of their own take one.
+    """Return the state of the sequence from which operations without an explicit seed take one.
 
     Returns:
-        A state for `separate_operation_seeds`; None without a global seed, where none is taken.
+        A state for `separate_operation_seeds`; None without a global seed, when none is taken.
     """
     return eager_context.context()._rng.getstate() if global_seed() is not None else None
 
 
 @contextlib.contextmanager
 def separate_operation_seeds(state: Any) -> Iterator[None]:
-    """Has operations that this thread makes take their seeds from a sequence apart.
+    """Make operations created by this thread take their seeds from a separate sequence.
 
-    The process has one sequence for all its threads. Saved before and restored after, it would
+    The process has one sequence for all its threads. Saving it before and restoring it after would
     lose what another thread draws meanwhile.
 
     Args:
-        state: where the sequence begins, from `operation_seed_state`.
+        state: start of the sequence, from `operation_seed_state`.
     """
     generator = random.Random(0)
     if state is not None:

@@ -42,7 +42,7 @@ DistributedDataset = input_lib.DistributedDataset
 """Base class by which Keras's `fit` recognises distributed input."""
 
 GENERATOR_OPERATIONS = frozenset({"GeneratorDataset", "GeneratorDatasetV2"})
-"""Kinds of operation by which a pipeline draws from a Python generator."""
+"""Kinds of operation with which a pipeline draws from a Python generator."""
 
 RANDOM_VALUE_OPERATIONS = frozenset(
     {
@@ -69,14 +69,14 @@ RANDOM_VALUE_OPERATIONS = frozenset(
 )
 """Kinds of operation that draw random values (a `RandomShuffle` only reorders)."""
 
-# Knobs, and seeds: a pipeline that differs in one of these only may go on where another is.
+# Knobs, and seeds: pipelines that differ only in these may continue each other.
 _FREE_ATTRIBUTES = frozenset(
     {"_num_parallel_calls", "_parallel_calls", "_seed", "_seed2", "_variant_tensor_attr"}
 )
 _MOST_COMPARED = 1000
 _MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
 _BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
-# A row leaves these as it came in, and which rows leave does not depend on what they hold.
+# Rows pass through these unchanged, and which rows do does not depend on their content.
 _REBUILT_BY: dict[type, Callable[[Any, Dataset], Dataset]] = {
     repeat_op._RepeatDataset: lambda node, source: source.repeat(node._count),
     take_op._TakeDataset: lambda node, source: source.take(node._count),
@@ -92,13 +92,13 @@ _REBUILT_BY: dict[type, Callable[[Any, Dataset], Dataset]] = {
 
 
 def constant(tensor: Any) -> Any:
-    """The Python value of a tensor that a data set node holds, or None if it has none yet."""
+    """Return the Python value of a data set node's tensor, or None if it has none yet."""
     value = tensor_util.constant_value(tensor)
     return None if value is None else value.item()
 
 
 def constants_of(node: Dataset) -> dict[str, Any]:
-    """What a data set node was given as numbers and strings, without what may differ.
+    """Return the numbers and strings that a data set node was given, except those that may differ.
 
     These are sizes, counts, bounds, names of files and small arrays, whatever the kind of node;
     not the numbers of parallel calls, the buffers of `prefetch` and of file readers, and seeds,
@@ -106,7 +106,7 @@ def constants_of(node: Dataset) -> dict[str, Any]:
     no values here.
 
     Args:
-        node: one node, whose inputs are not looked at.
+        node: one node, without its inputs.
 
     Returns:
         Plain Python values by the names of the attributes.
@@ -132,12 +132,12 @@ def _small_constant(leaf: Any) -> Any:
 
 
 def inputs_of(node: Dataset) -> list[Dataset]:
-    """The data sets that `node` reads from."""
+    """Return the data sets that `node` reads from."""
     return list(node._inputs())
 
 
 def upstream_of(node: Dataset) -> Iterator[Dataset]:
-    """`node` and everything it reads from, directly or not."""
+    """Yield `node` and everything it reads from, directly or not."""
     yield node
     for source in inputs_of(node):
         yield from upstream_of(source)
@@ -164,7 +164,7 @@ def is_prefetch(node: Dataset) -> bool:
 
 
 def is_prefetch_or_options(node: Dataset) -> bool:
-    """Whether `node` changes neither the elements nor which of them come."""
+    """Whether `node` changes neither the elements nor which of them pass."""
     return isinstance(node, (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset))
 
 
@@ -174,7 +174,7 @@ def is_options(node: Dataset) -> bool:
 
 
 def commutes_with_map(node: Dataset) -> bool:
-    """Whether a one-to-one `map` may change places with `node` without changing the result."""
+    """Whether a one-to-one `map` may swap places with `node` without changing the result."""
     return type(node) in _REBUILT_BY
 
 
@@ -184,13 +184,13 @@ def is_reshuffled(node: Dataset) -> bool:
 
 
 def counts_iterators(node: Dataset) -> bool:
-    """Whether `node` gives each of its iterators other elements, or another order of them."""
+    """Whether `node` yields other elements, or another order of them, for each iterator."""
     is_random = isinstance(node, random_op._RandomDataset) and bool(node._rerandomize)
     return is_random or is_reshuffled(node)
 
 
 def first_reshuffled(dataset: Dataset) -> Dataset | None:
-    """The last operation of a pipeline that counts its iterators, on which a pass depends."""
+    """Return the last operation of a pipeline that counts its iterators; a pass depends on it."""
     return next(filter(counts_iterators, upstream_of(dataset)), None)
 
 
@@ -200,7 +200,7 @@ def is_shuffle(node: Dataset) -> bool:
 
 
 def shuffle_seeds(node: Dataset) -> tuple[int | None, int | None]:
-    """The two seeds of a `shuffle`; both 0 if it has none, and draws its own for each iterator."""
+    """Return the two seeds of a `shuffle`; both 0 if it has none and draws one per iterator."""
     return constant(node._seed), constant(node._seed2)
 
 
@@ -233,22 +233,22 @@ def is_repeat(node: Dataset) -> bool:
 
 
 def is_nondeterministic(node: Dataset) -> bool:
-    """Whether `node` was given `deterministic=False` by name."""
+    """Whether `node` was explicitly given `deterministic=False`."""
     return getattr(node, "_deterministic", None) == "false"
 
 
 def batch_arguments(node: Dataset) -> tuple[int | None, bool]:
-    """Batch size and `drop_remainder` of a `batch` node."""
+    """Return batch size and `drop_remainder` of a `batch` node."""
     return constant(node._batch_size), bool(constant(node._drop_remainder))
 
 
 def map_function(node: Dataset) -> Callable[..., Any]:
-    """The Python function that was given to a `map`."""
+    """Return the Python function that was given to a `map`."""
     return cast("Callable[..., Any]", node._map_func._func)
 
 
 def operations_in_functions(node: Dataset) -> set[str]:
-    """Kinds of operation in the functions of `node`, called functions included."""
+    """Return the kinds of operation in the functions of `node`, called functions included."""
     kinds: set[str] = set()
     for function in node._functions():
         graph = function.function.graph.as_graph_def()
@@ -259,14 +259,14 @@ def operations_in_functions(node: Dataset) -> set[str]:
 
 
 def rebuild_on(node: Dataset, source: Dataset) -> Dataset:
-    """Repeats one operation on another source.
+    """Repeat one operation on another source.
 
     Args:
         node: a `map`, `batch` or any node that `commutes_with_map`.
-        source: what the new node reads from.
+        source: source of the new node.
 
     Returns:
-        The new node. A new `shuffle` starts again at its first iteration's order.
+        The new node. A new `shuffle` restarts at its first iteration's order.
 
     Raises:
         TypeError: if this kind of node cannot be rebuilt.
@@ -284,12 +284,12 @@ def rebuild_on(node: Dataset, source: Dataset) -> Dataset:
 class AppliedMap(dataset_ops.UnaryDataset):
     """The traced function of an existing `map`, applied to another source without a new trace.
 
-    Output keeps the order of the input also where the original map was allowed not to.
+    Output keeps the order of the input even if the original map was allowed not to.
 
     Args:
         node: a `map` node.
         source: data set with the element structure of the original map's input.
-        autotuned_calls: number of parallel calls where the original map leaves it to AUTOTUNE, by
+        autotuned_calls: number of parallel calls if the original map leaves it to AUTOTUNE, by
             default the number of cores.
     """
 
@@ -297,7 +297,7 @@ class AppliedMap(dataset_ops.UnaryDataset):
         self._input_dataset = source
         self._map_func = node._map_func
         self._name = None
-        # what is_map() nodes are asked for, so that an applied map can be applied again
+        # attributes that is_map() nodes must have, so that an applied map can be applied again
         self._parallel_calls = parallel_calls(node, autotuned_calls)
         arguments = {
             "f": self._map_func.function,
@@ -328,7 +328,7 @@ class AppliedMap(dataset_ops.UnaryDataset):
 
 
 def parallel_calls(node: Dataset, autotuned: int | None = None) -> int | None:
-    """Number of parallel calls of a `map`, None if it is sequential.
+    """Return the number of parallel calls of a `map`, None if it is sequential.
 
     AUTOTUNE becomes `autotuned`, or the number of cores this process may use: nothing tunes a
     pipeline that runs inside a function.
@@ -346,7 +346,7 @@ def parallel_calls(node: Dataset, autotuned: int | None = None) -> int | None:
 
 
 def keras_array_indices(node: Dataset) -> bool:
-    """Whether `node` is the `map` by which Keras gathers rows of arrays at batches of indices."""
+    """Whether `node` is the `map` in which Keras gathers rows of arrays at batches of indices."""
     if not is_map(node) or not _is_keras_function(
         node, "trainers.data_adapters.array_data_adapter", "grab_batch"
     ):
@@ -361,7 +361,7 @@ def keras_array_indices(node: Dataset) -> bool:
 
 
 class KerasArrays(NamedTuple):
-    """What Keras was given as arrays.
+    """Arrays that Keras was given.
 
     Attributes:
         arrays: dense tensors of equal length, in the structure of an element; None if they are not
@@ -378,9 +378,9 @@ class KerasArrays(NamedTuple):
 
 
 def keras_arrays(node: Dataset) -> KerasArrays | None:
-    """What is behind a `map` of `keras_array_indices`, None for any other node.
+    """Return the arrays behind a `map` of `keras_array_indices`, None for any other node.
 
-    None also where Keras cuts or shuffles the arrays in another way than it is known to.
+    Also None if Keras cuts or shuffles the arrays in an unknown way.
     """
     if not keras_array_indices(node):
         return None
@@ -405,7 +405,7 @@ def keras_arrays(node: Dataset) -> KerasArrays | None:
 
 
 def with_keras_indices(node: Dataset, indices: Dataset) -> Dataset:
-    """The rows that a `map` of `keras_array_indices` gathers, at other batches of indices.
+    """Return the rows that a `map` of `keras_array_indices` gathers, at other batches of indices.
 
     Args:
         node: the `map`.
@@ -416,14 +416,14 @@ def with_keras_indices(node: Dataset, indices: Dataset) -> Dataset:
 
 
 def keras_class_weight(node: Dataset) -> bool:
-    """Whether `node` is the row-wise `map` by which Keras turns classes into sample weights."""
+    """Whether `node` is the row-wise `map` in which Keras turns classes into sample weights."""
     return is_map(node) and _is_keras_function(
         node, "trainers.data_adapters.tf_dataset_adapter", "class_weights_map_fn"
     )
 
 
 def sliced_arrays(node: Dataset) -> list[tf.Tensor] | None:
-    """The arrays of a `Dataset.from_tensor_slices` of dense tensors, None for any other node.
+    """Return the dense arrays of a `Dataset.from_tensor_slices`, None for any other node.
 
     They are in the order of the flattened element structure of `node`.
     """
@@ -434,7 +434,7 @@ def sliced_arrays(node: Dataset) -> list[tf.Tensor] | None:
 
 
 def tensors_of(node: Dataset) -> list[tf.Tensor]:
-    """The tensors that a `from_tensor_slices` or `from_tensors` holds; none of any other node."""
+    """Return the tensors of a `from_tensor_slices` or `from_tensors`; none for any other node."""
     is_source = isinstance(
         node, (from_tensor_slices_op._TensorSliceDataset, from_tensors_op._TensorDataset)
     )
@@ -442,9 +442,9 @@ def tensors_of(node: Dataset) -> list[tf.Tensor]:
 
 
 def element_reader(iterator: Any) -> Callable[[], Any]:
-    """A function that gives the next element of an eager iterator, or raises StopIteration.
+    """Return a function that yields an eager iterator's next element, or raises StopIteration.
 
-    For structures of tuples, dicts and dense tensors it leaves out most of the Python of
+    For structures of tuples, dicts and dense tensors it avoids most of the Python of
     `next(iterator)`, which takes longer than a small step.
     """
     spec = iterator.element_spec
@@ -494,7 +494,7 @@ def draws_from_generator(node: Dataset) -> bool:
 def is_keras_generator(node: Dataset) -> bool:
     """Whether `node` draws from a Python generator that was given to `fit` itself.
 
-    It can be drawn from once only.
+    It can be drawn from only once.
     """
     return _drawn_function(node).startswith("GeneratorDataAdapter.")
 
@@ -508,7 +508,7 @@ def is_keras_py_dataset(node: Dataset) -> bool:
 
 
 def _drawn_function(node: Dataset) -> str:
-    """Qualified name of what `node` draws from, if it is a `Dataset.from_generator`, else ""."""
+    """Qualified name of the source of `node`, if it is a `Dataset.from_generator`, else ""."""
     if not draws_from_generator(node):
         return ""
     function: Any = map_function(node)
@@ -518,8 +518,8 @@ def _drawn_function(node: Dataset) -> str:
 
 
 def _closed_over(function: Any, name: str) -> Any:
-    """What a function has in a variable of the scope around it, None if it has none."""
-    # what a user gives to flat_map may be any callable, with cells that are empty
+    """Return the value of a variable in a function's closure, None if it has none."""
+    # what a user gives to flat_map may be any callable, with empty cells
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     cells = getattr(function, "__closure__", None) or ()
     cell = dict(zip(names, cells, strict=True)).get(name)
@@ -538,7 +538,7 @@ def _own_options(node: Dataset) -> tf.data.Options:
 
 
 def _same_shuffle(node: Dataset, source: Dataset) -> Dataset:
-    """A `shuffle` with exactly the two seeds of `node`, whatever the global seed is by now."""
+    """Return a `shuffle` with exactly the two seeds of `node`, whatever the global seed is now."""
     shuffled = copy.copy(node)
     shuffled._input_dataset = source
     variant = gen_dataset_ops.shuffle_dataset_v3(

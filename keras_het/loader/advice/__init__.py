@@ -1,4 +1,4 @@
-"""Says what the author of an input pipeline could change, and what that would gain."""
+"""Advice on possible changes to an input pipeline, and on their gain."""
 
 from keras_het.loader.advice.advice import Advice, AdviceReport
 from keras_het.loader.advice.advise import advise

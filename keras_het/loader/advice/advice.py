@@ -1,4 +1,4 @@
-"""What was found in a pipeline, as objects and as a table."""
+"""Findings about a pipeline, as objects and as a table."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Advice:
     """One finding about a pipeline.
 
     Args:
-        kind: which one, such as "cacheable_prefix".
-        stage: the operation it is about, with its function and where that is written.
+        kind: kind of finding, such as "cacheable_prefix".
+        stage: the operation it concerns, with its function and the location of that function.
         message: what to do, in words.
-        estimated_gain: batches/s after the change over batches/s now; None where speed is not the
+        estimated_gain: batches/s after the change over batches/s now; None if speed is not the
             point.
         is_measured: whether the changed pipeline was built and run. Otherwise, and for Python
-            functions, `estimated_gain` is what it can be at most.
-        memory_bytes: memory that the change takes, None if none, or if not known.
+            functions, `estimated_gain` is an upper bound.
+        memory_bytes: memory that the change takes, None if none, or if unknown.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Advice:
 
     @property
     def gain_text(self) -> str:
-        """The gain in words for a table."""
+        """The gain in words, for a table."""
         if self.estimated_gain is None:
             return "order"
         return f"{'' if self.is_measured else 'at most '}{self.estimated_gain:.1f} x"
@@ -48,12 +48,12 @@ class Advice:
 
 @dataclasses.dataclass(frozen=True)
 class AdviceReport:
-    """What `advise` found.
+    """Findings of `advise`.
 
     Args:
         advices: the findings, largest gain first.
         seconds_per_batch: time of a batch when the pipeline runs as fast as it can.
-        notes: what was not looked at, and why.
+        notes: what was not examined, and why.
     """
 
     advices: tuple[Advice, ...]
@@ -66,7 +66,7 @@ class AdviceReport:
         return tuple(advice.kind for advice in self.advices)
 
     def show(self, file: Any = None) -> None:
-        """Prints the findings.
+        """Print the findings.
 
         Args:
             file: where to print, the terminal by default.
@@ -96,7 +96,7 @@ class AdviceReport:
 
 
 def size_text(size: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes for people."""
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.0f} {unit}"

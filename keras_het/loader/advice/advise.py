@@ -1,4 +1,4 @@
-"""Looks at a pipeline, measures it, and says what its author could change."""
+"""Measurement of a pipeline, with advice to its author."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ _RULES = (
 def advise(
     dataset: Any, seconds: float = 0.5, step_seconds: float = 0.0, file: Any = None
 ) -> AdviceReport:
-    """Prints what the author of a pipeline could change, and what that would gain.
+    """Print what the author of a pipeline could change, and what that would gain.
 
     Finds work that could be cached, maps of single samples that could work on batches, files that
     are read one after the other, samples that are decoded and then filtered out, files in the same
     order in each epoch, and Python functions in the hot path. Gains are measured: the changed
-    pipeline is built and run. What gains less than 20 % or 0.5 ms a batch is not mentioned.
+    pipeline is built and run. Gains below 20 % or 0.5 ms per batch are not reported.
 
-    The pipeline and parts of it are iterated for `seconds` each, ten to thirty times: a shuffle
-    then has used up some of its orders, a generator some of its elements. A pipeline that writes
-    files (`cache(filename)`, `snapshot`) is only looked at. A cache in memory is filled first, for
-    10 seconds or 20 times `seconds` at most.
+    The pipeline and parts of it are iterated for `seconds` each, ten to thirty times: this uses up
+    some of a shuffle's orders and some of a generator's elements. A pipeline that writes files
+    (`cache(filename)`, `snapshot`) is only inspected. A cache in memory is filled first, for at
+    most 10 seconds or 20 times `seconds`.
 
     Args:
         dataset: a `tf.data.Dataset`, as `fit` would get it.
         seconds: how long to run each part.
-        step_seconds: time of the device for a batch, in seconds. A pipeline that is faster than
-            that gains nothing. 0 asks for the fastest pipeline.
+        step_seconds: time of the device for a batch, in seconds. A pipeline faster than that gains
+            nothing. 0 asks for the fastest pipeline.
         file: where to print, the terminal by default.
 
     Returns:
         The findings, largest gain first.
 
     Raises:
-        TypeError: if `dataset` is no `tf.data.Dataset`.
-        ValueError: if a time is not one.
+        TypeError: if `dataset` is not a `tf.data.Dataset`.
+        ValueError: if a time is not valid.
         tf.errors.OpError: if the pipeline itself fails.
     """
     _check(dataset, seconds, step_seconds)

@@ -1,4 +1,4 @@
-"""Finds work that gives the same in every epoch and could be kept."""
+"""Detection of work that gives the same result in every epoch and could be cached."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MEMORY_PART = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """A place for `cache()`.
+    """A possible place for `cache()`.
 
     Args:
         last: the last operation before it.
         prefix: what would be cached.
-        rest: the operations after it, None if the pipeline cannot be built again.
-        moved_past: operations, such as a shuffle, that have to come after the cache.
+        rest: the operations after it, None if the pipeline cannot be rebuilt.
+        moved_past: operations, such as a shuffle, that must come after the cache.
     """
 
     last: Dataset
@@ -37,14 +37,14 @@ class _Candidate:
 
 
 def find(examination: Examination) -> list[Advice]:
-    """Advises `cache()` after the last costly work that gives the same in every epoch.
+    """Advise `cache()` after the last costly work that gives the same result in every epoch.
 
     Walks from the source to the first operation that may change: random values, Python functions,
-    variables, shuffles. Maps behind a shuffle or a `repeat` count too, because they may change
-    places with it. Work that is cached already is left alone. The gain is that of the second and
-    later epochs, measured with a part of the prefix in a real cache. The last place is the best
-    one; if it takes too much memory, an earlier one may do. Before a `take` a cache would never be
-    full, so that it comes after it.
+    variables, shuffles. Maps behind a shuffle or a `repeat` count too, because they may swap places
+    with it. Work that is already cached is left alone. The gain is that of the second and later
+    epochs, measured with a part of the prefix in a real cache. The last place is the best; if it
+    takes too much memory, an earlier one may do. A cache before a `take` would never be full, so it
+    goes after it.
     """
     found = []
     for candidates in _branches(examination.dataset):
@@ -60,12 +60,12 @@ def find(examination: Examination) -> list[Advice]:
 
 
 def _branches(root: Dataset) -> list[list[_Candidate]]:
-    """Candidates, first to last, of each way from a source to the end."""
+    """Return the candidates, first to last, of each path from a source to the end."""
     path = [root]
     while not nodes.is_cache(path[-1]) and len(adapter.inputs_of(path[-1])) == 1:
         path.append(adapter.inputs_of(path[-1])[0])
     base = path.pop()
-    # what comes before a cache costs nothing any more, and is the same from then on
+    # work before a cache costs nothing any more, and its result is constant from then on
     steady = nodes.is_cache(base) or not any(map(nodes.may_change, adapter.upstream_of(base)))
     if steady:
         return [_candidates(base, path[::-1])]
@@ -74,7 +74,7 @@ def _branches(root: Dataset) -> list[list[_Candidate]]:
         return found
     for source in adapter.inputs_of(base):
         for candidates in _branches(source):
-            # what joins several inputs is not built again: an upper bound of the gain will do
+            # an operation with several inputs is not rebuilt: an upper bound of the gain will do
             found.append([dataclasses.replace(each, rest=None) for each in candidates])
     return found
 
@@ -104,10 +104,10 @@ def _candidates(base: Dataset, path: list[Dataset]) -> list[_Candidate]:
 
 
 def _ends_early(path: Sequence[Dataset]) -> bool:
-    """Whether an epoch leaves elements of what comes before `path` unread."""
+    """Tell whether an epoch leaves elements of what comes before `path` unread."""
     for node in path:
         if adapter.is_repeat(node):
-            return False  # the rounds before the last one are whole
+            return False  # the rounds before the last one are complete
         if nodes.ends_early(node):
             return True
     return False
@@ -118,7 +118,7 @@ def _commutes(node: Dataset) -> bool:
 
 
 def _advice(examination: Examination, candidate: _Candidate) -> tuple[Advice | None, bool]:
-    """What to say about one place, and whether the memory suffices."""
+    """Return the advice for one place, and whether the memory suffices."""
     gain = _gain(examination, candidate)
     if gain is None:
         return None, True

@@ -1,4 +1,4 @@
-"""Measures what a part of a pipeline costs by running it for a while."""
+"""Cost of a part of a pipeline, measured by running it for a while."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CHUNKED_BELOW = 2e-3
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What an element costs.
+    """Cost of an element.
 
     Args:
-        seconds: time for one when the pipeline runs as fast as it can; 0 if it has none.
-        bytes: mean memory of one.
+        seconds: time per element when the pipeline runs as fast as it can; 0 if it has none.
+        bytes: mean memory per element.
     """
 
     seconds: float
@@ -33,9 +33,9 @@ class Cost:
 
 
 class _Run:
-    """Runs a data set, again and again; the time begins at the first element.
+    """Runs a data set repeatedly; timing starts at the first element.
 
-    Before it buffers are filled; what comes soon after it may come out of them, and does not count.
+    Buffers fill before that; elements that follow soon may come out of them, and do not count.
     """
 
     def __init__(self, dataset: Dataset, seconds: float) -> None:
@@ -64,17 +64,17 @@ class _Run:
 
 
 def measure(dataset: Dataset, seconds: float, options: Any = None, in_chunks: bool = False) -> Cost:
-    """Runs a data set as fast as it goes.
+    """Run a data set as fast as possible.
 
     Args:
-        dataset: what to run; it is repeated if it ends early.
-        seconds: for how long.
+        dataset: the data set to run; it is repeated if it ends early.
+        seconds: how long to run.
         options: `tf.data.Options` to run it with.
-        in_chunks: whether to give only each 16th element to Python, which costs 0.1 ms for each
-            that it gets, if they are quick.
+        in_chunks: whether to pass only every 16th element to Python, which takes 0.1 ms for each
+            element it receives, if they are quick.
 
     Returns:
-        The cost of an element.
+        The cost per element.
     """
     if options is not None:
         dataset = dataset.with_options(options)
@@ -87,15 +87,15 @@ def measure(dataset: Dataset, seconds: float, options: Any = None, in_chunks: bo
 
 
 def count(dataset: Dataset, most: int, seconds: float) -> int | None:
-    """Number of elements of a data set.
+    """Count the elements of a data set.
 
     Args:
-        dataset: what to count.
-        most: how many elements to read at most.
-        seconds: how long to read at most.
+        dataset: the data set to count.
+        most: maximum number of elements to read.
+        seconds: longest time to read.
 
     Returns:
-        The number, or None if it is not known after that; -1 if it has no end.
+        The number, or None if it is still unknown after that; -1 if it has no end.
     """
     known = int(dataset.cardinality())
     if known != tf.data.UNKNOWN_CARDINALITY:
@@ -110,17 +110,17 @@ def count(dataset: Dataset, most: int, seconds: float) -> int | None:
 
 
 def has_more_than(dataset: Dataset, most: int, seconds: float) -> bool | None:
-    """Whether a data set has more elements; None if that is not known in time.
+    """Tell whether a data set has more elements than `most`; None if unknown in time.
 
     Args:
-        dataset: what to count.
+        dataset: the data set to count.
         most: the number to compare with.
-        seconds: how long to read at most.
+        seconds: longest time to read.
     """
     known = int(dataset.cardinality())
     if known != tf.data.UNKNOWN_CARDINALITY:
         return known < 0 or known > most
-    # counted within TensorFlow: Python takes 0.1 ms for each element that it gets
+    # counted within TensorFlow: Python takes 0.1 ms for each element that it receives
     iterator = iter(dataset.map(lambda *_: 0).batch(_COUNTED_AT_ONCE))
     end, found = time.perf_counter() + seconds, 0
     for part in iterator:
@@ -132,7 +132,7 @@ def has_more_than(dataset: Dataset, most: int, seconds: float) -> bool | None:
 
 
 def is_read_within(dataset: Dataset, seconds: float, options: Any = None) -> bool:
-    """Reads a data set once, and tells whether that took no longer than `seconds`."""
+    """Read a data set once, and tell whether that took no longer than `seconds`."""
     iterator = iter(dataset if options is None else dataset.with_options(options))
     end = time.perf_counter() + seconds
     for _ in iterator:
@@ -143,11 +143,11 @@ def is_read_within(dataset: Dataset, seconds: float, options: Any = None) -> boo
 
 
 def gives_any_within(dataset: Dataset, seconds: float, options: Any = None) -> bool:
-    """Whether a data set gives an element, after errors for at most so long.
+    """Tell whether a data set yields an element, tolerating errors for a limited time.
 
     Args:
-        dataset: what to read.
-        seconds: how long to read on after errors.
+        dataset: the data set to read.
+        seconds: how long to keep reading after errors.
         options: `tf.data.Options` to read it with.
     """
     iterator = iter(dataset if options is None else dataset.with_options(options))

@@ -1,4 +1,4 @@
-"""What all rules share: the pipeline, what it costs, and what it would cost when changed."""
+"""Common basis of all rules: the pipeline, its cost, and its cost after a change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Dataset = Any
 _logger = logging.getLogger("keras_het")
 
 LEAST_GAIN = 1.2
-LEAST_SECONDS = 0.5e-3  # a batch: less is lost in a step of Keras
+LEAST_SECONDS = 0.5e-3  # per batch: less disappears in a Keras step
 _SMALLEST_PART = 0.05
 _HOPELESS = 0.7
 _FILL_TIMES, _FILL_SECONDS = 20, 10.0
@@ -27,7 +27,7 @@ _KEPT_BYTES, _MOST_KEPT = 128_000_000, 2048
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """What a change is worth.
+    """Value of a change.
 
     Args:
         ratio: batches/s after the change over batches/s now.
@@ -44,7 +44,7 @@ class Examination:
     Args:
         dataset: the pipeline as `fit` would get it.
         seconds: how long to run each part, and each changed pipeline.
-        step_seconds: time of the device for a batch; what is faster than that gains nothing.
+        step_seconds: time of the device for a batch; a pipeline faster than that gains nothing.
     """
 
     def __init__(self, dataset: Dataset, seconds: float, step_seconds: float) -> None:
@@ -55,7 +55,7 @@ class Examination:
         self._whole: float | None = None
 
     def _fill_caches(self) -> str | None:
-        """Fills caches in memory, and says why the pipeline cannot be run."""
+        """Fill caches in memory, and report why the pipeline cannot be run."""
         upstream = list(adapter.upstream_of(self.dataset))
         if any(map(adapter.writes_files, upstream)):
             return "The pipeline writes files when it runs, so that nothing was measured."
@@ -67,39 +67,39 @@ class Examination:
 
     @property
     def seconds_per_batch(self) -> float:
-        """Time of a batch of the whole pipeline."""
+        """Time per batch of the whole pipeline."""
         if self._whole is None:
             self._whole = self.run(self.dataset)
         return self._whole
 
     def all_nodes(self) -> Iterator[tuple[Dataset, float]]:
-        """Every operation with the number of its elements in a batch of the whole."""
+        """Every operation with the number of its elements in one batch of the whole pipeline."""
         return nodes.with_scales(self.dataset)
 
     def run(self, dataset: Dataset) -> float:
-        """Seconds of a batch of any pipeline."""
+        """Seconds per batch of any pipeline."""
         return measure(dataset, self.seconds, self.options).seconds
 
     def cost(self, node: Dataset) -> Cost:
-        """What an element of a part of the pipeline costs, all before it included."""
+        """Cost per element of a part of the pipeline, including everything before it."""
         if id(node) not in self._costs:
             try:
                 cost = measure(node, self.seconds, self.options, in_chunks=True)
             except tf.errors.OpError:
-                # what comes after it may ignore errors; if not, the whole pipeline says so
+                # later operations may ignore errors; if not, the whole pipeline reports them
                 cost = self._cost_without_errors(node)
             # the node is kept, so that no other one gets its id
             self._costs[id(node)] = node, cost
         return self._costs[id(node)][1]
 
     def _cost_without_errors(self, node: Dataset) -> Cost:
-        # without an end and with nothing but errors TensorFlow would look for an element for ever
+        # without an end and with nothing but errors, TensorFlow would search for an element forever
         if not gives_any_within(node, self.seconds, self.options):
             return Cost(0.0, 0.0)
         return measure(node.ignore_errors(), self.seconds, self.options, in_chunks=True)
 
     def kept(self, node: Dataset) -> Dataset:
-        """Some elements of a part of the pipeline, again and again from a full cache."""
+        """Repeat some elements of a part of the pipeline from a full cache."""
         cost = self.cost(node)
         within = min(self.seconds / max(cost.seconds, 1e-9), _KEPT_BYTES / max(cost.bytes, 1))
         cached = node.take(int(min(max(within, 8), _MOST_KEPT))).cache()
@@ -110,16 +110,16 @@ class Examination:
     def gain_of(
         self, node: Dataset, replacement: Dataset, rest: Sequence[Dataset] | None = None
     ) -> Gain | None:
-        """What the pipeline gains if one part becomes another one.
+        """Return the gain of the pipeline from replacing one part with another.
 
         Args:
             node: the present part.
-            replacement: what is to stand in its place.
+            replacement: its replacement.
             rest: the operations after it; by default those after `node`.
 
         Returns:
-            The gain; None if it is not worth a change, or cannot be run. Where the operations after
-            `node` cannot be built again, the gain is what its own time allows.
+            The gain; None if it is not worth a change, or cannot be run. If the operations after
+            `node` cannot be rebuilt, the gain is what its own time allows.
         """
         path = path_to(self.dataset, node) if rest is None else rest
         changed = self.quietly(lambda: rebuilt(replacement, path))
@@ -129,7 +129,7 @@ class Examination:
         return gain
 
     def _gain_of_part(self, node: Dataset, replacement: Dataset) -> Gain | None:
-        """At most what a faster part can gain; the smaller difference of two runs counts."""
+        """Upper bound of a faster part's gain; the smaller difference of two runs counts."""
         scale = next(scale for each, scale in self.all_nodes() if each is node)
         saved = self.cost(node).seconds - self.cost(replacement).seconds
         if self.most_gain(scale * saved) is None:
@@ -141,18 +141,18 @@ class Examination:
         return self.most_gain(scale * min(saved, before - after))
 
     def can_build(self, replacement: Dataset, rest: Sequence[Dataset]) -> bool:
-        """Whether the operations `rest` can be built again on a changed beginning."""
+        """Tell whether the operations `rest` can be rebuilt on a changed beginning."""
         return self.quietly(lambda: rebuilt(replacement, rest)) is not None
 
     def can_run(self, node: Dataset, replacement: Dataset) -> bool:
-        """Whether the pipeline can be built again, and gives batches, with another part."""
+        """Tell whether the pipeline can be rebuilt, and yields batches, with another part."""
         changed = self.quietly(lambda: rebuilt(replacement, path_to(self.dataset, node)))
         if changed is None:
             return False
         return self.quietly(lambda: next(iter(changed.with_options(self.options)))) is not None
 
     def _gain_over_now(self, changed: Dataset) -> Gain | None:
-        """What a changed pipeline gains; the better of two runs of each counts.
+        """Gain of a changed pipeline; the better of two runs of each counts.
 
         Other work on the machine makes a run slower, never faster.
         """
@@ -164,7 +164,7 @@ class Examination:
         return Gain(self._ratio(before, after), True) if self._is_worth(before, after) else None
 
     def most_gain(self, saved_seconds: float) -> Gain | None:
-        """The largest gain if a part that takes so long for a batch were free."""
+        """The largest gain if a part that takes so long per batch were free."""
         before = self.seconds_per_batch
         after = max(before - saved_seconds, _SMALLEST_PART * before)
         return Gain(self._ratio(before, after), False) if self._is_worth(before, after) else None
@@ -179,7 +179,7 @@ class Examination:
 
     @staticmethod
     def quietly(function: Callable[[], Any]) -> Any:
-        """The result, None where the user's function cannot be used in another place."""
+        """Return the result, or None if the user's function cannot be used in another place."""
         try:
             return function()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Finds samples that are worked on and then thrown away."""
+"""Detection of samples that are processed and then thrown away."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ _HEAVY = (
 
 
 def find(examination: Examination) -> list[Advice]:
-    """Advises `filter` before `map` where the filter does not need what the map computes.
+    """Advise `filter` before `map` if the filter does not need what the map computes.
 
-    The graphs of both functions say what the predicate reads, and which operations of the map that
-    needs. The gain is that of a pipeline in which the map gets only as many samples as are kept.
+    The graphs of both functions tell what the predicate reads, and which operations of the map that
+    needs. The gain is that of a pipeline in which the map receives only as many samples as are
+    kept.
     """
     found = []
     for node, _ in examination.all_nodes():
@@ -79,7 +80,7 @@ def _advice(examination: Examination, node: Dataset) -> Advice | None:
 
 
 def _some(source: Dataset, part: float) -> Dataset:
-    """A part of the elements, spread evenly."""
+    """Return a part of the elements, spread evenly."""
     limit = max(round(part * _PARTS), 1)
 
     def is_one(number: Any, _: Any) -> Any:
@@ -89,17 +90,17 @@ def _some(source: Dataset, part: float) -> Dataset:
 
 
 def _what_the_filter_needs(mapped: Dataset, node: Dataset) -> tuple[bool, set[str]]:
-    """Whether the filter reads only inputs of the map, and what the map does besides."""
+    """Tell whether the filter reads only inputs of the map, and what else the map does."""
     read = _read_inputs(node._predicate.function.graph)
     graph = mapped._map_func.function.graph
-    # what the filter has captured, such as a table, comes after what it gets of the map
+    # captures of the filter, such as a table, come after the values it gets from the map
     needed = _ancestors([graph.outputs[place] for place in read if place < len(graph.outputs)])
     everything = _ancestors(list(graph.outputs))
     unneeded = {operation.type for operation in everything - needed} - _FREE
     kinds = {operation.type for operation in needed} - _FREE
     if not kinds:
         return True, unneeded
-    # what costs how much within a function is not measured: only work that is known to be heavy
+    # costs within a function are not measured: only work that is known to be heavy
     heavy = {kind for kind in unneeded if kind.startswith(_HEAVY)}
     return False, set() if any(kind.startswith(_HEAVY) for kind in kinds) else heavy
 

@@ -1,4 +1,4 @@
-"""What the operations of a pipeline are, and what their functions do."""
+"""Kinds of pipeline operations, and what their functions do."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def kind(node: Dataset) -> str:
 
 
 def python_function(node: Dataset) -> Callable[..., Any] | None:
-    """The function that the user gave to `map`, `filter`, `interleave` and the like."""
+    """Return the user's function in `map`, `filter`, `interleave` and the like."""
     wrapper = getattr(node, "_map_func", None) or getattr(node, "_predicate", None)
     return getattr(wrapper, "_func", None)
 
 
 def label(node: Dataset) -> str:
-    """An operation for people: its kind, its function and where that is written."""
+    """Describe an operation for people: its kind, its function and the location of that."""
     code = getattr(python_function(node), "__code__", None)
     if code is None or adapter.draws_from_generator(node):
         return name(node)
@@ -57,7 +57,7 @@ def label(node: Dataset) -> str:
 
 
 def name(node: Dataset) -> str:
-    """An operation for people: its kind and its function."""
+    """Describe an operation for people: its kind and its function."""
     if adapter.draws_from_generator(node):
         return "from_generator"
     text = kind(node).removeprefix("Parallel")
@@ -89,9 +89,9 @@ def is_own(node: Dataset) -> bool:
 
 
 def may_change(node: Dataset) -> bool:
-    """Whether an operation may give other elements, or another order, in the next epoch.
+    """Tell whether an operation may yield other elements, or another order, in the next epoch.
 
-    What a Python function does is not known, so that it may.
+    What a Python function does is unknown, so it may.
     """
     if adapter.is_reshuffled(node) or kind(node) in ("Random", "DataService"):
         return True
@@ -118,10 +118,10 @@ def ends_early(node: Dataset) -> bool:
 
 
 def with_scales(node: Dataset, scale: float = 1.0) -> Iterator[tuple[Dataset, float]]:
-    """Every operation, and how many of its elements make one of the whole pipeline.
+    """Yield every operation, and how many of its elements make one of the whole pipeline.
 
-    It is 0 for what comes before file readers: names of files cost nothing. Filters are taken to
-    let everything through.
+    The number is 0 for everything before file readers: names of files cost nothing. Filters are
+    assumed to let everything through.
     """
     yield node, scale
     inner = scale * (batch_size(node) or 1)
@@ -132,7 +132,7 @@ def with_scales(node: Dataset, scale: float = 1.0) -> Iterator[tuple[Dataset, fl
 
 
 def batch_size(node: Dataset) -> int | None:
-    """Samples that an operation makes into one element, None if it does not."""
+    """Number of samples that an operation combines into one element, None if it does not."""
     size = getattr(node, "_batch_size", None)
     if size is None:
         return None

@@ -1,4 +1,4 @@
-"""Finds Python functions that the pipeline calls for its elements."""
+"""Detection of Python functions that the pipeline calls for its elements."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _STAND_INS = 100_000
 
 
 def find(examination: Examination) -> list[Advice]:
-    """Advises TensorFlow operations in the place of Python functions that take time.
+    """Advise TensorFlow operations in place of Python functions that take time.
 
-    They run one at a time, in turns with the Python of the training loop. The gain is what it
-    would be if they took no time.
+    Python functions run one at a time, in turns with the Python of the training loop. The gain is
+    what it would be if they took no time.
     """
     found = []
     for node, scale in examination.all_nodes():
@@ -42,7 +42,7 @@ def find(examination: Examination) -> list[Advice]:
 
 
 def _stand_in(node: Dataset) -> Dataset:
-    """Elements of the same form from TensorFlow operations that cost nothing but their calls."""
+    """Return elements of the same form from TensorFlow operations that cost only their calls."""
 
     def zeros(spec: Any) -> Any:
         shape = spec.shape.as_list() if spec.shape.rank is not None else []
@@ -52,7 +52,7 @@ def _stand_in(node: Dataset) -> Dataset:
         return tf.nest.map_structure(zeros, node.element_spec)
 
     if adapter.is_map(node):
-        # with an end: a filter that drops zeros would look for another element for ever
+        # with an end: a filter that drops zeros would search for another element forever
         source = adapter.inputs_of(node)[0].take(_STAND_INS)
         return source.map(nothing, num_parallel_calls=adapter.parallel_calls(node))
     if adapter.draws_from_generator(node):

@@ -1,4 +1,4 @@
-"""Builds the rest of a pipeline again on a changed beginning."""
+"""Reconstruction of the rest of a pipeline on a changed beginning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Dataset = Any
 
 
 def path_to(root: Dataset, node: Dataset) -> list[Dataset] | None:
-    """The operations after `node` up to the end `root`, first to last.
+    """Return the operations after `node` up to the end `root`, first to last.
 
     Returns:
         None if an operation on the way has several inputs.
@@ -29,7 +29,7 @@ def path_to(root: Dataset, node: Dataset) -> list[Dataset] | None:
 
 
 def rebuilt(source: Dataset, path: Sequence[Dataset] | None) -> Dataset | None:
-    """The operations of `path` on another source; None if one of them cannot be built again."""
+    """Apply the operations of `path` to another source; None if one of them cannot be rebuilt."""
     if path is None:
         return None
     for node in path:
@@ -49,7 +49,7 @@ def rebuilt(source: Dataset, path: Sequence[Dataset] | None) -> Dataset | None:
 
 
 def interleaved(node: Dataset, source: Dataset, parallel_calls: Any) -> Dataset:
-    """The same `interleave` on another source, or with other parallelism."""
+    """Return the same `interleave` on another source, or with different parallelism."""
     return source.interleave(
         nodes.python_function(node),
         cycle_length=adapter.constant(node._cycle_length),

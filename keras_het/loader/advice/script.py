@@ -1,4 +1,4 @@
-"""Takes the data set that a script gives to `fit`, and advises on it."""
+"""Capture of the data set that a script gives to `fit`, and advice on it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class _FitReached(BaseException):
 
 @dataclasses.dataclass
 class _Outcome:
-    """What became of the script.
+    """Result of running the script.
 
     Args:
         is_reached: whether it called `fit`.
-        report: the findings about what it gave.
-        error: what ended the look at it. The script must not catch it: it is not its own.
+        report: the findings about the data set it passed.
+        error: the error that ended the examination. The script must not catch it: it is not the
+            script's own.
     """
 
     is_reached: bool = False
@@ -41,10 +42,10 @@ class _Outcome:
 def advise_script(
     script: Path, arguments: Sequence[str], seconds: float = 0.5, step_seconds: float = 0.0
 ) -> AdviceReport | None:
-    """Runs a script up to its first `model.fit` and prints advice on the data set given to it.
+    """Run a script up to its first `model.fit` and print advice on the data set given to it.
 
-    The script runs in this process as `__main__`. It stands in `fit` meanwhile: what its `with` and
-    `finally` remove is still there. Nothing after the call of `fit` runs, but those.
+    The script runs in this process as `__main__`. It pauses in `fit` meanwhile: whatever its `with`
+    and `finally` blocks remove still exists. Nothing after the call of `fit` runs, except those.
 
     Args:
         script: a Python file.
@@ -53,10 +54,10 @@ def advise_script(
         step_seconds: see `advise`.
 
     Returns:
-        The findings; None, and a line on the terminal, if `fit` was not called, got no
+        The findings; None, and a line on the terminal, if `fit` was not called, received no
         `tf.data.Dataset`, or one that fails. An error of the script is printed too.
     """
-    terminal = sys.stdout  # the script may send its own output elsewhere
+    terminal = sys.stdout  # the script may redirect its own output
 
     def look(data: Any) -> AdviceReport | None:
         return _look(data, script.name, seconds, step_seconds, terminal)
@@ -93,7 +94,7 @@ def _look(
 def _run_to_fit(
     script: Path, arguments: Sequence[str], look: Callable[[Any], Any], outcome: _Outcome
 ) -> str:
-    """Runs the script; tells why it did not come to `fit`, if it did not."""
+    """Run the script; return why it did not reach `fit`, if it did not."""
     try:
         with _as_main(script, arguments), _fit_intercepted(look, outcome):
             runpy.run_path(str(script), run_name="__main__")
@@ -101,7 +102,7 @@ def _run_to_fit(
         pass
     except SystemExit as ended:
         return f"{script.name} ended with {ended.code!r} before it called model.fit."
-    except Exception:  # a ValueError of the script is no wrong usage of the command
+    except Exception:  # a ValueError of the script is not a wrong use of the command
         if not outcome.is_reached:
             traceback.print_exc()
         return f"{script.name} ended in this error before it called model.fit."
@@ -123,7 +124,7 @@ def _fit_intercepted(look: Callable[[Any], Any], outcome: _Outcome) -> Iterator[
     original = keras.Model.__dict__.get("fit")
 
     def fit(self: Any, x: Any = None, *arguments: Any, **named: Any) -> Any:
-        # a script that catches everything may come here again
+        # a script that catches everything may get here again
         if not outcome.is_reached:
             outcome.is_reached = True
             try:

@@ -1,4 +1,4 @@
-"""Finds files that are read one after the other."""
+"""Detection of files that are read one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CYCLE = 8
 
 
 def find(examination: Examination) -> list[Advice]:
-    """Advises parallel reads where they are faster.
+    """Advise parallel reads if they are faster.
 
     Looks at `interleave` without `num_parallel_calls`, at `flat_map` over files and at
     `TFRecordDataset` of several files without `num_parallel_reads`.
@@ -43,7 +43,7 @@ def find(examination: Examination) -> list[Advice]:
 
 
 def _parallel(node: Dataset) -> tuple[Dataset, str] | None:
-    """The parallel form of an operation and what to write; None if it is not one of these."""
+    """Return the parallel form of an operation and what to write; None for other operations."""
     kind = nodes.kind(node)
     if kind == "Interleave":
         (source,) = adapter.inputs_of(node)

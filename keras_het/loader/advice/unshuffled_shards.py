@@ -1,4 +1,4 @@
-"""Finds files that are read in the same order in every epoch."""
+"""Detection of files that are read in the same order in every epoch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Dataset = Any
 
 
 def find(examination: Examination) -> list[Advice]:
-    """Advises a shuffle of the names of files that hold many samples each.
+    """Advise shuffling the names of files that hold many samples each.
 
-    A shuffle of the samples that holds all of them does as well.
+    A shuffle of the samples that holds all of them works as well.
     """
     found = []
     for node, _ in examination.all_nodes():
@@ -44,7 +44,7 @@ def _advice(examination: Examination, node: Dataset) -> Advice | None:
 
 
 def _is_shuffled_in_full(examination: Examination, node: Dataset) -> bool:
-    """Whether a shuffle after the files holds all their samples, or may hold them."""
+    """Tell whether a shuffle after the files holds all their samples, or may hold them."""
     sizes = [
         int(adapter.constant(other._buffer_size) or 0)
         for other, _ in examination.all_nodes()
@@ -52,5 +52,5 @@ def _is_shuffled_in_full(examination: Examination, node: Dataset) -> bool:
     ]
     if not sizes:
         return False
-    # what is not known is not advised
+    # no advice on unknown numbers
     return has_more_than(node, max(sizes), max(4 * examination.seconds, 2.0)) is not True

@@ -1,4 +1,4 @@
-"""Finds maps of single samples that could work on whole batches."""
+"""Detection of maps of single samples that could work on whole batches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _CHECKED_BATCHES, _CHECKED_SAMPLES = 2, 8
 
 
 def find(examination: Examination) -> list[Advice]:
-    """Advises `batch` before `map` where both orders are shown to give the same.
+    """Advise `batch` before `map` if both orders are shown to give the same result.
 
-    The function itself is tried on batches first, then `tf.vectorized_map` of it. Whichever gives
-    the same as the map of samples on two small batches is built into the pipeline and measured.
+    The function itself is tried on batches first, then its `tf.vectorized_map`. The first that
+    gives the same result as the map of samples on two small batches is built into the pipeline and
+    measured.
     """
     found = []
     for node, _ in examination.all_nodes():
@@ -39,7 +40,7 @@ def _advice(examination: Examination, batch: Dataset) -> list[Advice]:
         return []
     source = adapter.inputs_of(maps[0])[0]
     small = min(adapter.batch_arguments(batch)[0] or 1, _CHECKED_SAMPLES)
-    # the same samples for both: a shuffle before the maps gives others each time
+    # the same samples for both: a shuffle before the maps yields different ones each time
     sample = source.take(_CHECKED_BATCHES * small).cache()
     expected = examination.quietly(lambda: _first_batches(_mapped(sample, maps).batch(small)))
     if not expected:
@@ -63,7 +64,7 @@ def _advice(examination: Examination, batch: Dataset) -> list[Advice]:
 
 
 def _maps_before(batch: Dataset) -> tuple[list[Dataset], list[Dataset]]:
-    """Maps that may go behind `batch`, first to last, and the other operations among them."""
+    """Return maps that may go after `batch`, first to last, and the operations among them."""
     maps: list[Dataset] = []
     between: list[Dataset] = []
     waiting: list[Dataset] = []
@@ -89,7 +90,7 @@ def _on_batches(
 def _mapped(
     source: Dataset, maps: Sequence[Dataset], functions: Sequence[Function] | None = None
 ) -> Dataset:
-    """The maps, or other functions with as many calls at once, on a source."""
+    """Apply the maps, or other functions with as many parallel calls, to a source."""
     for index, node in enumerate(maps):
         if functions is None:
             source = adapter.rebuild_on(node, source)

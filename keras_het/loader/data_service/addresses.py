@@ -1,4 +1,4 @@
-"""Addresses of dispatchers, and whether somebody answers there."""
+"""Addresses of dispatchers, and checks of whether they answer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import socket
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port".
+    """Split "host:port" into host and port.
 
     Args:
-        address: what the user gave; a protocol before it, as in "grpc://host:port", is left out.
+        address: the user's value; a protocol before it, as in "grpc://host:port", is ignored.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not an address.
     """
     host, separator, port = str(address).removeprefix("grpc://").rpartition(":")
     if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -25,7 +25,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_reachable(address: str, timeout: float) -> bool:
-    """Whether a server answers at an address.
+    """Tell whether a server answers at an address.
 
     Args:
         address: "host:port".
@@ -39,14 +39,14 @@ def is_reachable(address: str, timeout: float) -> bool:
 
 
 def check_reachable(address: str, timeout: float) -> None:
-    """Raises where no dispatcher answers; TensorFlow would try again for an hour.
+    """Raise an error if no dispatcher answers; TensorFlow would retry for an hour.
 
     Args:
         address: "host:port".
         timeout: how long to try, in seconds.
 
     Raises:
-        ConnectionError: if nobody answers.
+        ConnectionError: if no server answers.
     """
     if not is_reachable(address, timeout):
         raise ConnectionError(
@@ -57,14 +57,14 @@ def check_reachable(address: str, timeout: float) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raises where consumers are to be sent to no machine in particular.
+    """Raise an error if consumers would be sent to no machine in particular.
 
     Args:
-        host: name or address under which others are to reach this machine.
+        host: name or address under which others should reach this machine.
 
     Raises:
-        ValueError: if it stands for all interfaces: to whoever is told it, it is that one's own
-            machine. It would look there for a worker, and wait for ever.
+        ValueError: if it stands for all interfaces: each machine that is given it takes it for
+            itself. It would look for a worker there, and wait forever.
     """
     number = _number_of(host)
     if number is not None and number.is_unspecified:
@@ -76,10 +76,10 @@ def check_host(host: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is that of its own machine on every machine.
+    """Tell whether a name or address denotes the local machine on every machine.
 
-    Names are not looked up: Debian gives 127.0.1.1 to the machine's own name, which others know by
-    another address.
+    Names are not resolved: Debian assigns 127.0.1.1 to the machine's own name, which others know by
+    a different address.
 
     Args:
         host: name or address.
@@ -89,7 +89,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _number_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a text is, also in a short form such as "0"; None for a name."""
+    """Parse an address, also in a short form such as "0"; None for a name."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, flags=socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):

@@ -1,4 +1,4 @@
-"""Input from other machines and processes: a tf.data service and what consumers take from it."""
+"""Input from other machines and processes: a tf.data service and its consumers' data sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def service(
     port: int = 0,
     work_dir: str | Path | None = None,
 ) -> DataService:
-    """Starts a tf.data service, or joins one.
+    """Start a tf.data service, or join one.
 
         # on the machine that others can reach
         with keras_het.loader.service(host="10.0.0.5", port=5050) as data:
@@ -43,24 +43,24 @@ def service(
 
     Spare CPU machines help with `keras-het loader-worker --dispatcher 10.0.0.5:5050 --host ...`.
     TensorFlow's servers neither encrypt nor authenticate, and their ports are open on all
-    interfaces whatever `host` is: use them in networks you trust.
+    interfaces whatever `host` is: use them only in networks you trust.
 
     Args:
-        address: "host:port" of a dispatcher that runs; None starts one in this process.
-        workers: how many workers to start in this process: 1 with a new dispatcher, 0 otherwise,
-            unless told otherwise.
+        address: "host:port" of a running dispatcher; None starts one in this process.
+        workers: how many workers to start in this process: by default 1 with a new dispatcher, 0
+            otherwise.
         host: name or address under which others reach what is started here; with the default only
             processes of this machine do.
         port: port of the new dispatcher; 0 takes a free one.
-        work_dir: folder in which the new dispatcher keeps a journal. One that is started again
-            with the same folder and `port` goes on where the last one was; give the workers
-            processes of their own then (`workers=0`). None keeps no journal.
+        work_dir: folder in which the new dispatcher keeps a journal. A dispatcher restarted with
+            the same folder and `port` continues where the last one stopped; run the workers in
+            separate processes then (`workers=0`). None keeps no journal.
 
     Returns:
         The service, a context manager that stops what it started.
 
     Raises:
-        ValueError: if an argument is none of these.
+        ValueError: if an argument is not valid.
         ConnectionError: if no dispatcher answers at `address`, or at `host`.
     """
     _check(address, workers, host, port, work_dir)
@@ -71,7 +71,7 @@ def service(
         return DataService(address, None, workers or 0, host)
     dispatcher, bound_port = start_dispatcher(port, None if work_dir is None else str(work_dir))
     workers = 1 if workers is None else workers
-    # a worker would try for an hour
+    # a worker would retry for an hour
     if workers and not is_reachable(f"{host}:{bound_port}", _CONNECT_SECONDS):
         dispatcher.stop()
         raise ConnectionError(
@@ -92,7 +92,7 @@ class DataService:
         host: name or address under which others reach them.
 
     Attributes:
-        address: where others join.
+        address: address at which others join.
     """
 
     def __init__(self, address: str, dispatcher: Any, workers: int, host: str) -> None:
@@ -110,28 +110,28 @@ class DataService:
     def distribute(
         self, dataset: Any, job: str, *, max_outstanding_requests: int = 1, compression: bool = True
     ) -> Any:
-        """What this consumer takes of a data set that all consumers of a job share.
+        """Return this consumer's part of a data set that all consumers of a job share.
 
         Every consumer calls it with the same data set and job. In each epoch an element goes to
-        the consumer that asks first: who trains faster takes more. All elements together are those
-        of the data set, each once, in no fixed order; a consumer that is lost takes those with it
-        that it had asked for.
+        the consumer that asks first: one that trains faster takes more. Together, the consumers get
+        every element of the data set once, in no fixed order; a consumer that is lost takes with it
+        those it had asked for.
 
         Args:
             dataset: `tf.data.Dataset` of batches. Its functions run in the workers' processes, so
-                that they may not call Python.
-            job: name of what is shared. Another name is another reading of the data set.
-            max_outstanding_requests: elements that may be on the way to this consumer. With 1 the
-                split follows the speeds closely; more hide the time of the transfer, and a slow
-                consumer then holds more when an epoch ends.
-            compression: whether elements are compressed on the way; not between processes of one
+                they must not call Python.
+            job: name of the shared reading. Another name is a separate reading of the data set.
+            max_outstanding_requests: elements that may be in transit to this consumer. With 1 the
+                split follows the speeds closely; more hide the transfer time, but then a slow
+                consumer holds more when an epoch ends.
+            compression: whether elements are compressed in transit; not between processes of one
                 machine.
 
         Returns:
             A `tf.data.Dataset` of unknown cardinality for `fit`.
 
         Raises:
-            TypeError: if `dataset` is no `tf.data.Dataset`.
+            TypeError: if `dataset` is not a `tf.data.Dataset`.
             ValueError: if it calls Python, or an argument is wrong.
             RuntimeError: after `close`.
         """
@@ -153,10 +153,10 @@ class DataService:
         return shared.with_options(options)
 
     def close(self) -> None:
-        """Stops the workers and the dispatcher that this process runs.
+        """Stop the workers and the dispatcher that this process runs.
 
-        Consumers elsewhere go on without these workers, but not without their dispatcher: they wait
-        for another one at its address. Close it when they have ended.
+        Consumers elsewhere continue without these workers, but not without their dispatcher: they
+        wait for another one at its address. Close it when they have ended.
         """
         self._is_closed = True
         atexit.unregister(self.close)

@@ -1,4 +1,4 @@
-"""Starts TensorFlow's servers of the tf.data service."""
+"""TensorFlow's servers of the tf.data service."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LOOK_SECONDS = 2.0
 
 
 def start_dispatcher(port: int, work_dir: str | None = None) -> tuple[Any, int]:
-    """Starts a dispatcher in this process.
+    """Start a dispatcher in this process.
 
     Args:
         port: its port, 0 for a free one.
-        work_dir: folder of its journal, from which it goes on if it was there before.
+        work_dir: folder of its journal, from which it continues if the folder existed before.
 
     Returns:
         The server and its port.
@@ -52,13 +52,13 @@ def start_dispatcher(port: int, work_dir: str | None = None) -> tuple[Any, int]:
 def start_worker(
     dispatcher: str, host: str, port: int = 0, dispatcher_timeout: float | None = None
 ) -> Any:
-    """Starts a worker in this process.
+    """Start a worker in this process.
 
     Args:
         dispatcher: "host:port" of the dispatcher, which must run.
         host: name or address under which consumers reach this machine.
         port: its port, 0 for a free one.
-        dispatcher_timeout: how long to try to reach the dispatcher, in seconds; an hour by default.
+        dispatcher_timeout: how long to try to reach the dispatcher, in seconds; default an hour.
 
     Returns:
         The server.
@@ -89,7 +89,7 @@ def start_worker(
 
 
 def _check_free(port: int, what: str, otherwise: str = "") -> None:
-    # TensorFlow would share a port with another of its servers without a word
+    # TensorFlow would silently share a port with another of its servers
     if port != 0 and is_reachable(f"127.0.0.1:{port}", _LOOK_SECONDS):
         raise OSError(
             f"The {what} of the tf.data service cannot listen on port {port}: another server "
@@ -98,7 +98,7 @@ def _check_free(port: int, what: str, otherwise: str = "") -> None:
 
 
 def _check_host(dispatcher: str, host: str) -> None:
-    """Consumers elsewhere would look for the worker on their own machines, and wait for ever."""
+    """Refuse hosts with which consumers elsewhere would wait forever for a worker of their own."""
     if is_loopback(host) and not _is_here(dispatcher):
         raise ValueError(
             f"The dispatcher {dispatcher} is on another machine, whose consumers cannot reach a "
@@ -108,7 +108,7 @@ def _check_host(dispatcher: str, host: str) -> None:
 
 
 def _is_here(address: str) -> bool:
-    """Whether an address is one of this machine, as far as it answers."""
+    """Tell whether an address belongs to this machine, if it answers."""
     try:
         with socket.create_connection(split_address(address), _LOOK_SECONDS) as connection:
             family, peer = connection.family, connection.getpeername()
@@ -118,8 +118,8 @@ def _is_here(address: str) -> bool:
 
 
 def _can_bind(family: int, peer: tuple[Any, ...]) -> bool:
-    # the two ends of a connection within a machine may differ: one reaches 127.0.1.1, which Debian
-    # gives to the machine's name, from 127.0.0.1
+    # the two ends of a connection within a machine may differ: 127.0.1.1, which Debian assigns to
+    # the machine's name, is reached from 127.0.0.1
     host, _, *others = peer
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:

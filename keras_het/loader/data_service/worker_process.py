@@ -1,4 +1,4 @@
-"""A process that does nothing but prepare data for consumers elsewhere."""
+"""Process that only prepares data for consumers elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_EVERY_SECONDS = 1.0
 
 
 def run_worker(dispatcher: str, host: str, port: int = 0, patience: float = 10.0) -> None:
-    """Runs a worker until SIGINT or SIGTERM, or until the dispatcher is gone.
+    """Run a worker until SIGINT or SIGTERM, or until the dispatcher is gone.
 
     Args:
         dispatcher: "host:port" of the dispatcher.
@@ -25,7 +25,7 @@ def run_worker(dispatcher: str, host: str, port: int = 0, patience: float = 10.0
         patience: how long the dispatcher may be away, in seconds.
 
     Raises:
-        ValueError: if `dispatcher` is no address, or `host` none that consumers can use.
+        ValueError: if `dispatcher` is not an address, or consumers cannot use `host`.
         ConnectionError: if no dispatcher answers there.
         OSError: if the port is taken.
     """
@@ -53,7 +53,7 @@ def _setter(stop: threading.Event) -> Any:
 
 
 def _wait(dispatcher: str, stop: threading.Event, patience: float) -> bool:
-    """Waits, and tells whether the dispatcher is what ended it."""
+    """Wait, and tell whether the dispatcher's end ended it."""
     seen = time.monotonic()
     while not stop.wait(_LOOK_EVERY_SECONDS):
         if is_reachable(dispatcher, _LOOK_EVERY_SECONDS):

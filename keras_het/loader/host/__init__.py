@@ -1,1 +1,1 @@
-"""What the jobs of a host share: CPUs, reading threads, memory."""
+"""Resources that the jobs of a host share: CPUs, reading threads, memory."""

@@ -1,4 +1,4 @@
-"""Divides a host's CPUs and reading threads among the loaders of all jobs that run on it."""
+"""Division of a host's CPUs and reading threads among the loaders of all its jobs."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ LONGEST_SILENCE_SECONDS = 600.0
 class HostBudget:
     """This job's entry in a small file that all jobs of a user on a host share.
 
-    Each job writes its model and the CPUs that it may run on and reads those of the others, under a
-    lock. All that compete for the same CPUs compute the same division by marginal gain, and so do
-    all whose loaders wait for I/O, of the reading threads that a user gave them. The entry of a
-    process that is gone, or silent for ten minutes, counts no longer, nor one that another version
-    wrote in a way that cannot be read.
+    Each job writes its model and its usable CPUs and reads those of the others, under a lock. All
+    jobs that compete for the same CPUs compute the same division by marginal gain, and so do all
+    jobs whose loaders wait for I/O, for the reading threads that a user gave them. The entry of a
+    process that is gone, or silent for ten minutes, no longer counts, nor does one that another
+    version wrote in an unreadable way.
 
     Args:
         cpus: CPUs that this process may use, quotas included; by default what it may use now.
-        path: the file; by default one for each user in the folder for temporary files.
+        path: the file; by default one per user in the folder for temporary files.
         cpu_set: ids of the CPUs that this process may run on; by default those it may use now.
         io_budget: reading threads of all jobs of the host together, None for no bound. If several
             jobs have one, the smallest counts.
         quotas: CPUs that the cgroups of this process may use at once, by group. By default what
-            they may use now; not known if `cpus` is given.
+            they may use now; unknown if `cpus` is given.
 
     Attributes:
         jobs: jobs that competed for the same CPUs at the last `update`, this one included.
-        reading_loaders: most loaders that this job may have if they wait for I/O, as of the last
-            `update`; None if there is no such bound.
+        reading_loaders: maximum number of loaders that this job may have if they wait for I/O, as
+            of the last `update`; None if there is no such bound.
         processes: ids of the other processes that competed for the same CPUs then.
 
     Raises:
-        PermissionError: if others may write to the default folder, or something else is there.
+        PermissionError: if others may write to the default folder, or something else is in its
+            place.
     """
 
     def __init__(
@@ -72,18 +73,18 @@ class HostBudget:
 
     @property
     def cpus(self) -> float:
-        """CPUs that this process may use if nobody else does."""
+        """CPUs that this process may use if no other process does."""
         return self._cpus
 
     def update(self, job: JobModel, reading: ReadingNeed | None = None) -> float:
-        """Writes the model of this job and returns its part of the CPUs.
+        """Write the model of this job and return its part of the CPUs.
 
         Args:
             job: the model as of now.
             reading: its need if the loaders mostly wait for I/O, None if they do not.
 
         Returns:
-            CPUs that the loaders of this job may use; all of its own if nobody else may run on
+            CPUs that the loaders of this job may use; all of its own if no other process may run on
             them, and as many as the last time if another process keeps the file locked.
 
         Raises:
@@ -102,7 +103,7 @@ class HostBudget:
         return self._part
 
     def leave(self) -> None:
-        """Gives this job's part back to the others."""
+        """Return this job's part to the others."""
         with contextlib.suppress(OSError), locked(self._path.with_suffix(".lock")):
             entries = self._read()
             entries.pop(self._name, None)
@@ -114,7 +115,7 @@ class HostBudget:
             process = {**_identity(os.getpid()), "written": time.time()}
             entries[self._name] = {**process, **own.to_dict()}
             write_json(self._path, entries)
-            # unreadable ones stay in the file: those who wrote them can read them
+            # unreadable entries stay in the file: their writers can read them
             found = {name: entry_of(values, self._path) for name, values in entries.items()}
             jobs = {name: entry for name, entry in found.items() if entry is not None}
         return jobs, {name: int(entries[name]["pid"]) for name in jobs}
@@ -131,12 +132,12 @@ def _identity(pid: int) -> dict[str, Any]:
     try:
         return {"pid": pid, "started": psutil.Process(pid).create_time()}
     except (psutil.Error, RuntimeError, ValueError) as error:
-        # as in a container whose /proc lacks the time of the start
+        # for example in a container whose /proc lacks the start time
         raise OSError(f"the system does not tell when process {pid} started ({error})") from error
 
 
 def _is_alive(entry: Any, path: Path) -> bool:
-    """Whether the process of an entry still trains, and is not another one with the same number."""
+    """Tell whether an entry's process still trains, and is not a new one with the same id."""
     try:
         if not abs(time.time() - float(entry["written"])) <= LONGEST_SILENCE_SECONDS:
             return False  # its training ended in an error, and the process lives on

@@ -1,4 +1,4 @@
-"""When a training asks for its part of the host, and lets the others know that it lives."""
+"""A training's requests for its part of the host, and its signs of life to the other jobs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger = logging.getLogger("keras_het")
 _SECONDS_BETWEEN_UPDATES = 1.0
 _NOTHING_YET = JobModel(loader_seconds=1e-6, device_seconds=1e-6)
 _SECONDS_OF_SILENCE = 60.0
-"""Far less than the silence after which a job counts no longer."""
+"""Far less than the silence after which a job no longer counts."""
 
 
 class CpuPart:
-    """The part of the host that one training has.
+    """The part of the host that one training holds.
 
     Args:
         budget: divides the host among its jobs; None if this job is alone.
-        clock: seconds that never go back.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class CpuPart:
 
     @property
     def reading_loaders(self) -> int | None:
-        """Most loaders that may wait for I/O, None if nothing bounds them."""
+        """Maximum number of loaders that may wait for I/O, None if nothing bounds them."""
         return None if self._budget is None else self._budget.reading_loaders
 
     @property
@@ -47,13 +47,13 @@ class CpuPart:
         return frozenset() if self._budget is None else self._budget.processes
 
     def announce(self) -> None:
-        """Lets the others know of this job, and it of them, before anything was measured."""
+        """Let the others know of this job, and it of them, before anything is measured."""
         if self._budget is not None and self._job is None:
-            with contextlib.suppress(OSError):  # `update` says so
+            with contextlib.suppress(OSError):  # `update` reports it
                 self._budget.update(_NOTHING_YET)
 
     def update(self, job: JobModel, reading: ReadingNeed | None = None) -> float | None:
-        """Takes a new model of the job, and writes it at most once a second.
+        """Accept a new model of the job, and write it at most once a second.
 
         Args:
             job: the model as of now.
@@ -66,15 +66,15 @@ class CpuPart:
         return self._write(_SECONDS_BETWEEN_UPDATES)
 
     def heartbeat(self) -> float | None:
-        """Called in every step: windows of long steps take longer than a job may be silent.
+        """Show that the job is alive; called in every step, as windows may outlast its silence.
 
         Returns:
-            As `update` does.
+            Same as `update`.
         """
         return self._write(_SECONDS_OF_SILENCE)
 
     def leave(self) -> None:
-        """Gives the part back."""
+        """Return the part."""
         if self._budget is not None:
             self._budget.leave()
 
@@ -94,7 +94,7 @@ class CpuPart:
         return part
 
     def _end(self) -> float | None:
-        """Shares no longer; what the others had of this host is not left to them."""
+        """Stop sharing; this job no longer leaves the others their part of this host."""
         budget, self._budget = self._budget, None
         if budget is None or not self._is_bounded:
             return None

@@ -1,4 +1,4 @@
-"""Those of the CPUs that this process may use that nobody uses."""
+"""Idle CPUs among those that this process may use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["IdleCpus", "own_cpus", "own_quotas", "usable_cpus"]
 
 
 class IdleCpus:
-    """How many CPUs that this process may use were idle since the last question.
+    """Number of CPUs usable by this process that were idle since the last query.
 
     In a container with a CPU quota, no more than what the quota leaves is idle.
 
@@ -51,7 +51,7 @@ class IdleCpus:
 
 
 def busy_and_idle_seconds(cpus: frozenset[int]) -> tuple[float, float]:
-    """Time that CPUs computed, for whomever, and that they were idle; zeros if it is hidden.
+    """Return the time that CPUs were busy, with any process, and idle; zeros if it is hidden.
 
     Args:
         cpus: their ids.
@@ -59,9 +59,9 @@ def busy_and_idle_seconds(cpus: frozenset[int]) -> tuple[float, float]:
     try:
         times = psutil.cpu_times(percpu=True)
     except (psutil.Error, OSError, RuntimeError, ValueError, IndexError):
-        return 0.0, 0.0  # a container that hides it: none is known to be idle
+        return 0.0, 0.0  # a container that hides it: no CPU is known to be idle
     chosen = [times[cpu] for cpu in cpus if cpu < len(times)] or times
-    # what guests use is in `user`, and what the hypervisor gave away is nobody's here
+    # guests' time is in `user`, and time that the hypervisor gave away belongs to no process here
     names = ("user", "nice", "system", "irq", "softirq")
     busy = sum(getattr(entry, name, 0.0) for entry in chosen for name in names)
     # a CPU whose threads wait for the disk is free
@@ -69,13 +69,13 @@ def busy_and_idle_seconds(cpus: frozenset[int]) -> tuple[float, float]:
 
 
 def _cpu_seconds(folder: Path, cgroups: Path) -> float:
-    """CPU time that a cgroup used; where nothing tells, that of this process."""
+    """CPU time that a cgroup used; if unavailable, that of this process."""
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "cpu.stat").read_text().splitlines():
             if line.startswith("usage_usec"):
                 return int(line.split()[1]) / 1e6
     _, *path = folder.relative_to(cgroups).parts or ("",)
-    # version 1 may have the controllers cpu and cpuacct in hierarchies of their own
+    # version 1 may have the controllers cpu and cpuacct in separate hierarchies
     for account in (folder, cgroups.joinpath("cpuacct", *path)):
         with contextlib.suppress(OSError, ValueError):
             return int((account / "cpuacct.usage").read_text()) / 1e9

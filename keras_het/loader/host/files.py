@@ -1,4 +1,4 @@
-"""Small JSON files that a user's jobs on a host share, whatever is put in their place."""
+"""Small JSON files that a user's jobs on a host share, safe against whatever replaces them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger("keras_het")
 
 LARGEST_BYTES = 1 << 20
-"""Of a file; some thousand jobs need less."""
+"""Of a file; a few thousand jobs need less."""
 _LONGEST_WAIT_SECONDS = 0.1
 _SECONDS_BETWEEN_TRIALS = 0.005
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -28,17 +28,17 @@ _warned: set[Path] = set()
 
 
 def own_folder() -> Path:
-    """The user's folder among the temporary files, made if it is not there.
+    """Return the user's folder among the temporary files, creating it if it is missing.
 
     Raises:
-        PermissionError: if something is in its place that another user may have put there or may
-            write to: a link, a file, or a folder of another owner or with other rights.
+        PermissionError: if something that another user may have created or may write to is in its
+            place: a link, a file, or a folder with another owner or other permissions.
     """
     user = os.getuid() if hasattr(os, "getuid") else "user"
     folder = Path(tempfile.gettempdir()) / f"keras_het-{user}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()  # not what a link leads to
+    found = folder.lstat()  # not the target of a link
     is_private = not hasattr(os, "getuid") or (
         found.st_uid == os.getuid() and not found.st_mode & _OTHERS_MAY_WRITE
     )
@@ -53,16 +53,16 @@ def own_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock, which the end of the process releases.
+    """Hold a lock, which the end of the process releases.
 
-    The training step waits, so that a process that is stopped with the lock must not stop it.
+    The training step waits for it, so a process that was stopped with the lock must not stop it.
 
     Args:
         path: the lock's file.
 
     Raises:
-        BlockingIOError: if another process still has the lock after a while.
-        OSError: if there can be no such file, as where a link is in its place.
+        BlockingIOError: if another process still holds the lock after a while.
+        OSError: if there can be no such file, for example if a link is in its place.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():  # versions of filelock before 3.20 follow it
@@ -81,10 +81,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds; None, with one warning, for what is no small JSON file of this user.
+    """Read a file; None, with one warning, unless it is a small JSON file of this user.
 
     Args:
-        path: the file, which may be missing: then None without a word.
+        path: the file, which may be missing: then None without a warning.
     """
     try:
         return json.loads(_read(path))
@@ -96,12 +96,12 @@ def read_json(path: Path) -> Any:
 
 
 def ignore(path: Path, error: BaseException, what: str = "what it holds") -> None:
-    """Says, once for each file, that something in it does not count.
+    """Report, once per file, that something in it is ignored.
 
     Args:
         path: the file.
-        error: why.
-        what: the part of it.
+        error: the reason.
+        what: the ignored part of it.
     """
     level = logging.DEBUG if path in _warned else logging.WARNING
     _warned.add(path)
@@ -109,7 +109,7 @@ def ignore(path: Path, error: BaseException, what: str = "what it holds") -> Non
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Replaces a file, and whatever else is in its place, by one that holds `values`.
+    """Replace a file, and whatever else is in its place, with one that holds `values`.
 
     A process that is killed meanwhile leaves the old file or the new one.
 

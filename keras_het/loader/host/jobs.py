@@ -1,4 +1,4 @@
-"""How the jobs of a host divide the CPUs for which they compete, and its reading threads."""
+"""Division of the CPUs that jobs of a host compete for, and of its reading threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEWEST_CPUS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What some jobs may use together.
+    """CPUs that some jobs may use together.
 
     Args:
         names: the jobs, at least one.
@@ -27,16 +27,16 @@ class Bound:
     cpus: float
 
     def is_exceeded_by(self, parts: Mapping[str, float]) -> bool:
-        """Whether these parts are too much; the order of a sum, other in each process, is not."""
+        """Tell whether these parts are too much; insensitive to the order of summation."""
         return sum(parts[name] for name in self.names) > self.cpus * (1 + 1e-9)
 
     def among(self, names: Collection[str]) -> list[Bound]:
-        """The bound for those of its jobs that are named, if any."""
+        """Return the bound for the named ones of its jobs, if any."""
         common = self.names.intersection(names)
         return [Bound(common, self.cpus)] if common else []
 
     def after(self, given: Mapping[str, float]) -> list[Bound]:
-        """The bound for the rest of its jobs, if any, once some have their parts."""
+        """Return the bound for the rest of its jobs, if any, once some have their parts."""
         rest = self.names.difference(given)
         used = sum(part for name, part in given.items() if name in self.names)
         left = min(self.cpus, max(self.cpus - used, _FEWEST_CPUS))
@@ -46,21 +46,21 @@ class Bound:
 def divided(
     jobs: Mapping[str, JobModel], total: float, bounds: Sequence[Bound]
 ) -> dict[str, float]:
-    """Divides CPUs by marginal gain; what some jobs may not use is for the others.
+    """Divide CPUs by marginal gain; what bounded jobs may not use goes to the others.
 
     Args:
         jobs: model of each job, by name.
         total: CPUs to divide.
-        bounds: what some of them may use together.
+        bounds: CPUs that some of them may use together.
 
     Returns:
-        The part of each job, a tenth of a CPU at least if no bound forbids it.
+        The part of each job, at least a tenth of a CPU if no bound forbids it.
     """
     parts = _without_bounds(jobs, total)
     over = [bound for bound in bounds if bound.is_exceeded_by(parts)]
     if not over:
         return parts
-    # the one of most jobs first: those of the others that it holds are divided within it
+    # the bound with the most jobs first: bounds within it are divided inside it
     outer = max(over, key=lambda bound: len(bound.names))
     others = [bound for bound in bounds if bound is not outer]
     inside = divided(
@@ -68,7 +68,7 @@ def divided(
         outer.cpus,
         [part for bound in others for part in bound.among(outer.names)],
     )
-    # a loader each may be more than it
+    # one loader each may exceed it
     scale = min(1.0, outer.cpus / sum(inside.values()))
     inside = {name: scale * part for name, part in inside.items()}
     rest = {name: job for name, job in jobs.items() if name not in outer.names}
@@ -90,12 +90,12 @@ _UNKNOWN = "unknown"
 _LARGEST = 1e15
 """More than any count, or time in seconds since 1970."""
 _MOST_READERS = 1024
-"""More threads than a job has; they are given one by one, while its training waits."""
+"""More threads than a job has; they are assigned one by one, while its training waits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a job tells the others.
+    """Information that a job shares with the others.
 
     Args:
         job: its model.
@@ -103,7 +103,7 @@ class Entry:
         cpu_set: ids of the CPUs that it may run on, at least one.
         reading: its need if its loaders mostly wait for I/O, None if they do not.
         io_budget: reading threads of all jobs of the host, None if its user gave none.
-        quotas: CPUs that its cgroups may use at once, by group; None if that is not known.
+        quotas: CPUs that its cgroups may use at once, by group; None if unknown.
 
     Raises:
         ValueError: if it may use no CPU.
@@ -133,9 +133,9 @@ class Entry:
 
     @property
     def known_quotas(self) -> Mapping[str, float]:
-        """Its quotas; all jobs of which they are not known are taken to share one.
+        """Its quotas; all jobs with unknown quotas are assumed to share one.
 
-        `_bounds` has them share those of each other group too.
+        `_bounds` makes them share those of every other group too.
         """
         if self.quotas is not None:
             return self.quotas
@@ -143,11 +143,11 @@ class Entry:
 
 
 def entry_of(values: Any, path: Path) -> Entry | None:
-    """The entry that a job wrote, None if another version of this package wrote it otherwise.
+    """Parse a job's entry; None if another version of this package wrote it differently.
 
     Args:
-        values: what `Entry.to_dict` gave.
-        path: the file that has it.
+        values: the result of `Entry.to_dict`.
+        path: the file that contains it.
     """
     try:
         cpu_set = frozenset(int(_number(cpu)) for cpu in values["cpu_set"])
@@ -177,7 +177,7 @@ def _numbers(values: Any) -> dict[str, float]:
 
 
 def _quotas_of(values: Any) -> dict[str, float] | None:
-    """What a job wrote of its quotas; earlier versions wrote nothing of them."""
+    """Parse a job's quotas; earlier versions did not write them."""
     if values is None:
         return None
     quotas = {str(group): float(quota) for group, quota in values.items()}
@@ -187,19 +187,19 @@ def _quotas_of(values: Any) -> dict[str, float] | None:
 
 
 def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, list[str]]:
-    """A job's part of the CPUs for which it competes.
+    """Return a job's part of the CPUs for which it competes.
 
     Jobs compete if their sets of CPUs overlap, or each overlaps that of a third. All of them divide
-    the CPUs of all their sets by marginal gain, those of a cgroup at most its quota; what nobody
-    gains from is divided evenly. All compute the same.
+    the CPUs of all their sets by marginal gain, those of a cgroup at most its quota; CPUs from
+    which no job gains are divided evenly. All compute the same result.
 
     Args:
         name: the job.
         entries: all jobs of the host, by name.
 
     Returns:
-        CPUs for its loaders, at most those that it may use; names of the jobs that compete, its own
-        included.
+        CPUs for its loaders, at most those that it may use; names of the competing jobs, including
+        its own.
     """
     names = sorted(_competitors(name, entries))
     own = entries[name]
@@ -212,7 +212,7 @@ def part_of(name: str, entries: Mapping[str, Entry]) -> tuple[float, list[str]]:
 
 
 def readers_of(name: str, entries: Mapping[str, Entry], now: float) -> int | None:
-    """A job's part of the reading threads that a user gave the host; all compute the same.
+    """Return a job's part of the host's reading threads; all compute the same result.
 
     Args:
         name: the job.
@@ -220,7 +220,7 @@ def readers_of(name: str, entries: Mapping[str, Entry], now: float) -> int | Non
         now: time, in seconds since 1970.
 
     Returns:
-        Threads that it may have; None if nobody gave a number, or the job does not read.
+        Threads that it may have; None if no user gave a number, or the job does not read.
     """
     given = [entry.io_budget for entry in entries.values() if entry.io_budget is not None]
     needs = {
@@ -235,7 +235,7 @@ def readers_of(name: str, entries: Mapping[str, Entry], now: float) -> int | Non
 
 
 def _bounds(jobs: Mapping[str, Entry]) -> list[Bound]:
-    """What each job may use, and what those of each cgroup with a quota may use together."""
+    """Return each job's bound, and the joint bounds of the cgroups with quotas."""
     bounds = [Bound(frozenset({name}), entry.cpus) for name, entry in jobs.items()]
     for group in sorted({group for entry in jobs.values() for group in entry.known_quotas}):
         quotas = {
@@ -243,9 +243,9 @@ def _bounds(jobs: Mapping[str, Entry]) -> list[Bound]:
             for name, entry in jobs.items()
             if group in entry.known_quotas
         }
-        # An earlier version tells no groups; most jobs of a user are in one.
+        # An earlier version reports no groups; most jobs of a user are in one.
         unknown = {name for name, entry in jobs.items() if _UNKNOWN in entry.known_quotas}
-        # they differ where it was changed meanwhile
+        # they differ if it was changed meanwhile
         bounds.append(Bound(frozenset(unknown.union(quotas)), max(quotas.values())))
     return bounds
 

@@ -1,4 +1,4 @@
-"""Memory that this process may still use."""
+"""Memory still available to this process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Limit, use, and the part of it that is given back, of cgroups of versions 2 and 1."""
+"""Limit, usage, and reclaimable part of it, of cgroups of versions 2 and 1."""
 
 
 def available_memory(cgroups: Path = CGROUPS, membership: Path | None = None) -> int:
-    """Bytes that are available: of the host, bounded by what the limits of the cgroups leave.
+    """Return the available bytes: of the host, bounded by what the limits of the cgroups leave.
 
-    Files that the kernel keeps in memory and nobody uses count as available.
+    Files that the kernel caches in memory and no process uses count as available.
 
     Args:
         cgroups: where the cgroup file systems are mounted.
@@ -37,9 +37,9 @@ def available_memory(cgroups: Path = CGROUPS, membership: Path | None = None) ->
 
 
 def _left_in(folder: Path) -> int | None:
-    """Bytes that the limit of a cgroup leaves, None without a limit."""
+    """Return the bytes that the limit of a cgroup leaves, None without a limit."""
     for limit, used, unused in _FILES:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
             free = int((folder / limit).read_text()) - int((folder / used).read_text())
             return max(free + _statistic(folder, unused), 0)
     return None

@@ -1,4 +1,4 @@
-"""To whom a loader's threads give way."""
+"""Priority of a loader's threads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from keras_het.loader.host.cpus import busy_and_idle_seconds, own_cpus
 
 
 class ForeignLoad:
-    """How many of the CPUs that this process may run on others used, and nobody.
+    """CPUs usable by this process that other processes used, and idle ones.
 
-    Others are all but this process and those that share the host with it by `HostBudget`.
+    Other processes are all except this one and those that share the host with it by `HostBudget`.
 
     Attributes:
         cpus: ids of the CPUs that this process may run on.
@@ -29,13 +29,13 @@ class ForeignLoad:
         return time.monotonic() - self._last[0]
 
     def read(self, friends: Collection[int] = ()) -> tuple[float, float] | None:
-        """CPUs of others and idle ones, on average since the last reading.
+        """Return the CPUs used by others and the idle ones, on average since the last reading.
 
         Args:
             friends: ids of the processes that share the host with this one.
 
         Returns:
-            None if it is not known: the system does not tell, or a friend is new.
+            None if unknown: the system does not tell, or a friend is new.
         """
         last, self._last = self._last, self._sample(friends)
         seconds = self._last[0] - last[0]
@@ -63,26 +63,27 @@ def _cpu_seconds(process: int | None) -> float | None:
 
 
 _IDLE = 0.1
-"""Part of the CPUs that is idle, from which nobody is in anybody's way."""
+"""Idle part of the CPUs from which on no process is in another's way."""
 _MUCH, _LITTLE = 1 / 3, 1 / 6
-"""Parts of the CPUs that others use, from which and up to which they count as busy."""
+"""Parts of the CPUs used by others, from which and up to which they count as busy."""
 _SECONDS = 0.25
-"""Time that a reading covers at least: the system counts in hundredths of a second."""
+"""Least time that a reading covers: the system counts in hundredths of a second."""
 _BUSY_READINGS = 6
-"""Readings in a row until others count as busy: a job that shares the host tells so within 1 s."""
+"""Readings in a row until others count as busy: a job sharing the host reports it within 1 s."""
 _CALM_READINGS = 12
 
 
 class LoaderPriority:
-    """The nice value of a pipeline's own threads: they give way to training steps alone.
+    """The nice value of a pipeline's own threads: they yield to training steps alone.
 
-    A step takes a few milliseconds and then leaves the CPU: to let it go first costs a loader
-    little. Another program that computes without end would go first for ever: while others keep the
-    host busy, and until it is known, the threads have the priority of their process.
+    A step takes a few milliseconds and then leaves the CPU: yielding to it costs a loader little.
+    Another program that computes without end would have priority forever: while others keep the
+    host busy, and until that is known, the threads have the priority of their process.
 
     Args:
+        nice: nice value of threads that yield; 0 leaves them alone.
         nice: nice value of threads that give way; 0 leaves them alone.
-        load: what others use, measured here by default.
+        load: load of others, measured here by default.
     """
 
     def __init__(self, nice: int, load: ForeignLoad | None = None) -> None:
@@ -98,11 +99,11 @@ class LoaderPriority:
         return self._nice if self._gives_way else 0
 
     def observe(self, friends: Collection[int] = ()) -> bool:
-        """Looks at the host, if the last look was a while ago.
+        """Look at the host, if the last look was a while ago.
 
         Args:
             friends: ids of the processes that share the host with this one, to whose steps the
-                threads give way too.
+                threads yield too.
 
         Returns:
             Whether `value` has changed.
@@ -124,5 +125,5 @@ class LoaderPriority:
         return True
 
     def cost_threads(self) -> None:
-        """Gives way again after four times as long: to take it back cost this user new threads."""
+        """Yield again only after four times as long: reverting cost this user new threads."""
         self._calm_readings *= 4

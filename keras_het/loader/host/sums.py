@@ -1,4 +1,4 @@
-"""What a host and a pipeline's threads did while steps were measured."""
+"""Activity of a host and a pipeline's threads while steps were measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keras_het.loader.host.threads import LoaderThreads
 
 
 class HostSums:
-    """Sums over the parts of a window; what is between two parts does not count."""
+    """Sums over the parts of a window; time between two parts does not count."""
 
     def __init__(self) -> None:
         self._idle = IdleCpus()
@@ -17,28 +17,28 @@ class HostSums:
         self._clear()
 
     def begin(self, threads: LoaderThreads | None) -> None:
-        """Starts a new window.
+        """Start a new window.
 
         Args:
-            threads: the pipeline's own threads, None if they are not known.
+            threads: the pipeline's own threads, None if unknown.
         """
         self._clear()
         self.mark(threads)
 
     def mark(self, threads: LoaderThreads | None) -> None:
-        """Starts a part.
+        """Start a part.
 
         Args:
-            threads: the pipeline's own threads, None if they are not known.
+            threads: the pipeline's own threads, None if unknown.
         """
         self._idle.read()
         self._mark = time.monotonic(), threads.times() if threads is not None else None
 
     def add(self, threads: LoaderThreads | None) -> None:
-        """Ends a part.
+        """End a part.
 
         Args:
-            threads: the pipeline's own threads, None if they are not known.
+            threads: the pipeline's own threads, None if unknown.
         """
         if self._mark is None:
             return
@@ -61,12 +61,12 @@ class HostSums:
 
     @property
     def loader_cpu_seconds(self) -> float | None:
-        """CPU time of the pipeline's threads; None if it is not known."""
+        """CPU time of the pipeline's threads; None if unknown."""
         return self._cpu if self._knows_cpu else None
 
     @property
     def loader_queue_seconds(self) -> float | None:
-        """Time that the pipeline's threads waited for a CPU; None if it is not known."""
+        """Time that the pipeline's threads waited for a CPU; None if unknown."""
         return self._queue if self._knows_cpu else None
 
     def _clear(self) -> None:

@@ -1,4 +1,4 @@
-"""The threads of a pipeline's own pool: their CPU time and their priority."""
+"""Threads of a pipeline's own pool: their CPU time and their priority."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LoaderThreads:
     """Threads that were started while a pipeline's iterator was made.
 
     Attributes:
-        ids: ids of the threads in the operating system; empty where it does not tell.
+        ids: ids of the threads in the operating system; empty if it does not tell.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class LoaderThreads:
 
     @contextlib.contextmanager
     def started_here(self) -> Iterator[None]:
-        """Takes the threads that start inside the `with` block for the pipeline's own."""
+        """Assign threads that start inside the `with` block to the pipeline."""
         with _creating:
             before = _thread_ids()
             yield
@@ -35,14 +35,14 @@ class LoaderThreads:
         self.ids = frozenset(started - of_python)
 
     def cpu_seconds(self) -> float | None:
-        """CPU time that they used so far; None where the operating system does not tell."""
+        """CPU time that they used so far; None if the operating system does not tell."""
         times = self.times()
         return None if times is None else times[0]
 
     def times(self) -> tuple[float, float] | None:
         """CPU time that they used so far, and time that they waited for a CPU.
 
-        None where the operating system does not tell.
+        None if the operating system does not tell.
 
         Reference:
             https://docs.kernel.org/scheduler/sched-stats.html (/proc/PID/schedstat)
@@ -59,14 +59,14 @@ class LoaderThreads:
         return runs / 1e9, queues / 1e9
 
     def lower_priority(self, nice: int) -> bool:
-        """Lets everything else go first where CPUs are short: the training step above all.
+        """Let everything else run first when CPUs are scarce: above all the training step.
 
         Args:
-            nice: their nice value, relative to that of this process; 0 leaves them alone, or takes
-                back what they had.
+            nice: their nice value, relative to that of this process; 0 leaves them alone, or
+                restores their earlier value.
 
         Returns:
-            Whether it was permitted: who is not root may raise a nice value, and not lower it.
+            Whether it was permitted: without root, a nice value can be raised but not lowered.
         """
         before, self._nice = self._nice, nice
         if nice == before or not self.ids:
@@ -84,7 +84,7 @@ class LoaderThreads:
 
 
 def start(dataset: Any) -> Any:
-    """A new iterator, of which `threads_of` gives the threads if its pool is its own.
+    """Return a new iterator; `threads_of` gives its threads if it has a private pool.
 
     Args:
         dataset: a `tf.data.Dataset`.
@@ -98,13 +98,13 @@ def start(dataset: Any) -> Any:
 
 
 def with_threads(iterator: Any, threads: LoaderThreads) -> Any:
-    """The same iterator, of which `threads_of` gives these threads."""
+    """Return the same iterator, with these threads as the result of `threads_of`."""
     iterator.keras_het_threads = threads
     return iterator
 
 
 def threads_of(iterator: Any) -> LoaderThreads | None:
-    """The threads of an iterator's own pool, None if it has none or they are not known."""
+    """Return the threads of an iterator's own pool, None without one or if unknown."""
     return getattr(iterator, "keras_het_threads", None)
 
 

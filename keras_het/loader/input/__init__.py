@@ -1,1 +1,1 @@
-"""What `fit` iterates: distributed data sets and their passes."""
+"""Input that `fit` iterates: distributed data sets and their passes."""

@@ -1,4 +1,4 @@
-"""Global batches one by one, of which only the wanted ones are cut."""
+"""Sources of global batches, one by one, that cut only the wanted ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from keras_het.planning.shares import apportion
 
 
 class PipelineSource:
-    """A pipeline that takes an order for each batch; unwanted ones are ordered with no rows.
+    """A pipeline that takes an order for each batch; unwanted batches get orders for no rows.
 
     Args:
         pipeline: data set of ((batch of each local replica), sizes, fingerprint).
         orders: the orders that `pipeline` takes, none of them given yet.
         weights: current share weights, one for each replica of the orders.
-        batch_rows: rows of a full global batch, 0 if not known.
-        keep_alive: what holds the functions that `pipeline` calls.
+        batch_rows: rows of a full global batch, 0 if unknown.
+        keep_alive: an object that holds the functions that `pipeline` calls.
     """
 
     def __init__(
@@ -36,30 +36,30 @@ class PipelineSource:
         self._iterator = HeldIterator(pipeline, keep_alive)
 
     def order(self, wanted: bool) -> None:
-        """Announces whether the next batch that was not announced yet will be wanted."""
+        """Announce whether the next unannounced batch will be wanted."""
         weights = tuple(self._weights())
         self._wanted.append(wanted)
         self._orders.put(weights if wanted else (0.0,) * len(weights), self._rows, False)
 
     def read(self) -> Element | None:
-        """The next batch, None if it was not wanted."""
+        """Return the next batch, None if it was not wanted."""
         batches, sizes, _ = self._iterator.read()
         return (list(batches), sizes.numpy()) if self._wanted.popleft() else None
 
     def close(self) -> None:
-        """Ends the pass, and wakes up the pipeline if it waits for an order."""
+        """End the pass, and wake up the pipeline if it waits for an order."""
         self._orders.close()
         self._iterator.release(lambda: None)
 
 
 class SlicedSource:
-    """A pipeline of whole batches that are cut by their consumer.
+    """A pipeline of whole batches that its consumer cuts.
 
     Args:
         pipeline: data set of global batches.
         weights: current share weights, one for each replica.
         local: replicas whose part is wanted.
-        keep_alive: what holds the functions that `pipeline` calls.
+        keep_alive: an object that holds the functions that `pipeline` calls.
     """
 
     def __init__(self, pipeline: Any, weights: Weights, local: range, keep_alive: Any) -> None:
@@ -68,11 +68,11 @@ class SlicedSource:
         self._iterator = HeldIterator(pipeline, keep_alive)
 
     def order(self, wanted: bool) -> None:
-        """Announces whether the next batch that was not announced yet will be wanted."""
+        """Announce whether the next unannounced batch will be wanted."""
         self._ordered.append(tuple(self._weights()) if wanted else None)
 
     def read(self) -> Element | None:
-        """The next batch, None if it was not wanted."""
+        """Return the next batch, None if it was not wanted."""
         batch, weights = self._iterator.read(), self._ordered.popleft()
         if weights is None:
             return None
@@ -81,10 +81,10 @@ class SlicedSource:
         return parts[self._local.start : self._local.stop], sizes
 
     def close(self) -> None:
-        """Ends the pass."""
+        """End the pass."""
         self._iterator.release(lambda: None)
 
 
 def repeated(weights: Weights, times: int) -> Callable[[], tuple[float, ...]]:
-    """The weights of all replicas in each of several parts of a batch."""
+    """Return the weights of all replicas in each of several parts of a batch."""
     return lambda: tuple(weights()) * times

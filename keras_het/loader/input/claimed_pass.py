@@ -1,4 +1,4 @@
-"""One pass of which others take some of the global batches."""
+"""A pass in which others take some of the global batches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from keras_het.loader.input.data_pass import DataPass, Element
 
 
 class Claims(Protocol):
-    """Tells, batch by batch in order, which are one's own."""
+    """Tells, batch by batch in order, which ones belong to this process."""
 
     @property
     def passes_before(self) -> tuple[bool, ...]:
         """Passes over the data before this one, for each whether it was iterated.
 
-        They decide the order of samples, and are the same on all workers that share the pass.
+        They determine the order of samples, and are the same on all workers that share the pass.
         """
 
     @property
@@ -28,26 +28,26 @@ class Claims(Protocol):
     def left_over(self) -> collections.deque[Element]:
         """Steps of own batches that are still to be delivered.
 
-        A pass begins with them, and leaves in it what it does not come to: Keras may end its epoch
+        A pass begins with them, and leaves in it what it does not get to: Keras may end its epoch
         in the middle of a batch.
         """
 
     def is_known(self, batch: int) -> bool:
-        """Whether it is known already whose batch this is.
+        """Tell whether the owner of this batch is known already.
 
         Args:
             batch: number of a global batch in the pass, from 0.
         """
 
     def owns(self, batch: int) -> bool:
-        """Whether a batch is one's own; may wait for the answer.
+        """Tell whether a batch belongs to this process; may wait for the answer.
 
         Args:
             batch: number of a global batch in the pass, from 0; numbers only grow.
         """
 
     def is_over(self, batch: int) -> bool:
-        """Whether this batch and all later ones belong to others.
+        """Tell whether this batch and all later ones belong to others.
 
         Args:
             batch: number of a global batch in the pass.
@@ -55,31 +55,31 @@ class Claims(Protocol):
 
 
 class BatchSource(Protocol):
-    """Gives the global batches of a pass one by one, cut if they are wanted."""
+    """Yields the global batches of a pass one by one, cut if they are wanted."""
 
     def order(self, wanted: bool) -> None:
-        """Announces whether the next batch that was not announced yet will be wanted."""
+        """Announce whether the next unannounced batch will be wanted."""
 
     def read(self) -> Element | None:
-        """The next batch, cut for the local replicas, None if it was not wanted.
+        """Return the next batch, cut for the local replicas, None if it was not wanted.
 
         Raises:
             StopIteration: at the end of the data.
         """
 
     def close(self) -> None:
-        """Ends the pass."""
+        """End the pass."""
 
 
 class ClaimedPass(DataPass):
-    """Delivers one's own batches and passes over the others.
+    """Delivers the batches of this process and skips the others.
 
-    A batch may be delivered in several parts, each a step of its own, for a worker whose memory or
-    patience is smaller than the sync group's.
+    A batch may be delivered in several parts, each a separate step, for a worker with less memory
+    or patience than the sync group.
 
     Args:
         source: the global batches in order.
-        claims: which are one's own.
+        claims: which batches belong to this process.
         lookahead: batches that may be announced ahead.
         number: number of passes over the data before this one.
     """
@@ -105,14 +105,14 @@ class ClaimedPass(DataPass):
         return self._parts.popleft()
 
     def _announce(self) -> None:
-        """Announces the next batch, and those after it of which the owner is known."""
+        """Announce the next batch, and those after it whose owner is known."""
         while len(self._announced) <= self._lookahead and not self._claims.is_over(self._next):
             if self._announced and not self._claims.is_known(self._next):
                 return
             wanted = self._claims.owns(self._next)
             if not wanted and self._claims.is_over(self._next):
                 return
-            if not self._claims.is_known(self._next):  # to pass over it would lose it
+            if not self._claims.is_known(self._next):  # skipping it would lose it
                 raise RuntimeError(
                     f"Batch {self._next} was asked for before it was known whose it is. Expected: "
                     "at most `steps_per_execution` steps between two calls of "
@@ -127,7 +127,7 @@ class ClaimedPass(DataPass):
 
 
 def split_element(element: Element, num_parts: int) -> list[Element]:
-    """Cuts a batch for num_parts * n replicas into steps of n replicas; empty ones are left out."""
+    """Cut a batch for num_parts * n replicas into steps of n replicas; empty ones are left out."""
     batches, sizes = element
     each = len(sizes) // num_parts
     parts = [

@@ -1,4 +1,4 @@
-"""One pass over the data, which can be rewound after a look at its first element."""
+"""A pass over the data that can be rewound after a look at its first element."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Element = tuple[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"]
 
 
 class DataPass(abc.ABC):
-    """One pass over the data.
+    """A pass over the data.
 
     Args:
         number: number of passes over the data before this one.
-        first_step: steps of this pass that are left out.
-        num_steps: steps of a whole pass, negative if not known.
+        first_step: steps of this pass to skip.
+        num_steps: steps of a whole pass, negative if unknown.
 
     Attributes:
         delivered: elements delivered so far.
         ended: whether the end of the data was reached.
-        fingerprint: hash of the first global batch, None if it is not known.
+        fingerprint: hash of the first global batch, None if unknown.
         on_end: called when the end of the data is reached.
         was_executed: whether a training step has used an element.
     """
@@ -43,10 +43,10 @@ class DataPass(abc.ABC):
         self._closed = False
 
     def next_element(self) -> Element:
-        """The next batches of the local replicas and all sizes.
+        """Return the next batches of the local replicas and all sizes.
 
         Returns:
-            A list with one element structure for each local replica, and int64 sizes of shape
+            A list with one element structure per local replica, and int64 sizes of shape
             [num_replicas].
 
         Raises:
@@ -77,7 +77,7 @@ class DataPass(abc.ABC):
         self.close()
 
     def rewind(self) -> bool:
-        """Goes back to the first element, once, if nothing but that was delivered.
+        """Return to the first element, once, if no other was delivered.
 
         Returns:
             Whether the run starts again at its first element.
@@ -88,10 +88,10 @@ class DataPass(abc.ABC):
         return True
 
     def leave_out(self, steps: int) -> None:
-        """Goes on as a pass that begins after some of its steps; before any is used.
+        """Continue as a pass that begins after some of its steps; before any is used.
 
         Args:
-            steps: steps to leave out.
+            steps: steps to skip.
         """
         with contextlib.suppress(StopIteration):
             for _ in range(steps):
@@ -101,12 +101,12 @@ class DataPass(abc.ABC):
             self._first, self._rewound = None, False
 
     def cut_first_again(self) -> bool:
-        """Cuts what was looked at by the present weights; whether that is possible."""
+        """Cut the element that was looked at by the present weights; return whether possible."""
         return False
 
     @property
     def was_asked_on(self) -> bool:
-        """Whether more than the first element was asked for."""
+        """Whether more than the first element was requested."""
         return self._first is None
 
     @property
@@ -115,15 +115,15 @@ class DataPass(abc.ABC):
         return self.ended or self._closed
 
     def close(self) -> None:
-        """Ends the pass; what was prepared is dropped."""
+        """End the pass; prepared elements are dropped."""
         if not self._closed:
             self._closed = True
             self._free()
 
     @abc.abstractmethod
     def _produce(self) -> Element:
-        """Makes the next element, or raises StopIteration."""
+        """Make the next element, or raise StopIteration."""
 
     @abc.abstractmethod
     def _free(self) -> None:
-        """Gives back what the pass holds; called once."""
+        """Release the resources of the pass; called once."""

@@ -1,4 +1,4 @@
-"""What all distributed inputs share: they start epochs, resume, and pass for TF's in `fit`."""
+"""Common basis of distributed inputs: epochs, resumption, and acceptance by `fit`."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ logger = logging.getLogger("keras_het")
 
 
 class DistributedSteps(adapter.DistributedDataset):
-    """Base of the data sets that yield one element for each training step of all workers.
+    """Base of the data sets that yield one element per training step of all workers.
 
-    Keras's `fit` takes an instance as it takes TensorFlow's own distributed data sets. Iterators
+    Keras's `fit` accepts an instance like one of TensorFlow's own distributed data sets. Iterators
     are light until their first step. Keras draws one element of a throw-away iterator to build a
     model before it trains: an epoch of which only one element was drawn, and whose iterator is
-    gone, is handed to the next iterator from its start, so that the look costs neither an epoch's
-    order nor a second start of the pipeline.
+    gone, is handed to the next iterator from its start, so the look costs neither an epoch's order
+    nor a second start of the pipeline.
 
     Args:
         element_spec: specs of the batch of one replica.
         cardinality: steps in an epoch, or one of tf.data's two negative constants.
-        wrap: makes what the training step gets from the local batches and all sizes. If it has a
-            method `bound_to`, what that returns for this data set is used; `element_spec` of it
-            makes the type of that of the type of a batch.
+        wrap: makes the training step's input from the local batches and all sizes. If it has a
+            method `bound_to`, the result of calling that for this data set is used instead; its
+            `element_spec` turns the type of a batch into the type of that input.
         may_be_looked_at: whether the first element may be drawn to build a model, before the source
             is told that its epoch begins; after a look the epoch is handed over.
-        draws_once: whether what a pass has read cannot be had again: a new pass would go without,
-            or find its source changed.
+        draws_once: whether elements that a pass has read cannot be read again: a new pass would
+            miss them, or find its source changed.
         passes: counts the passes over the source, which other instances may have started.
 
     Attributes:
         samples_delivered: samples of all of its batches so far, over all replicas.
         replica_spec: specs of the batch of one replica.
         may_be_looked_at: whether Keras may draw an element before the first epoch begins.
-        epoch_steps: gives the steps of an epoch that Keras was told, None if it was not.
+        epoch_steps: returns the steps per epoch that Keras was given, None if it was not.
     """
 
     # The parent's constructor builds TensorFlow's own input pipeline, which ours replaces.
@@ -88,11 +88,11 @@ class DistributedSteps(adapter.DistributedDataset):
         return self._type_spec
 
     def reduce(self, initial_state: Any, reduce_fn: Callable[[Any, Any], Any]) -> Any:
-        """Folds a function over all elements; AutoGraph makes it of `for batch in data_set`.
+        """Fold a function over all elements; AutoGraph turns `for batch in data_set` into this.
 
         Args:
             initial_state: any structure of tensors.
-            reduce_fn: makes the next state of a state and an element.
+            reduce_fn: makes the next state from a state and an element.
         """
         if not tf.executing_eagerly():
             return self._in_graph().reduce(initial_state, reduce_fn)
@@ -105,7 +105,7 @@ class DistributedSteps(adapter.DistributedDataset):
 
     @property
     def takes_keras_arrays(self) -> bool:
-        """Whether `fit` was given arrays, of which Keras draws the order of samples."""
+        """Whether `fit` received arrays, for which Keras draws the order of samples."""
         return False
 
     @property
@@ -117,15 +117,15 @@ class DistributedSteps(adapter.DistributedDataset):
     def fingerprint(self) -> int | None:
         """Hash of the first global batch's rows in the latest epoch, the same on all workers.
 
-        None before its first step, and where the pipeline draws random values that make rows
-        differ between workers. If it differs between workers their orders differ: a shuffle
-        without a seed.
+        None before its first step, and if the pipeline draws random values that make rows differ
+        between workers. If it differs between workers their orders differ: a shuffle without a
+        seed.
         """
         return self._last.fingerprint if self._last else self._last_fingerprint
 
     @property
     def content(self) -> Mapping[str, str]:
-        """What tells this data from other data, equal on all workers; it reads none of a pass."""
+        """What tells this data from other data, equal on all workers; reads no element."""
         return {}
 
     @property
@@ -135,7 +135,7 @@ class DistributedSteps(adapter.DistributedDataset):
 
     @property
     def passes_started(self) -> int:
-        """Passes over the data that were started; a look at the first element starts one."""
+        """Number of passes started; a look at the first element starts one."""
         return self._runs_started
 
     def __len__(self) -> int:
@@ -145,16 +145,16 @@ class DistributedSteps(adapter.DistributedDataset):
 
     @property
     def running(self) -> DataPass | None:
-        """The pass that was started last, None before it or once nobody iterates it any more."""
+        """The latest pass, None before the first or once nothing iterates it any more."""
         return self._last
 
     @property
     def position(self) -> tuple[tuple[Pass, ...], int]:
-        """Where the data set is: what `start_at` needs to go on from here.
+        """The data set's position: what `start_at` needs to continue from here.
 
         Returns:
-            The passes that are behind, each with whether it was iterated (or how many steps, if it
-            was left before its end), and the steps of the present pass that are behind.
+            The completed passes, each with whether it was iterated (or how many steps, if it was
+            left before its end), and the completed steps of the present pass.
         """
         run = self._last
         if run is None or run.ended or run is self._looked_at:
@@ -168,19 +168,19 @@ class DistributedSteps(adapter.DistributedDataset):
         return StepIterator(functools.partial(self._open, number), self._drop, self._wrap, self)
 
     def start_at(self, passes: int | Sequence[Pass], step: int) -> None:
-        """Makes the next passes continue where an earlier process stopped.
+        """Make the next passes continue where an earlier process stopped.
 
         Shuffles continue as after `passes`, and the first `step` global batches of the next one are
-        left out, before any map that only the user of a row runs.
+        skipped, before any map that runs only on the user of a row.
 
         Args:
-            passes: passes over the data that are behind: a number of whole ones, or for each
-                whether it was iterated (Keras starts one at the end of each epoch that it does not
-                use), as `position` gives them.
-            step: steps of the next pass that are behind; later passes start at 0.
+            passes: completed passes over the data: a number of whole ones, or for each whether it
+                was iterated (Keras starts one at the end of each epoch that it does not use), as in
+                `position`.
+            step: completed steps of the next pass; later passes start at 0.
 
         Raises:
-            ValueError: if a number is negative, or the pipeline cannot go back to that order.
+            ValueError: if a number is negative, or the pipeline cannot return to that order.
         """
         if (isinstance(passes, int) and passes < 0) or step < 0:
             raise ValueError(
@@ -201,9 +201,9 @@ class DistributedSteps(adapter.DistributedDataset):
         self._first_step = step
 
     def cut_again(self) -> None:
-        """Makes weights that were set since a look at the first element count from the first step.
+        """Apply weights set since a look at the first element from the first step on.
 
-        Where the pipeline cannot go back, they count `lookahead` steps later, as in any step.
+        If the pipeline cannot go back, they count `lookahead` steps later, as in any step.
         """
         run = self._looked_at
         if run is None:
@@ -217,22 +217,22 @@ class DistributedSteps(adapter.DistributedDataset):
 
     @abc.abstractmethod
     def _seek(self, passes: tuple[Pass, ...]) -> None:
-        """Makes the next pass the one after `passes`."""
+        """Make the next pass the one after `passes`."""
 
     @abc.abstractmethod
     def _shuffle(self) -> Any:
-        """The node on whose orders that of a pass depends, None if nothing reshuffles."""
+        """The node whose orders determine that of a pass, None if nothing reshuffles."""
 
     @abc.abstractmethod
     def _let_go_by(self, passes: Iterable[Pass]) -> None:
-        """Lets passes go by before the next one."""
+        """Skip passes before the next one."""
 
     @abc.abstractmethod
     def _new_run(self, number: int, first_step: int) -> DataPass:
-        """Starts a pass."""
+        """Start a pass."""
 
     def _go_on_at(self, run: DataPass, passes: tuple[Pass, ...], step: int) -> None:
-        """Makes the pass that was looked at the one after `passes`, and goes on in it."""
+        """Make the pass that was peeked at the one after `passes`, and continue in it."""
         if step < run.first_step:
             raise ValueError(
                 "A generator that was given to `fit` can be drawn from once. Received: step="
@@ -260,13 +260,13 @@ class DistributedSteps(adapter.DistributedDataset):
         return run
 
     def _pass_to_start(self, number: int) -> int:
-        """The pass that an iterator starts, by default the one that it was numbered with."""
+        """Return the pass that an iterator starts, by default the one it was numbered with."""
         return number
 
     def _drop(self, run: DataPass) -> None:
         # With a single step a look and a whole epoch are the same; only the first is a look.
         single = self._steps == 1 and self._runs_started > 1
-        # So may be the rest of a resumed pass; Keras executes nothing where it looks.
+        # The same may hold for the rest of a resumed pass; Keras executes nothing during a look.
         single |= run.first_step > 0 and run.ended and run.was_executed
         if self._steps < 0 and run.ended and run.first_step == 0 and run.delivered == 1:
             self._steps = np.int64(1)

@@ -1,4 +1,4 @@
-"""Input where each worker reads only its own files."""
+"""Input of which each worker reads only its own files."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from keras_het.planning.replica_layout import ReplicaLayout
 
 
 class FilePass(DataPass):
-    """Takes as many of the worker's own samples as its share says at each step.
+    """Takes as many of the worker's own samples as its share requires at each step.
 
     Args:
         chunks: batches of a few of the worker's own samples, in order.
         empty: a batch of 0 rows.
-        layout: which replicas there are, and which are local.
-        weights: current share weights, one for each replica; read once a step.
+        layout: all replicas, and which of them are local.
+        weights: current share weights, one for each replica; read once per step.
         global_batch_size: samples in a full step over all workers.
         remaining: samples that each worker has left in this pass.
         number: number of passes before this one.
-        first_step: steps of this pass that are left out.
+        first_step: steps of this pass to skip.
         num_steps: steps of a whole pass.
     """
 
@@ -99,27 +99,27 @@ logger = logging.getLogger("keras_het")
 
 
 class FileShardedDataset(DistributedSteps):
-    """Gives each worker whole files, in proportion to its weight, and reads nothing else there.
+    """Whole files per worker, in proportion to its weight; it reads no others.
 
-    Every sample is used exactly once in an epoch and all workers have the same number of steps, but
-    a global batch is not that of one process: it joins the next samples of each worker's files.
-    Files are assigned once, by the weights at construction; a worker's samples differ from its
-    ideal by at most those of the largest file. Shares follow the weights at each step at once; when
-    a worker runs out of samples, the others take what is left of theirs in steps of the same size.
+    Every sample is used exactly once per epoch and all workers have the same number of steps, but a
+    global batch is not that of one process: it joins the next samples of each worker's files. Files
+    are assigned once, by the weights at construction; a worker's samples differ from its ideal by
+    at most those of the largest file. Shares follow the weights immediately at each step; when a
+    worker runs out of samples, the others use up theirs in steps of the same size.
 
     Args:
         filenames: all files, in the same order on all workers.
         reader: makes a `tf.data.Dataset` of samples from a filename (string scalar).
-        layout: which replicas there are, and which are local.
-        weights: gives the current share weights, one for each replica; must give all workers the
-            same at the same step.
+        layout: all replicas, and which of them are local.
+        weights: returns the current share weights, one for each replica; must return the same on
+            all workers at the same step.
         wrap: makes an element from a list with the batch of each local replica, and sizes, int64 of
             shape [num_replicas].
         global_batch_size: samples in a step over all workers.
         samples_per_file: samples in each file. If None, each worker reads all files once to count
             them, which is slow.
         map_function: for a single sample, run in parallel by the worker that uses it.
-        shuffle_buffer: samples of the buffer in which each worker shuffles its own, 0 for none.
+        shuffle_buffer: samples in the buffer in which each worker shuffles its own, 0 for none.
         seed: seed of that shuffle.
 
     Raises:
@@ -175,13 +175,13 @@ class FileShardedDataset(DistributedSteps):
         logger.info("Input by files: worker %d reads %d.", layout.worker_index, len(own))
 
     def map(self, function: Callable[..., Any], **_: Any) -> FileShardedDataset:
-        """The same input with one more row-wise function of a batch.
+        """Return the same input with one more row-wise function of a batch.
 
         Keras's `fit` calls it for `class_weight`.
 
         Args:
-            function: row i of its result must depend on row i of the batch only. Further arguments
-                of `tf.data.Dataset.map` are taken and not needed.
+            function: row i of its result must depend on row i of the batch only. Other arguments of
+                `tf.data.Dataset.map` are accepted and ignored.
         """
         mapped = copy.copy(self)
         mapped._row_functions = (*self._row_functions, function)
@@ -197,7 +197,7 @@ class FileShardedDataset(DistributedSteps):
         return mapped
 
     def prefetch(self, buffer_size: int) -> FileShardedDataset:
-        """This input, which prepares the next samples whatever `buffer_size` says."""
+        """Return this input, which prepares the next samples whatever `buffer_size` is."""
         del buffer_size
         return self
 

@@ -39,18 +39,18 @@ logger = logging.getLogger("keras_het")
 
 
 class GlobalOrderDataset(DistributedSteps):
-    """Gives each local replica its rows of every global batch.
+    """Rows of every global batch, for each local replica.
 
     Global batch t has rows x_0 ... x_{n-1} in one order that is the same on all workers. With
     shares s = apportion(n, weights), replica r gets rows sum(s[:r]) ... sum(s[:r+1]) - 1: every
-    sample exactly once, whatever the weights and however they change. Weights are read once a step
-    and are in effect `lookahead` steps later, without a new pipeline and without a new trace. All
-    workers have the same number of steps.
+    sample exactly once, whatever the weights and however they change. Weights are read once per
+    step and take effect `lookahead` steps later, without a new pipeline or a new trace. All workers
+    have the same number of steps.
 
     In "element" mode each worker reads every sample (of arrays only its number) but runs the maps
     of single samples before `batch()` only on its own rows; in "slice" mode each worker runs the
-    whole pipeline and keeps its rows. `mode` and `reason` say which it is. Sharding options of the
-    data set are ignored.
+    whole pipeline and keeps its rows. `mode` and `reason` tell which applies. Sharding options of
+    the data set are ignored.
 
     A replica with no row gets a batch of 0 rows. A map that draws random numbers runs for own rows
     only, so its draws differ from those of one process.
@@ -58,26 +58,27 @@ class GlobalOrderDataset(DistributedSteps):
     Args:
         dataset: `tf.data.Dataset` of global batches, or of single samples with
             `global_batch_size`. Shuffles need a seed, or the same global seed on all workers.
-        layout: which replicas there are, and which are local.
-        weights: gives the current share weights, one for each replica; must give all workers the
-            same at the same step.
+        layout: all replicas, and which of them are local.
+        weights: returns the current share weights, one for each replica; must return the same on
+            all workers at the same step.
         wrap: makes an element from a list with the batch of each local replica, and sizes, int64 of
             shape [num_replicas].
         global_batch_size: samples in a global batch, if `dataset` has single samples; the last
             batch may be smaller.
         batch_map: row-wise function of a batch (row i of the result depends on row i only), or
             several, first to last; run on local rows only; must accept 0 rows.
-        lookahead: steps the pipeline works ahead, and by which a change of weights is late.
-        claims: called with this data set when a pass starts; gives the `Claims` of a pass of which
-            others take some of the batches, or None.
+        lookahead: steps by which the pipeline works ahead, and by which a change of weights is
+            late.
+        claims: called with this data set when a pass starts; returns the `Claims` of a pass in
+            which others take some of the batches, or None.
 
     Attributes:
         form: what every worker runs, and what only the user of a row runs.
-        layout: which replicas there are, and which are local.
-        lookahead: steps the pipeline works ahead.
+        layout: all replicas, and which of them are local.
+        lookahead: steps by which the pipeline works ahead.
         only_slices: whether a step only cuts whole batches, which the user's pipeline makes.
-        tuning: what can be turned in it while it runs.
-        pipelines_built: number of pipelines that were made for its passes.
+        tuning: the settings that can change while it runs.
+        pipelines_built: number of pipelines built for its passes.
 
     Raises:
         TypeError: if `dataset` is not a `tf.data.Dataset`.
@@ -131,7 +132,7 @@ class GlobalOrderDataset(DistributedSteps):
 
     @functools.cached_property
     def content(self) -> Mapping[str, str]:
-        """What tells this data from other data, equal on all workers; it reads none of a pass."""
+        """What tells this data from other data, equal on all workers; reads no element."""
         return describe_content(self._source[0], self.form)
 
     @property
@@ -146,26 +147,26 @@ class GlobalOrderDataset(DistributedSteps):
 
     @property
     def takes_keras_arrays(self) -> bool:
-        """Whether `fit` was given arrays, of which Keras draws the order of samples."""
+        """Whether `fit` received arrays, for which Keras draws the order of samples."""
         return self.form.gathers_indices
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of a full global batch, None if not known."""
+        """Samples of a full global batch, None if unknown."""
         return self.form.batch_size
 
     @property
     def first_global_batch_size(self) -> int | None:
-        """Samples of a full global batch as it was given, None if not known."""
+        """Samples of a full global batch as originally given, None if unknown."""
         return self._first_batch_size or self.form.batch_size
 
     @property
     def seeds_of_orders(self) -> list[list[int | None]]:
-        """The seeds of all shuffles; 0 and 0 of one whose order nothing can bring back."""
+        """The seeds of all shuffles; 0 and 0 for one whose order cannot be restored."""
         return seeds_of_orders(self._source[0])
 
     def set_global_batch_size(self, samples: int) -> None:
-        """Changes the size of global batches from the next pass on; orders of samples stay.
+        """Change the size of global batches from the next pass on; orders of samples stay.
 
         Call it on every worker between the same two passes.
 
@@ -173,7 +174,7 @@ class GlobalOrderDataset(DistributedSteps):
             samples: samples of a full global batch, at least 1.
 
         Raises:
-            ValueError: if the pipeline does not end in `batch()`, so that nothing tells how to make
+            ValueError: if the pipeline does not end in `batch()`, which would tell how to make
                 other batches, or the size is below 1.
         """
         if samples < 1:
@@ -196,11 +197,11 @@ class GlobalOrderDataset(DistributedSteps):
         return self._passes.before(run.number)
 
     def has_lost_count(self, run: DataPass) -> bool:
-        """Whether it is not known which orders of its shuffles a running pass takes.
+        """Whether it is unknown which orders of its shuffles a running pass takes.
 
-        That is so where a pass takes several, and one was left half-way, or another input of the
-        data set began one meanwhile. Where a shuffle reads from another, which takes its order with
-        the first element, other inputs are enough.
+        That is so if a pass takes several, and one was left half-way, or another input of the data
+        set began one meanwhile. If a shuffle reads from another, which takes its order with the
+        first element, other inputs are enough.
 
         Args:
             run: the running pass.
@@ -212,7 +213,7 @@ class GlobalOrderDataset(DistributedSteps):
         return bool(others) or len(self._passes.gone_by) > run.number + 1
 
     def adopt(self, form: PipelineForm) -> None:
-        """Makes later passes those of another form, which has come as far as the present one.
+        """Make later passes those of another form, which is as far along as the present one.
 
         Args:
             form: the same samples; its shuffles have started the passes up to the running one.
@@ -227,7 +228,7 @@ class GlobalOrderDataset(DistributedSteps):
         self.follow(form)
 
     def follow(self, form: PipelineForm) -> None:
-        """Makes later passes those of another form, in batches of the present size.
+        """Make later passes those of another form, in batches of the present size.
 
         Args:
             form: the same samples.
@@ -240,13 +241,13 @@ class GlobalOrderDataset(DistributedSteps):
             self._idle.clear()
 
     def map(self, function: Callable[..., Any], **_: Any) -> GlobalOrderDataset:
-        """The same input with one more row-wise function of a batch, run on local rows only.
+        """Return the same input with one more row-wise function of a batch, for local rows only.
 
         Keras's `fit` calls it for `class_weight`.
 
         Args:
             function: row i of its result must depend on row i of the batch only; must accept 0
-                rows. Further arguments of `tf.data.Dataset.map` are taken and not needed.
+                rows. Other arguments of `tf.data.Dataset.map` are accepted and ignored.
         """
         dataset, global_batch_size = self._source
         return GlobalOrderDataset(
@@ -261,7 +262,7 @@ class GlobalOrderDataset(DistributedSteps):
         )
 
     def prefetch(self, buffer_size: int) -> GlobalOrderDataset:
-        """This input, which prepares `lookahead` steps ahead whatever `buffer_size` says."""
+        """Return this input, which prepares `lookahead` steps ahead whatever `buffer_size` is."""
         del buffer_size
         return self
 
@@ -277,8 +278,8 @@ class GlobalOrderDataset(DistributedSteps):
             return number
         before = self._claims.passes_before
         try:
-            # A copy of its own: another input of the same data set, as for validation, moves the
-            # shuffles of the original on.
+            # A private copy: another input of the same data set, for example for validation,
+            # advances the shuffles of the original.
             self._seek(before)
         except ValueError:
             if len(before) < len(self._passes.gone_by):
@@ -322,7 +323,7 @@ class GlobalOrderDataset(DistributedSteps):
         )
 
     def _claimed_run(self, claims: Claims, number: int) -> DataPass:
-        """A pass of which others take some of the batches."""
+        """Return a pass in which others take some of the batches."""
         parts = claims.num_parts
         weights = repeated(self._weights, parts)
         self.pipelines_built += 1
@@ -342,10 +343,10 @@ class GlobalOrderDataset(DistributedSteps):
         return ClaimedPass(source, claims, self.lookahead, number)
 
     def build(self, skip: int, form: PipelineForm | None = None) -> tuple[Any, ShareQueue]:
-        """Builds what this worker runs.
+        """Build the pipeline that this worker runs.
 
         Args:
-            skip: global batches to leave out at the start.
+            skip: global batches to skip at the start.
             form: the samples, by default those of `form`.
 
         Returns:
@@ -417,7 +418,7 @@ def _keep_idle(
     pipeline: Any,
     orders: ShareQueue,
 ) -> None:
-    """Keeps a pipeline whose iterator is gone for a later epoch."""
+    """Keep a pipeline whose iterator is gone for a later epoch."""
     dataset = owner() if owner else None
     if dataset is not None and dataset.form is form and len(dataset._idle) < 2:
         dataset._idle.append((pipeline, orders))

@@ -1,4 +1,4 @@
-"""Distributed input inside of a `tf.function`: each step is fetched from Python by the graph."""
+"""Distributed input inside a `tf.function`: the graph fetches each step from Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _inputs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def number_of(source: Any) -> int:
-    """The number by which a graph finds a data set or an iterator as long as that exists.
+    """Return the number by which a graph finds a data set or an iterator while that exists.
 
     Args:
         source: the data set or iterator; it gets an attribute `graph_number`.
@@ -30,7 +30,7 @@ def number_of(source: Any) -> int:
 
 
 class InputSpec(tf.TypeSpec):
-    """The type of a distributed data set or iterator: a function is traced once for all of a type.
+    """The type of a distributed data set or iterator: a function is traced once per type.
 
     Args:
         element_spec: the type of its elements.
@@ -64,7 +64,7 @@ class InputSpec(tf.TypeSpec):
 
 
 class _InGraph:
-    """What stands in a graph for a distributed data set or its iterator.
+    """Stand-in for a distributed data set or its iterator in a graph.
 
     Args:
         number: its number, int64 scalar.
@@ -169,11 +169,11 @@ class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.Compo
         return GraphIterator(number, self._element_spec)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Folds a function over all elements; AutoGraph makes it of `for batch in data_set`.
+        """Fold a function over all elements; AutoGraph turns `for batch in data_set` into this.
 
         Args:
             initial_state: any structure of tensors.
-            reduce_func: makes the next state of a state and an element.
+            reduce_func: makes the next state from a state and an element.
         """
         iterator = iter(self)
 

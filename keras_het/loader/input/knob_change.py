@@ -1,4 +1,4 @@
-"""Other knobs on their way into the running data path of a strategy."""
+"""Transition of a strategy's running data path to other knobs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class KnobChange(abc.ABC):
-    """Works in the background, and switches between two steps of the training thread.
+    """A change that works in the background and switches between two steps of training.
 
-    A pass that ends before is followed by another attempt in the next one.
+    If the pass ends first, another attempt follows in the next one.
 
     Args:
-        tuning: of the data set.
+        tuning: tuning of the data set.
         knobs: the settings.
         executor: one thread that works in the background.
     """
@@ -45,14 +45,14 @@ class KnobChange(abc.ABC):
         self._in_effect = False
 
     def poll(self) -> bool:
-        """Called by the training thread between two steps, until the knobs are in effect.
+        """Advance; the training thread calls it between two steps until the knobs are in effect.
 
         Returns:
             Whether they are.
 
         Raises:
             HandoverError: if it cannot be done exactly. An error of the user's functions is raised
-                as it is. The running pipeline goes on.
+                unchanged. The running pipeline continues.
         """
         if self._in_effect:
             return True
@@ -67,12 +67,12 @@ class KnobChange(abc.ABC):
         return self._in_effect
 
     def wait(self, seconds: float) -> None:
-        """Waits for what is done in the background, at most this long."""
+        """Wait for the background work, at most this long."""
         if self._future is not None:
             concurrent.futures.wait([self._future], seconds)
 
     def cancel(self) -> None:
-        """Gives up; what was prepared goes."""
+        """Give up; prepared work is discarded."""
         self._cancelled.set()
         if self._future is not None and not self._future.cancel():
             self._future.add_done_callback(_drop_result)
@@ -92,15 +92,15 @@ class KnobChange(abc.ABC):
 
     @abc.abstractmethod
     def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
-        """In the background: all that can be done before the switch."""
+        """Do all that can be done before the switch, in the background."""
 
     @abc.abstractmethod
     def _switch(self, prepared: Any) -> None:
-        """On the training thread, between two steps: the rest."""
+        """Do the rest between two steps, on the training thread."""
 
 
 class SlicedPreparation(KnobChange):
-    """Hands the running iterator of whole batches over."""
+    """Hands over the running iterator of whole batches."""
 
     def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
         form = self._tuning.moved_form(self.knobs)
@@ -117,9 +117,9 @@ class SlicedPreparation(KnobChange):
 
 
 class JoiningPreparation(KnobChange):
-    """Lets another pipeline catch up with the running one, and then go on in its place."""
+    """Lets another pipeline catch up with the running one, and then continue in its place."""
 
-    # steps by which the other pipeline gets ahead, more if the running one was quicker
+    # steps by which the other pipeline gets ahead; more if the running one was quicker
     _margin = 0
 
     def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
@@ -145,7 +145,7 @@ class JoiningPreparation(KnobChange):
                     return next_pipeline
                 next_pipeline.skip(run.batch_rows)
         except StopIteration:
-            pass  # the pass ends before: the next one begins with these knobs
+            pass  # the pass ends first: the next one begins with these knobs
         except BaseException:
             next_pipeline.drop()
             raise

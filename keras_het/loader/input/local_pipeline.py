@@ -1,4 +1,4 @@
-"""The pipeline of one worker: takes its own rows of each global batch and maps only them."""
+"""Pipeline of one worker: it takes its own rows of each global batch and maps only them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def global_batches(form: PipelineForm) -> Dataset:
 
 
 def whole_batches(form: PipelineForm, lookahead: int, skip: int = 0, prefetch: int = 1) -> Dataset:
-    """The global batches of a form in slice mode, to be cut by their consumer.
+    """The global batches of a form in slice mode, for their consumer to cut.
 
     Args:
         form: the recognised pipeline of the user.
         lookahead: batches to prepare ahead.
-        skip: global batches to leave out at the start.
-        prefetch: batches to prepare ahead if that is more than `lookahead`; none are where the
-            form does not read ahead.
+        skip: global batches to skip at the start.
+        prefetch: batches to prepare ahead if that is more than `lookahead`; 0 if the form does not
+            read ahead.
 
     Returns:
         A data set with the elements of the user's.
@@ -50,18 +50,18 @@ def build_local_pipeline(
     skip: int = 0,
     row_functions: tuple[Callable[..., Any], ...] = (),
 ) -> Dataset:
-    """Builds what one worker runs.
+    """Build the pipeline that one worker runs.
 
     Args:
         form: the recognised pipeline of the user.
-        layout: which replicas are this worker's own.
+        layout: which replicas belong to this worker.
         orders: the shares of every step to come, put by the consumer.
         lookahead: steps that the pipeline may prepare ahead.
-        skip: global batches to leave out at the start, before any order is taken.
-        row_functions: further row-wise functions of a batch, after those of the form.
+        skip: global batches to skip at the start, before any order is taken.
+        row_functions: more row-wise functions of a batch, after those of the form.
 
     Returns:
-        A data set of ((one batch for each local replica), sizes int64 of shape [num_replicas],
+        A data set of ((one batch per local replica), sizes int64 of shape [num_replicas],
         fingerprint int64 scalar).
     """
     batches = global_batches(form)
@@ -75,7 +75,7 @@ def build_local_pipeline(
     finish = _finish_function(form, layout, (*form.row_functions, *row_functions))
     works = form.element_maps or form.arrays or form.row_functions or row_functions
     parallel = {"num_parallel_calls": 2, "deterministic": True} if works else {}
-    # what waits for orders must be a sequential map, and what reads from it must not hold a lock
+    # a stage that waits for orders must be a sequential map, and its reader must not hold a lock
     # meanwhile: a parallel map does not, a parallel interleave would block finished steps
     own_rows = batches.map(cut)
     finished = own_rows.map(finish, **parallel)
@@ -137,7 +137,7 @@ def _own_rows(
 
 
 def _needs_probe(form: PipelineForm) -> bool:
-    """Whether only a mapped sample can tell the shapes of an empty batch.
+    """Tell whether only a mapped sample can reveal the shapes of an empty batch.
 
     A replica without a share then maps one sample and drops it.
     """
@@ -154,7 +154,7 @@ def _needs_probe(form: PipelineForm) -> bool:
 
 
 def _mapped_rows(own: Any, form: PipelineForm, count: Any) -> Any:
-    """Gathers own rows, runs the maps of single samples on them and batches the results."""
+    """Gather own rows, run the maps of single samples on them and batch the results."""
     if form.arrays:
         rows_of_arrays = [tf.gather(array, own) for array in form.arrays]
         own = tf.nest.pack_sequence_as(form.sample_spec, rows_of_arrays)
@@ -180,7 +180,7 @@ def _empty_batch(form: PipelineForm) -> Any:
 
 
 def _in_order(options: tf.data.Options) -> tf.data.Options:
-    """The user's options, but in an order that is the same on every worker."""
+    """Return the user's options, except for an order that is the same on every worker."""
     merged = tf.data.Options().merge(options)
     if merged.deterministic is False:
         merged.deterministic = True

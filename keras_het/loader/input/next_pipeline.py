@@ -1,4 +1,4 @@
-"""A pipeline that is to go on where a running one of the same pass stops."""
+"""A pipeline that takes over where a running one of the same pass stops."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class NextPipeline:
     """Catches up with a running pass, without the work that only the user of a row does.
 
     Args:
-        pipeline: data set of ((batch of each local replica), sizes, fingerprint), which leaves out
-            the first global batches of the pass.
+        pipeline: data set of ((batch of each local replica), sizes, fingerprint), which skips the
+            first global batches of the pass.
         orders: the orders that `pipeline` takes, none of them given yet.
         num_replicas: replicas over all workers.
-        position: global batches that `pipeline` leaves out.
-        keep_alive: what holds the functions that `pipeline` calls.
-        adopt: called by the run when this pipeline begins to give its steps.
+        position: number of global batches that `pipeline` skips.
+        keep_alive: an object that holds the functions that `pipeline` calls.
+        adopt: called by the run when this pipeline begins to provide its steps.
 
     Attributes:
         position: step of the pass that comes next.
-        in_effect: whether it gives the steps of the pass.
+        in_effect: whether it provides the steps of the pass.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NextPipeline:
         _alive.add(self)
 
     def skip(self, expected_rows: int) -> None:
-        """Lets one global batch go by, of which no row is used.
+        """Skip one global batch without using any of its rows.
 
         Args:
             expected_rows: rows the batch probably has.
@@ -59,13 +59,13 @@ class NextPipeline:
         self.position += 1
 
     def come_into_effect(self) -> None:
-        """Called by the run that goes on in this pipeline."""
+        """Take effect; called by the run that continues in this pipeline."""
         _alive.discard(self)
         self.in_effect = True
         self._adopt()
 
     def drop(self) -> None:
-        """Ends a pipeline that is not needed any more."""
+        """End a pipeline that is no longer needed."""
         _alive.discard(self)
         self.orders.close()
         self.iterator.release(lambda: None)

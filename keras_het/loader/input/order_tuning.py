@@ -1,4 +1,4 @@
-"""What can be turned in the data path of a strategy, and the forms it takes."""
+"""Settings that can change in a strategy's data path, and the forms it takes."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ logger = logging.getLogger("keras_het")
 class OrderTuning:
     """Other knobs for a `GlobalOrderDataset`, whose order of samples stays.
 
-    In element mode another pipeline reads the part that every worker reads once more from the start
-    of the pass, without the maps of samples, and takes over at a step of which no shares are
-    settled yet. Where whole batches are only cut, the running iterator is handed over with its
-    buffers. Neither needs the other workers.
+    In element mode another pipeline rereads the part that every worker reads from the start of the
+    pass, without the maps of samples, and takes over at a step whose shares are not settled yet. If
+    whole batches are only cut, the running iterator is handed over with its buffers. Neither needs
+    the other workers.
 
     Args:
         data: the data set.
-        source: the user's, of which it was made.
+        source: the user's data set, from which it was made.
 
     Attributes:
         knobs: the settings in effect.
         is_plain: whether `source` is an ordinary data set, without a builder.
-        has_own_threads: whether the pipeline runs in a thread pool of its own.
+        has_own_threads: whether the pipeline runs in a private thread pool.
     """
 
     def __init__(self, data: GlobalOrderDataset, source: Any) -> None:
@@ -88,21 +88,21 @@ class OrderTuning:
 
     @property
     def largest_prefetch(self) -> int | None:
-        """The `prefetch` that there is if it cannot grow, None if it can."""
+        """The present `prefetch` if it cannot grow, None if it can."""
         return None if self.data.only_slices else self.knobs.prefetch
 
     @property
     def weight(self) -> float:
         """How much the steps of this worker count among the jobs of a host.
 
-        A worker with a larger share prepares more samples for the same step. Where batches are cut
+        A worker with a larger share prepares more samples for the same step. If batches are cut,
         each worker prepares all of them.
         """
         return 1.0 if self.data.only_slices else self.data.own_weight
 
     @property
     def batch_bytes(self) -> int:
-        """Size of a batch that waits, 0 if buffers are as large as they are."""
+        """Size of a batch that waits, 0 if buffer sizes are fixed."""
         run = self.data.running
         return run.batch_bytes if isinstance(run, SlicedPass) else 0
 
@@ -113,7 +113,7 @@ class OrderTuning:
         return getattr(data.running, "threads", None) if data is not None else None
 
     def report(self) -> PipelineReport | None:
-        """What the running pipeline does, None if there is none that can be shown."""
+        """Activity of the running pipeline, None if there is none to show."""
         data = self._data()
         run = data.running if data is not None else None
         if not isinstance(run, (PipelinePass, SlicedPass)) or run.is_over:
@@ -122,7 +122,7 @@ class OrderTuning:
         return with_own_rows_named(report) if isinstance(run, PipelinePass) else report
 
     def lower_priority(self, nice: int) -> bool:
-        """Sets the priority of the pipeline's own threads.
+        """Set the priority of the pipeline's own threads.
 
         Args:
             nice: their nice value.
@@ -134,7 +134,7 @@ class OrderTuning:
         return threads is None or threads.lower_priority(nice)
 
     def prepare(self, knobs: Knobs, executor: concurrent.futures.ThreadPoolExecutor) -> KnobChange:
-        """Begins to put other knobs into effect.
+        """Begin to put other knobs into effect.
 
         Args:
             knobs: the settings.
@@ -146,16 +146,16 @@ class OrderTuning:
     # --- forms
 
     def moved_form(self, knobs: Knobs) -> PipelineForm:
-        """The data set's form with other knobs.
+        """Return the data set's form with other knobs.
 
-        In element mode its shuffles are at their first pass, or are those of the present form if
-        that has none that reshuffles.
+        In element mode its shuffles are at their first pass, or are those of the present form if it
+        has none that reshuffles.
 
         Args:
             knobs: the settings.
 
         Raises:
-            HandoverError: if it would be another order, or other samples.
+            HandoverError: if the order or the samples would change.
         """
         built = self._built_form(knobs)
         form = self.data.form
@@ -176,22 +176,22 @@ class OrderTuning:
         return dataclasses.replace(built, stream=copied, arrays=form.arrays)
 
     def _starts_alike(self, form: PipelineForm, built: PipelineForm) -> bool:
-        """Whether what was built has the same order, from its first pass on."""
+        """Tell whether the new build has the same order, from its first pass on."""
         same = _has_same_order(form.stream, built.stream)
         return same and not self.shares_orders(built.stream)
 
     def shares_orders(self, stream: Any) -> bool:
-        """Whether an iterator of this stream would take an order from the data set's shuffles.
+        """Tell whether an iterator of this stream would take an order from the data set's shuffles.
 
-        So it is if the builder reads from a shuffle that was made outside of it.
+        It would if the builder reads from a shuffle that was made outside of it.
 
         Args:
-            stream: of a form with other knobs.
+            stream: stream of a form with other knobs.
         """
         return self.is_plain or shares_a_shuffle(self._source, stream)
 
     def _with_pool(self, form: PipelineForm, knobs: Knobs) -> PipelineForm:
-        # not by merge(), which writes a warning to the log for each value that it changes
+        # not by merge(), which logs a warning for each value that it changes
         threading = tf.data.ThreadingOptions()
         if form.options.threading.max_intra_op_parallelism is not None:
             most = form.options.threading.max_intra_op_parallelism
@@ -226,17 +226,17 @@ class OrderTuning:
     # --- whole batches
 
     def moved_batches(self, form: PipelineForm, knobs: Knobs, skip: int) -> Any:
-        """The global batches of a form, as a running pipeline of them can be handed over to.
+        """The global batches of a form, in a shape that allows a handover between pipelines.
 
         Args:
-            form: what `moved_form` gave.
+            form: the result of `moved_form`.
             knobs: its settings.
-            skip: global batches that the running pipeline left out at the start.
+            skip: global batches that the running pipeline skipped at the start.
         """
         return whole_batches(form, self.data.lookahead, skip, knobs.prefetch)
 
     def start_moved(self, run: SlicedPass) -> None:
-        """Hands a new pass over to the knobs in effect, before its first element.
+        """Hand a new pass over to the knobs in effect, before its first element.
 
         Its shuffle takes the order from the sequence of the user's data set, as on every worker.
 
@@ -256,10 +256,10 @@ class OrderTuning:
             logger.warning("This pass runs with the first settings of its loader: %s", error)
 
     def adopt(self, form: PipelineForm, knobs: Knobs) -> None:
-        """Makes the next passes those of other knobs.
+        """Make the next passes those of other knobs.
 
         Args:
-            form: what `moved_form` gave for them.
+            form: the result of `moved_form` for them.
             knobs: the settings.
         """
         self.knobs, self.has_own_threads = knobs, True
@@ -311,7 +311,7 @@ def _maps_alike(form: PipelineForm, built: PipelineForm) -> bool:
 
 
 def _has_same_order(old: Any, new: Any) -> bool:
-    """Whether another build of a stream gives the same order of samples, and can replace it."""
+    """Tell whether another build of a stream has the same order of samples and can replace it."""
     if has_memory_cache(old) or difference(old, new) is not None:
         return False
     return why_not_replayed(new, can_be_built=True) is None and _seeds(old) == _seeds(new)

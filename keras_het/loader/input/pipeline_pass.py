@@ -1,4 +1,4 @@
-"""One pass over the data: a running pipeline and the orders it works by."""
+"""A pass over the data: a running pipeline and the orders it follows."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class PipelinePass(DataPass):
     Args:
         pipeline: data set of ((batch of each local replica), sizes, fingerprint).
         orders: the orders that `pipeline` takes, none of them given yet.
-        weights: current share weights, one for each replica; read once a step.
-        lookahead: steps the pipeline may work ahead, and by which a new weight is late.
-        batch_rows: rows of a full global batch, 0 if not known.
+        weights: current share weights, one for each replica; read once per step.
+        lookahead: steps that the pipeline may work ahead, and by which a new weight is late.
+        batch_rows: rows of a full global batch, 0 if unknown.
         number: number of passes over the data before this one.
-        first_step: steps of this pass that are left out.
-        num_steps: steps of a whole pass, negative if not known.
+        first_step: steps of this pass to skip.
+        num_steps: steps of a whole pass, negative if unknown.
         wants_fingerprint: whether to hash the first batch.
-        keep_alive: what holds the functions that `pipeline` calls.
+        keep_alive: an object that holds the functions that `pipeline` calls.
         give_back: called when the iterator is gone and the pipeline can run again.
-        epoch_steps: gives the steps of an epoch, beyond which nothing is ordered before the next
+        epoch_steps: returns the steps of an epoch, beyond which nothing is ordered before the next
             one begins; None for no such bound.
 
     Attributes:
@@ -71,17 +71,17 @@ class PipelinePass(DataPass):
 
     @property
     def ordered(self) -> int:
-        """Steps of the pass of which the shares are settled, those left out included."""
+        """Steps of the pass with settled shares, including those skipped."""
         return self.first_step + self._ordered
 
     @property
     def batch_rows(self) -> int:
-        """Rows of a full global batch, 0 if not known yet."""
+        """Rows of a full global batch, 0 if unknown so far."""
         return self._rows
 
     @property
     def iterator(self) -> Any:
-        """The `tf.data.Iterator` that gives its steps."""
+        """The `tf.data.Iterator` that provides its steps."""
         return self._iterator.iterator
 
     @property
@@ -90,16 +90,16 @@ class PipelinePass(DataPass):
         return self._iterator.threads
 
     def join(self, next_pipeline: NextPipeline) -> None:
-        """Lets another pipeline go on from its position.
+        """Let another pipeline continue from its position.
 
         The steps before, which are ordered already, come from the running pipeline while the other
-        one begins to work: no step is made twice and each has the shares that it has without.
+        one starts working: no step is made twice, and each has the shares it would have without it.
 
         Args:
-            next_pipeline: the same global batches from a step on of which no order was given yet.
+            next_pipeline: the same global batches from a step on that was not ordered yet.
 
         Raises:
-            ValueError: if the order of its first step was given already, or another one waits.
+            ValueError: if its first step was ordered already, or another pipeline waits.
         """
         if next_pipeline.position < self.ordered or self._next_pipeline is not None or self.is_over:
             raise ValueError(
@@ -143,15 +143,15 @@ class PipelinePass(DataPass):
 
         try:
             self._iterator.release(reuse)
-        except RuntimeError:  # no new thread while the interpreter ends
+        except RuntimeError:  # no new threads at interpreter shutdown
             orders.close()
 
     def abandon(self) -> None:
-        """Wakes up a waiting pipeline for good, at the end of the process."""
+        """Wake up a waiting pipeline for good, at the end of the process."""
         self._orders.close()
 
     def _order_until(self, steps: int) -> None:
-        """Orders the steps of this run up to a number of them, but not those of a later epoch."""
+        """Order the steps of this run up to a given number, but not those of a later epoch."""
         length = self._epoch_steps()
         if length:
             at = self.first_step + self.delivered

@@ -1,4 +1,4 @@
-"""One pass over global batches that only need to be cut."""
+"""A pass over global batches that only need to be cut."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Sizes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SlicedPass(DataPass):
-    """Runs the user's pipeline as it is and cuts each batch when it is asked for.
+    """Runs the user's pipeline unchanged and cuts each batch on request.
 
-    A cut shares the batch's memory, so that it costs the same whatever the size of the rows.
+    A cut shares the batch's memory, so it costs the same whatever the size of the rows.
 
     Args:
         pipeline: data set of global batches.
-        layout: which replicas there are, and which are local.
-        weights: current share weights, one for each replica; read once a step.
+        layout: all replicas, and which of them are local.
+        weights: current share weights, one for each replica; read once per step.
         lookahead: steps by which a new weight is late, as in a pipeline that works ahead.
         number: number of passes over the data before this one.
-        first_step: steps of this pass that are left out.
-        num_steps: steps of a whole pass, negative if not known.
+        first_step: steps of this pass to skip.
+        num_steps: steps of a whole pass, negative if unknown.
         wants_fingerprint: whether to hash the first batch.
-        keep_alive: what holds the functions that `pipeline` calls.
+        keep_alive: an object that holds the functions that `pipeline` calls.
 
     Attributes:
         batch_bytes: size of the first global batch, 0 before it.
@@ -66,7 +66,7 @@ class SlicedPass(DataPass):
 
     @property
     def iterator(self) -> Any:
-        """The `tf.data.Iterator` that gives its steps."""
+        """The `tf.data.Iterator` that provides its steps."""
         return self._iterator.iterator
 
     @property
@@ -75,11 +75,11 @@ class SlicedPass(DataPass):
         return self._iterator.threads
 
     def move_to(self, pipeline: Any, keep_alive: Any, prepared: Any = None) -> None:
-        """Continues in another pipeline, with what is buffered.
+        """Continue in another pipeline, keeping the buffered elements.
 
         Args:
             pipeline: the same data set of global batches with other knobs.
-            keep_alive: what else holds functions that `pipeline` calls.
+            keep_alive: another object that holds functions that `pipeline` calls.
             prepared: an unused iterator of it, if there is one.
 
         Raises:
@@ -102,7 +102,7 @@ class SlicedPass(DataPass):
         return self._cut(batch, weights)
 
     def cut_first_again(self) -> bool:
-        """Cuts the first batch by the present weights, which count from there on."""
+        """Cut the first batch by the present weights, which count from there on."""
         weights = tuple(self._weights())
         self._read = collections.deque(weights for _ in self._read)
         if self._first is not None:

@@ -1,4 +1,4 @@
-"""The iterator Keras steps through: counts, times, and ends the way Keras needs."""
+"""The iterator Keras steps through: it counts, times, and ends the way Keras needs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from keras_het.loader.input.data_pass import DataPass
 from keras_het.loader.input.in_graph import GraphIterator, InputSpec, number_of
 
 Wrap = Callable[[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"], Any]
-"""Makes what the training step gets from the local batches and all sizes."""
+"""Makes the training step's input from the local batches and all sizes."""
 
 
 class StepIterator(private_api.IteratorInterface):
-    """Iterates over one epoch in Python, one element for each step; in a graph too.
+    """Iterator over one epoch in Python, one element per step; also in a graph.
 
     Keras runs `for step, data in zip(range(steps_per_execution), iterator)` for an iterator that is
     not one of TensorFlow's: it calls `iter()` on it at the start of each execution. An execution
-    that got nothing must end with `OutOfRangeError` (after StopIteration Keras would go on to use a
-    result it does not have), one that got something must end with StopIteration so that Keras
-    reports what it has. A loop over a whole pass ends as with any iterator. One that calls `iter()`
-    again on an iterator at its end looks like an execution, and gets `OutOfRangeError`.
+    that got nothing must end with `OutOfRangeError` (after StopIteration Keras would continue with
+    a result it does not have), one that got something must end with StopIteration so that Keras
+    reports what it has. A loop over a whole pass ends as with any iterator. A loop that calls
+    `iter()` again on an exhausted iterator looks like an execution, and gets `OutOfRangeError`.
 
     Args:
         open_run: starts the pass, called at the first step.
-        drop_run: takes back a pass that nobody iterates any more.
+        drop_run: takes back a pass that is no longer iterated.
         wrap: makes an element from the local batches and the sizes of all replicas.
         source: the data set of which this is a pass.
 
     Attributes:
-        step: steps of this epoch that are behind, those skipped by a resume included.
+        step: completed steps of this epoch, including those skipped by a resume.
         samples: rows of global batches that this iterator delivered, over all replicas.
         input_wait_seconds: time that the last step waited for its element.
     """
@@ -60,26 +60,26 @@ class StepIterator(private_api.IteratorInterface):
 
     @property
     def step(self) -> int:
-        """Steps of this epoch that are behind."""
+        """Completed steps of this epoch."""
         return self._delivered + (self._run.first_step if self._run else 0)
 
     @property
     def pass_number(self) -> int | None:
-        """Iterators that were made of the data before this one, None before the first step."""
+        """Number of iterators made from the data before this one, None before the first step."""
         return self._run.number if self._run else None
 
     @property
     def fingerprint(self) -> int | None:
         """Hash of the rows of the first global batch in order, the same on all workers.
 
-        None before the first step, and where rows cannot be compared because the common part of the
+        None before the first step, and if rows cannot be compared because the common part of the
         pipeline draws random values.
         """
         return self._run.fingerprint if self._run else None
 
     @property
     def element_spec(self) -> Any:
-        """The type of the elements, such as the `input_signature` of a `tf.function` needs."""
+        """The type of the elements, for example for the `input_signature` of a `tf.function`."""
         return self.source.element_spec
 
     @property
@@ -91,10 +91,10 @@ class StepIterator(private_api.IteratorInterface):
         return self._type_spec
 
     def get_next(self) -> Any:
-        """The next element, as `next` gives it.
+        """Return the next element, like `next`.
 
         Raises:
-            tf.errors.OutOfRangeError: at the end; in a graph, when that runs.
+            tf.errors.OutOfRangeError: at the end; in a graph, when the graph runs.
         """
         if not tf.executing_eagerly():
             return self._in_graph().get_next()
@@ -104,7 +104,7 @@ class StepIterator(private_api.IteratorInterface):
             raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
 
     def get_next_as_optional(self) -> Any:
-        """The next element as a `tf.experimental.Optional`, empty at the end."""
+        """Return the next element as a `tf.experimental.Optional`, empty at the end."""
         if not tf.executing_eagerly():
             return self._in_graph().get_next_as_optional()
         try:
@@ -142,13 +142,13 @@ class StepIterator(private_api.IteratorInterface):
         return self._wrap(batches, sizes)
 
     def _tell_end(self) -> None:
-        """Lets the workers compare where the data ended, once, if they could not know before."""
+        """Let the workers compare where the data ended, once, if unknown before."""
         steps, self._has_ended = (-1 if self._has_ended else self.step), True
         if steps >= 0 and hasattr(self._wrap, "at_end"):
             self._wrap.at_end(steps)
 
     def close(self) -> None:
-        """Ends this epoch early and frees its pipeline."""
+        """End this epoch early and free its pipeline."""
         if self._run is not None:
             self._run.close()
 

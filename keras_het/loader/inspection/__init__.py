@@ -1,1 +1,1 @@
-"""What runs in a pipeline, and where its time goes."""
+"""Inspection of running pipelines: their stages, and where the time goes."""

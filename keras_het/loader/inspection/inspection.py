@@ -1,4 +1,4 @@
-"""Shows what AUTOTUNE chose in a running pipeline, and where its time goes."""
+"""AUTOTUNE's choices in a running pipeline, and where its time goes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _WRITES_FILES = (
     "The pipeline writes files when it runs, so that it was not read. Call LoaderTuner.inspect "
     "within fit."
 )
-_SECONDS_BETWEEN_LOOKS = 0.02  # at a data set that is read; a look takes about 0.1 ms
+_SECONDS_BETWEEN_LOOKS = 0.02  # at a data set being read; a look takes about 0.1 ms
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineReport:
-    """What a running pipeline does.
+    """Activity of a running pipeline.
 
     Args:
-        stages: its operations, the consumer's end first.
-        batches: batches that it gave.
-        consumer_seconds: median time from one batch to the question for the next; None if too few
+        stages: its operations, starting at the consumer's end.
+        batches: batches it has yielded.
+        consumer_seconds: median time from one batch to the request for the next; None if too few
             were taken.
-        algorithm: what AUTOTUNE uses; None if the pipeline is not tuned.
-        reason: why nothing is known, None if it is.
-        seen: when this was so, if it is not the present.
+        algorithm: AUTOTUNE's algorithm; None if the pipeline is not tuned.
+        reason: why nothing is known, None if something is.
+        seen: time of the observation, if not the present.
     """
 
     stages: tuple[PipelineStage, ...]
@@ -49,14 +49,14 @@ class PipelineReport:
 
     @property
     def awaited(self) -> Limit | None:
-        """For what the consumer waits; None if it does not, or nothing is known."""
+        """Limit that the consumer waits for; None without a wait or data."""
         if self.consumer_seconds is None or not self.batches:
             return None
         return awaited_of(limits_of(self.stages), self.consumer_seconds)
 
     @property
     def limit(self) -> Limit | None:
-        """For what the consumer waits, else what bounds the pipeline; None if nothing is known."""
+        """Limit that the consumer waits for, else that of the pipeline; None if unknown."""
         if not self.batches:
             return None
         return self.awaited or slowest_of(limits_of(self.stages))
@@ -68,7 +68,7 @@ class PipelineReport:
 
     @property
     def bottleneck(self) -> PipelineStage | None:
-        """The operation that takes the most of it; None if nothing is known."""
+        """The operation that takes the most time; None if unknown."""
         return self.limit.largest if self.limit is not None else None
 
     @property
@@ -79,7 +79,7 @@ class PipelineReport:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The verdict in one sentence."""
         if self.reason is not None:
             return self.reason
         if not self.batches:
@@ -117,7 +117,7 @@ class PipelineReport:
 
     @property
     def _has_the_rest(self) -> bool:
-        """Whether nothing is unknown but what filled the buffers of shuffles, which are full."""
+        """Whether only the filling of shuffle buffers, which are full, is unknown."""
         unknown = [stage for stage in self.stages if not stage.is_recorded]
         return bool(unknown) and all(
             stage.name.startswith("Shuffle") and stage.buffered for stage in unknown
@@ -125,17 +125,17 @@ class PipelineReport:
 
 
 def read_report(iterator: Any) -> PipelineReport:
-    """What a running iterator does, from the model by which AUTOTUNE tunes it.
+    """Report on a running iterator, from the model by which AUTOTUNE tunes it.
 
     Args:
-        iterator: a `tf.data.Iterator`. One question takes about 0.1 ms.
+        iterator: a `tf.data.Iterator`. One query takes about 0.1 ms.
 
     Returns:
-        A report; without stages, and with a reason, where TensorFlow exposes nothing: before
-        version 2.17, for pipelines with `options.autotune.enabled = False`, and for those that were
-        handed over.
+        A report; without stages, and with a reason, if TensorFlow exposes nothing: before version
+        2.17, for pipelines with `options.autotune.enabled = False`, and for those that were handed
+        over.
     """
-    # TensorFlow would write a warning to the log each time that it is asked for what it has not
+    # TensorFlow would log a warning every time it is asked for something it does not have
     model = None if _is_without_model(iterator) else iterator_adapter.iterator_model(iterator)
     if model is None:
         return PipelineReport((), reason=_why_nothing_is_known(iterator))
@@ -158,7 +158,7 @@ def _pool_threads(iterator: Any) -> int:
 
 
 def is_unread(iterator: Any) -> bool:
-    """Whether it is known that an iterator has given no element.
+    """Tell whether an iterator is known to have yielded no element.
 
     Args:
         iterator: a `tf.data.Iterator`.
@@ -191,22 +191,22 @@ def _why_nothing_is_known(iterator: Any) -> str:
 
 
 def inspect(dataset_or_iterator: Any, seconds: float = 1.0, file: Any = None) -> PipelineReport:
-    """Prints what AUTOTUNE chose in a pipeline, live, and names its bottleneck.
+    """Print what AUTOTUNE chose in a pipeline, live, and name its bottleneck.
 
     Args:
-        dataset_or_iterator: a running `tf.data.Iterator`, which is only looked at; or a
-            `tf.data.Dataset`, of which a new iterator is read as fast as it goes. A seeded shuffle
-            of an ordinary data set has then used up one of its orders; a `pipeline` with one is
-            built once more, with the knobs that it has now. One that writes files, as
-            `cache(filename)` and `snapshot` do, is not read.
+        dataset_or_iterator: a running `tf.data.Iterator`, which is only inspected; or a
+            `tf.data.Dataset`, of which a new iterator is read as fast as possible. This uses up
+            one of the orders of an ordinary data set's seeded shuffle; a `pipeline` with one is
+            rebuilt with its present knobs. A data set that writes files, such as `cache(filename)`
+            or `snapshot`, is not read.
         seconds: how long to read a data set.
         file: where to print, the terminal by default.
 
     Returns:
-        The same as an object.
+        The report as an object.
 
     Raises:
-        TypeError: if it is neither.
+        TypeError: if the argument is neither.
     """
     if isinstance(dataset_or_iterator, tf.data.Iterator):
         report = read_report(dataset_or_iterator)
@@ -224,7 +224,7 @@ def inspect(dataset_or_iterator: Any, seconds: float = 1.0, file: Any = None) ->
 
 
 def show(report: PipelineReport, file: Any = None) -> None:
-    """Prints a report.
+    """Print a report.
 
     Args:
         report: the report.
@@ -240,7 +240,7 @@ def show(report: PipelineReport, file: Any = None) -> None:
 
 def _report_of_data_set(dataset: Any, seconds: float) -> PipelineReport:
     if any(map(adapter.writes_files, adapter.upstream_of(dataset))):
-        # of which a part would be left, and meet the iterator of training that writes the same
+        # reading would leave partial files, in the way of the training iterator that writes them
         return PipelineReport((), reason=_WRITES_FILES)
     if isinstance(dataset, AdjustablePipeline):
         dataset = dataset.to_look_at()
@@ -259,16 +259,16 @@ def _report_of_data_set(dataset: Any, seconds: float) -> PipelineReport:
             break
     report = report or read_report(iterator)
     release(iterator)
-    # nobody consumed: the time between two questions says nothing
+    # nothing consumed: the time between two queries is meaningless
     return dataclasses.replace(report, consumer_seconds=None)
 
 
 def better(before: PipelineReport | None, now: PipelineReport) -> PipelineReport:
-    """The later one, unless it lacks iterators that have just ended, as all do at the end.
+    """Return the later report, unless it lacks iterators that have just ended, as all do.
 
     Args:
-        before: the one before, None if there is none.
-        now: the later one.
+        before: the earlier report, None if there is none.
+        now: the later report.
     """
     if before is None or now.is_complete or not before.is_complete:
         return now

@@ -1,4 +1,4 @@
-"""What a training shows of its pipeline: the present, or what was last seen."""
+"""Latest known report on a training's pipeline: the present, or the last one seen."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable
 from keras_het.loader.inspection.inspection import PipelineReport, better
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # a look takes a few tenths of a millisecond
-_PAUSE = 500.0  # times a look's own time, for pipelines with many iterators
+_PAUSE = 500.0  # times the duration of a look, for pipelines with many iterators
 
 _CUT_DEPTH = 3
 
 
 class KeptReports:
-    """Looks at a running pipeline now and then, so that something is known when it is gone.
+    """Looks at a running pipeline now and then, so that something is known once it is gone.
 
-    TensorFlow forgets what it recorded when an iterator is handed over, or ends.
+    TensorFlow forgets its records when an iterator is handed over, or ends.
 
     Args:
-        read: looks at the pipeline that runs; gives None if there is none that can be shown.
+        read: looks at the running pipeline; returns None if there is none to show.
     """
 
     def __init__(self, read: Callable[[], PipelineReport | None]) -> None:
@@ -29,23 +29,23 @@ class KeptReports:
         self._next_look = 0.0
 
     def after_step(self, step: int) -> None:
-        """Looks if it is time to.
+        """Look if it is time.
 
         Args:
-            step: steps that were trained so far.
+            step: steps trained so far.
         """
         now = time.monotonic()
-        # also after the first few steps: a training may be short
+        # after the first few steps too: a training may be short
         if now >= self._next_look or not step & (step - 1):
             self.look(step)
             end = time.monotonic()
             self._next_look = end + max(_SECONDS_BETWEEN_LOOKS, _PAUSE * (end - now))
 
     def look(self, step: int) -> PipelineReport | None:
-        """Looks now; returns what is known at this moment.
+        """Look now; return the present state.
 
         Args:
-            step: steps that were trained so far.
+            step: steps trained so far.
         """
         report = self._read()
         if report is not None and report.stages and report.batches:
@@ -55,10 +55,10 @@ class KeptReports:
         return report
 
     def latest(self, step: int) -> PipelineReport | None:
-        """What is known at this moment, else what was last seen; None if there is nothing.
+        """Return the present state, else the last one seen; None if there is none.
 
         Args:
-            step: steps that were trained so far.
+            step: steps trained so far.
         """
         report = self.look(step)
         has_stages = report is not None and report.stages
@@ -66,7 +66,7 @@ class KeptReports:
 
     @property
     def last_seen(self) -> PipelineReport | None:
-        """What was last seen, None if nothing was."""
+        """The last state seen, None if there is none."""
         if self._kept is None:
             return None
         report, step = self._kept
@@ -74,13 +74,13 @@ class KeptReports:
 
 
 def with_own_rows_named(report: PipelineReport) -> PipelineReport:
-    """The report of a worker's pipeline that takes its own rows, with its two stages named.
+    """Name the two stages of a worker's pipeline that takes its own rows, in a report.
 
-    The one that cuts batches waits until the shares of the step are settled, which the consumer
-    does: that is no time of its own.
+    The stage that cuts batches waits until the shares of the step are settled, which the consumer
+    does: that time is not its own.
 
     Args:
-        report: of a pipeline that was built for own rows.
+        report: report on a pipeline that was built for own rows.
     """
     stages = list(report.stages)
     for place, stage in enumerate(stages):

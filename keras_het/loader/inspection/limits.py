@@ -1,4 +1,4 @@
-"""What bounds a running pipeline: stages that share a thread, or the threads of a pool."""
+"""Limits of a running pipeline: stages that share a thread, or the threads of a pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from keras_het.loader.inspection.stages import CONSUMER, PipelineStage
 
 _NAMED = 0.1  # least part of a limit's time for which a stage is named
-_NOTICEABLE = 0.05  # part of the consumer's time; less in its own thread is no wait
+_NOTICEABLE = 0.05  # part of the consumer's time; less in its own thread is not a wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Limit:
     """Stages that cannot run at the same time: a pipeline is no faster than they are together.
 
     Args:
-        stages: one after the other in a thread, or calls in the same thread pool.
+        stages: stages that run one after the other in a thread, or in the same thread pool.
         at_once: threads that do this at the same time.
     """
 
@@ -25,22 +25,22 @@ class Limit:
 
     @property
     def seconds_per_batch(self) -> float:
-        """Least time for a batch."""
+        """Least time per batch."""
         return sum(stage.seconds_per_batch for stage in self.stages) / self.at_once
 
     @property
     def largest(self) -> PipelineStage:
-        """The stage that takes the most of it."""
+        """The stage that takes the most time."""
         return max(self.stages, key=lambda stage: stage.seconds_per_batch)
 
     @property
     def is_of_consumer(self) -> bool:
-        """Whether the consumer's own thread does this, while it waits."""
+        """Whether the consumer's own thread does this work while it waits."""
         return self.stages[0].thread == CONSUMER
 
     @property
     def named(self) -> tuple[PipelineStage, ...]:
-        """The stages that take a noticeable part of it."""
+        """The stages that take a noticeable part of the time."""
         least = _NAMED * sum(stage.seconds_per_batch for stage in self.stages)
         return tuple(stage for stage in self.stages if stage.seconds_per_batch >= least)
 
@@ -62,7 +62,7 @@ class Limit:
 
 
 def limits_of(stages: Iterable[PipelineStage]) -> tuple[Limit, ...]:
-    """All that bounds a pipeline.
+    """Return all limits of a pipeline.
 
     Args:
         stages: its operations.
@@ -86,27 +86,27 @@ def limits_of(stages: Iterable[PipelineStage]) -> tuple[Limit, ...]:
     ]
     limits += [Limit((stage,), stage.at_once) for stage in calls]
     if pool:
-        # each alone may have all threads, not both
+        # each alone may have all threads, but not both
         shared = Limit(tuple(pool), max(stage.most_parallelism for stage in pool))
         limits += [Limit(shared.named, shared.at_once)] if len(shared.named) > 1 else []
     return tuple(limit for limit in limits if limit.seconds_per_batch > 0.0)
 
 
 def slowest_of(limits: Iterable[Limit]) -> Limit | None:
-    """The limit that takes longest; None if there is none.
+    """Return the limit that takes longest; None if there is none.
 
     Args:
-        limits: of a pipeline.
+        limits: limits of a pipeline.
     """
     return max(limits, key=lambda limit: limit.seconds_per_batch, default=None)
 
 
 def awaited_of(limits: Iterable[Limit], consumer_seconds: float) -> Limit | None:
-    """The limit for which the consumer waits; None if the pipeline keeps up.
+    """Return the limit that the consumer waits for; None if the pipeline keeps up.
 
     Args:
-        limits: of a pipeline.
-        consumer_seconds: from one batch to the question for the next.
+        limits: limits of a pipeline.
+        consumer_seconds: time from one batch to the request for the next.
     """
     limits = tuple(limits)
     own = slowest_of(limit for limit in limits if limit.is_of_consumer)

@@ -1,4 +1,4 @@
-"""The stages of a running pipeline and their times, from the model by which AUTOTUNE tunes it."""
+"""Stages of a running pipeline and their times, from the model by which AUTOTUNE tunes it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ class PipelineStage:
     Args:
         name: kind of operation, as TensorFlow runs it: neighbours may have been fused.
         depth: operations between it and the consumer.
-        parallelism: calls at the same time that were chosen; 1 for an operation that is not
-            parallel.
+        parallelism: chosen number of parallel calls; 1 for an operation that is not parallel.
         most_parallelism: threads for them, the largest number that AUTOTUNE may choose.
         is_tuned: whether AUTOTUNE may change it.
-        buffer_size: elements that its buffer holds, None if it has none.
+        buffer_size: elements that its buffer holds, None without a buffer.
         buffered: elements in its buffer.
         buffered_bytes: their size.
-        elements: elements that it gave so far; within an `interleave` and before a `repeat`, those
-            of the iterators that are there now.
-        seconds_per_batch: its own time for a batch of the pipeline, waiting in its function
-            included, in seconds.
+        elements: elements it has yielded so far; within an `interleave` and before a `repeat`,
+            those of the iterators that exist now.
+        seconds_per_batch: its own time per batch of the pipeline, including waits in its function,
+            in seconds.
         thread: stages with the same number run one after the other; 0 is the consumer's own thread,
             None are calls in the pipeline's thread pool.
-        at_once: how many of it really run at the same time: no more than there are threads.
+        at_once: calls that really run at the same time: no more than there are threads.
         is_recorded: whether its time, and what it reads, is known: iterators that have just ended
-            take theirs with them.
+            take their records with them.
     """
 
     name: str
@@ -51,7 +50,7 @@ class PipelineStage:
 
     @property
     def seconds_per_batch_in_parallel(self) -> float:
-        """Its time for a batch with all its threads busy: the pipeline is no faster than that."""
+        """Time per batch with all its threads busy: the pipeline is no faster than that."""
         return self.seconds_per_batch / self.at_once
 
 
@@ -64,7 +63,7 @@ class _Part(NamedTuple):
     """One iterator of a stage, of which an `interleave` has several."""
 
     node: Any
-    per_batch: float  # elements of it for a batch of the pipeline
+    per_batch: float  # its elements per batch of the pipeline
 
 
 class _Input(NamedTuple):
@@ -74,13 +73,13 @@ class _Input(NamedTuple):
 
 
 def read_stages(model: Any, pool_threads: int) -> tuple[PipelineStage, ...]:
-    """The stages of a pipeline, the consumer's end first.
+    """Return the stages of a pipeline, starting at the consumer's end.
 
-    Times are of one element, times the elements that a batch needs: iterators before a `repeat`,
-    and in an `interleave`, begin again with each round, so that their sums say nothing.
+    Times are those of one element, times the elements that a batch needs: iterators before a
+    `repeat`, and in an `interleave`, restart with each round, so their sums say nothing.
 
     Args:
-        model: a `ModelProto` of a pipeline that gave a batch at least.
+        model: a `ModelProto` of a pipeline that has yielded at least one batch.
         pool_threads: threads for the functions of maps, if no parallel map in the model tells.
     """
     told = [_threads_for_calls(node) for node in model.nodes.values() if _is_in_pool(node)]
@@ -97,7 +96,7 @@ class _StageReader:
         self._threads = CONSUMER
 
     def add(self, parts: list[_Part], depth: int, thread: _Thread) -> None:
-        """Adds the stage of some iterators of one kind, and all that they read."""
+        """Add the stage of some iterators of one kind, and all that they read."""
         own, inner, outer = self._threads_of(parts, thread)
         inputs: dict[_Input, list[_Part]] = {}
         has_inputs = True
@@ -108,7 +107,7 @@ class _StageReader:
             self.add(found, depth + 1, inner if kind.is_inner else outer)
 
     def _threads_of(self, parts: list[_Part], thread: _Thread) -> tuple[_Thread, _Thread, _Thread]:
-        """Where a stage runs, where iterators that it opens do, and where its other inputs do."""
+        """Threads of a stage, of the iterators that it opens, and of its other inputs."""
         node = parts[0].node
         kind = _kind(node)
         if node.name == "Map":
@@ -132,12 +131,12 @@ class _StageReader:
         return _Thread(self._threads, max(at_once, 1))
 
     def _add_inputs(self, part: _Part, inputs: dict[_Input, list[_Part]]) -> bool:
-        """Adds what an iterator reads; False if it reads what is not there at the moment."""
+        """Add what an iterator reads; return False if that does not exist at the moment."""
         children = [self._nodes[number] for number in part.node.inputs]
         inner = _inner_inputs(part.node, children)
         outer = children[: len(children) - len(inner)]  # inner ones are the last
         if part.node.name.startswith("Concatenate"):
-            outer = outer[-1:]  # the one that is read now; those that have ended stay in the model
+            outer = outer[-1:]  # the one being read; those that have ended stay in the model
         for place, child in enumerate(outer):
             found = inputs.setdefault(_Input(child.name, place, False), [])
             found.append(_Part(child, part.per_batch * _ratio(part.node, child)))
@@ -148,7 +147,7 @@ class _StageReader:
             found.append(_Part(child, part.per_batch * share))
         if _kind(part.node).endswith("INTERLEAVE_MANY"):
             return given > 0 or part.per_batch == 0.0
-        # of sources the ratio is 0, but for these
+        # sources have a ratio of 0, except these
         is_source = (
             part.node.ratio == 0.0 or _is_cache(part.node) or "DataService" in part.node.name
         )
@@ -183,7 +182,7 @@ def _seconds_per_batch(part: _Part) -> float:
 
 
 def _made(node: Any) -> int:
-    # what waits in its buffer took its time too, but for a cache, which buffers all of it for good
+    # elements in its buffer took its time too, except in a cache, which buffers them all for good
     waiting = 0 if _is_cache(node) else node.buffered_elements
     return int(node.num_elements + waiting)
 
@@ -193,7 +192,7 @@ def _is_cache(node: Any) -> bool:
 
 
 def _ratio(node: Any, child: Any) -> float:
-    """Elements of an input for one element."""
+    """Number of elements of an input per element."""
     if node.ratio > 0.0:
         return float(node.ratio)
     made = _made(node)
@@ -204,7 +203,7 @@ def _inner_inputs(node: Any, children: list[Any]) -> list[Any]:
     """The iterators that an `interleave`, `flat_map` or the like opened itself."""
     if not _kind(node).endswith("INTERLEAVE_MANY"):
         return []
-    # what they are opened for is made at once with the operation, and goes when it ends
+    # the iterators they are opened for are made together with the operation, and go when it ends
     has_outer = bool(children) and children[0].id == node.id + 1
     return children[1:] if has_outer else children
 
@@ -229,7 +228,7 @@ def _threads_for_calls(node: Any) -> int:
 
 
 def _is_in_pool(node: Any) -> bool:
-    """Whether its calls run in the pipeline's thread pool; an interleave has threads of its own."""
+    """Tell whether its calls run in the pipeline's pool; an interleave has private threads."""
     return "parallelism" in _parameters(node) and not _kind(node).endswith("INTERLEAVE_MANY")
 
 

@@ -1,1 +1,1 @@
-"""Pipelines that can be built again and handed over, and iterators that end without a stall."""
+"""Pipelines that can be rebuilt and handed over, and iterators that end without a stall."""

@@ -1,4 +1,4 @@
-"""A data set that can be built again with other knobs, while it runs."""
+"""A data set that can be rebuilt with other knobs while it runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from keras_het.loader.iterators.replayable import draws_an_order
 
 
 class SpareIterators:
-    """Gives iterators in the order in which they were begun, as one thread would make them.
+    """Hands out iterators in the order in which they were begun, as one thread would make them.
 
-    A shuffle takes the order of a pass when its iterator is made, so that spares which are left
-    over must be the next ones to be used: they are kept.
+    A shuffle takes the order of a pass when its iterator is made, so unused spares must be the next
+    ones to be used: they are kept.
     """
 
     def __init__(self) -> None:
@@ -32,34 +32,34 @@ class SpareIterators:
     def begin(
         self, make: Callable[[], Any], count: int, executor: concurrent.futures.Executor
     ) -> None:
-        """Begins to make iterators until there are `count`.
+        """Start making iterators until there are `count`.
 
         Args:
-            make: makes one.
-            count: how many may wait.
+            make: makes one iterator.
+            count: maximum number of waiting iterators.
             executor: one thread that works in the background.
         """
         while len(self._waiting) < count:
             self._waiting.append(executor.submit(make))
 
     def clear(self) -> None:
-        """Drops them."""
+        """Drop all spares."""
         while self._waiting:
             self._waiting.popleft().cancel()
 
     def take(self) -> Any:
-        """The next spare, waiting for one that is being made; None if there is none."""
+        """Return the next spare, waiting for one that is being made; None if there is none."""
         while self._waiting:
             future = self._waiting.popleft()
-            # behind other work: whoever asks makes it sooner
+            # queued behind other work: the caller makes it sooner
             if not future.cancel():
-                with contextlib.suppress(Exception):  # whoever asks meets the error again
+                with contextlib.suppress(Exception):  # the caller meets the error again
                     return future.result()
         return None
 
 
 def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
-    """Makes a data set whose parallelism can change while it is iterated.
+    """Make a data set whose parallelism can change while it is iterated.
 
         def build(knobs):
             files = tf.data.Dataset.list_files("images/*.jpg", seed=1)
@@ -71,10 +71,9 @@ def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
     Args:
         build: builds a `tf.data.Dataset`. It must consist of the same operations with the same
             arguments whatever the knobs are; only numbers of parallel calls and the size of
-            `prefetch` may follow them. Give shuffles a seed, or set a global one, if the order is
-            to be reproducible.
-        knobs: settings to start from; one thread for each CPU by default. Without a `LoaderTuner`
-            they stay.
+            `prefetch` may depend on them. For a reproducible order, give shuffles a seed or set a
+            global one.
+        knobs: initial settings; one thread per CPU by default. They stay without a `LoaderTuner`.
 
     Returns:
         A `tf.data.Dataset` with the elements of `build(knobs)`.
@@ -104,12 +103,12 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
     Args:
         build: builds the data set.
         knobs: settings of `dataset`.
-        dataset: what `build` gave for them.
+        dataset: the result of `build` for them.
         seeds: state of the sequence of operation seeds before `build` made it.
 
     Attributes:
         build: builds the data set.
-        knobs: settings of the iterators that are made from now on.
+        knobs: settings of the iterators made from now on.
     """
 
     def __init__(self, build: Build, knobs: Knobs, dataset: Any, seeds: Any = None) -> None:
@@ -120,8 +119,8 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         has_cache, draws = has_memory_cache(dataset), draws_an_order(dataset)
         repeats = any(adapter.is_repeat(node) for node in adapter.upstream_of(dataset))
         self._is_direct = has_cache or repeats or not draws
-        # an iterator that is made while a cache fills would fill it again, and one that is made
-        # before the later rounds of a `repeat` would take the order of one of them
+        # an iterator made while a cache fills would fill it again, and one made before the later
+        # rounds of a `repeat` would take the order of one of them
         self._can_have_spares = not has_cache and not (repeats and draws)
         self._spares = SpareIterators()
         super().__init__(dataset, iterator_adapter.data_set_variant(dataset))
@@ -132,39 +131,40 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         return self._current
 
     def build_again(self, knobs: Knobs) -> Any:
-        """The data set with other knobs, in any thread.
+        """Build the data set with other knobs; works in any thread.
 
         Shuffles without a seed get those of the first build under the same global seed. The
-        sequence of seeds that the program draws from stays where it is: workers that move at
-        different times would draw different numbers later on.
+        program's sequence of seeds does not advance: workers that switch at different times would
+        draw different numbers later on.
 
         Args:
+            knobs: its settings.
             knobs: its settings.
         """
         with iterator_adapter.separate_operation_seeds(self._seeds):
             return build_tuned(self.build, knobs)
 
     def to_look_at(self) -> Any:
-        """The pipeline with the present knobs, for an iterator that is none of training.
+        """Return the pipeline with the present knobs, for an iterator outside of training.
 
-        Another build, so that it takes no order from the sequence of a shuffle, and need not be
-        handed over. With a cache in memory or a `repeat` it is the one that is trained.
+        It is a separate build, so it takes no order from the sequence of a shuffle, and need not be
+        handed over. With a cache in memory or a `repeat`, it is the pipeline that is trained on.
         """
         return self._current if self._is_direct else self.build_again(self.knobs)
 
     def adopt(self, knobs: Knobs, dataset: Any) -> None:
-        """Makes iterators from now on those of another build.
+        """Make iterators from now on those of another build.
 
         The sequence of orders of a shuffle is that of the original data set: every iterator begins
-        there and is handed over before its first element. Pipelines without one, those with a cache
-        in memory, which belongs to one build, and those with a `repeat`, which takes several orders
-        from the sequence in one epoch, are iterated directly instead. Later epochs, and later
-        rounds of a `repeat`, have each element once, in an order that may be another one than
-        without a handover if a pipeline has such a part or several shuffles.
+        there and is handed over before its first element. Pipelines without a shuffle, those with a
+        cache in memory, which belongs to one build, and those with a `repeat`, which takes several
+        orders from the sequence in one epoch, are iterated directly instead. If a pipeline has such
+        a part or several shuffles, later epochs, and later rounds of a `repeat`, have each element
+        once, but possibly in a different order than without a handover.
 
         Args:
             knobs: its settings.
-            dataset: what `build` gave for them, to which a running iterator was handed over.
+            dataset: the result of `build` for them, to which a running iterator was handed over.
         """
         is_first = knobs == self._first_knobs and not self._is_direct
         self.knobs, self._current = knobs, self._original if is_first else dataset
@@ -184,20 +184,20 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         return iterator
 
     def make_spares(self, count: int, executor: concurrent.futures.Executor) -> None:
-        """Begins to make the next iterators, which the next calls of `iter` then give.
+        """Start making the next iterators, which the next calls of `iter` then return.
 
-        Orders are those without: a shuffle gives them to its iterators as these are made. Pipelines
-        where they would not be have no spares.
+        Orders are unaffected: a shuffle assigns them to its iterators as these are made. Pipelines
+        whose orders would change get no spares.
 
         Args:
-            count: how many may wait.
+            count: maximum number of waiting iterators.
             executor: one thread that works in the background.
         """
         if self._can_have_spares:
             self._spares.begin(self._make, count, executor)
 
     def _make(self) -> tuple[Any, Any]:
-        """A new iterator, after the data set that it iterates."""
+        """Make an iterator; return the data set that it iterates, then the iterator."""
         dataset = self._current
         if dataset is self._original or self._is_direct:
             return dataset, start(dataset)
@@ -205,14 +205,14 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
 
 
 def pipeline_of(iterator: Any) -> AdjustablePipeline | None:
-    """The adjustable pipeline that an iterator was made of, None for any other."""
+    """Return the adjustable pipeline that an iterator was made from, None for any other."""
     return getattr(iterator, "keras_het_pipeline", None)
 
 
 def plain_pipeline(dataset: Any) -> AdjustablePipeline:
-    """An ordinary data set as an adjustable one, of which only some knobs can be turned.
+    """Wrap an ordinary data set as an adjustable one, with only some knobs.
 
-    These are its own thread pool, in which calls with AUTOTUNE may outnumber the cores, and the
+    These are its private thread pool, in which calls with AUTOTUNE may outnumber the cores, and the
     size of a `prefetch` at its end, if the user gave a number.
 
     Args:

@@ -1,4 +1,4 @@
-"""Lets a differently tuned copy of a pipeline go on exactly where the running one is.
+"""Continuation of a pipeline in a differently tuned copy, exactly where the running one is.
 
 The state of the running iterator, buffers included, is restored into an iterator of the other
 pipeline: no element is lost, repeated or reordered. Both must consist of the same operations.
@@ -26,11 +26,11 @@ _WITHOUT_STATE = {
 
 
 class HandoverError(RuntimeError):
-    """A pipeline cannot be handed over; the running one goes on unharmed."""
+    """A pipeline cannot be handed over; the running one continues unharmed."""
 
 
 def why_not(dataset: Any) -> str | None:
-    """Why a data set can never be handed over, None if nothing is known against it.
+    """Return why a data set can never be handed over, None if there is no known reason.
 
     Args:
         dataset: a `tf.data.Dataset`.
@@ -39,7 +39,7 @@ def why_not(dataset: Any) -> str | None:
         if adapter.draws_from_generator(node):
             return "Dataset.from_generator cannot save where its generator is"
         if adapter.is_file_cache(node):
-            # saved, the old iterator has moved to the next shard of the files: that of the new one
+            # saving moves the old iterator to the next shard of the files: that of the new one
             return "its cache in files can be written by one iterator only"
         kind = type(node).__name__
         for name, reason in _WITHOUT_STATE.items():
@@ -53,19 +53,19 @@ def why_not(dataset: Any) -> str | None:
 
 
 def has_memory_cache(dataset: Any) -> bool:
-    """Whether elements of a data set are cached in memory.
+    """Tell whether elements of a data set are cached in memory.
 
-    A handover stays exact then, but the cache starts over.
+    A handover is still exact then, but the cache starts over.
     """
     return any("Cache" in type(node).__name__ for node in adapter.upstream_of(dataset))
 
 
 def difference(running: Any, other: Any) -> str | None:
-    """Why one data set cannot go on where another is, None if nothing is known against it.
+    """Return why one data set cannot continue another, None if there is no known reason.
 
     Args:
         running: data set of the running iterator.
-        other: data set that is to go on.
+        other: data set that should continue.
     """
     reason = why_not(running) or why_not(other)
     if reason:
@@ -84,20 +84,20 @@ def difference(running: Any, other: Any) -> str | None:
 
 
 def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
-    """Moves a running iterator to another pipeline.
+    """Move a running iterator to another pipeline.
 
-    Waits for calls that are under way. The caller lets the old iterator go.
+    Waits for pending calls. The caller releases the old iterator.
 
     Args:
-        iterator: the running `tf.data.Iterator`; nobody may read from it meanwhile or afterwards.
-        dataset: the pipeline that goes on; the same operations, other knobs.
+        iterator: the running `tf.data.Iterator`; nothing may read from it during or after the call.
+        dataset: the pipeline that continues; the same operations, other knobs.
         prepared: an unused iterator of `dataset`, if there is one.
 
     Returns:
-        An iterator of `dataset` whose next element is the one that `iterator` would have given.
+        An iterator of `dataset` whose next element is the one that `iterator` would have yielded.
 
     Raises:
-        HandoverError: if it cannot be done exactly; `iterator` goes on then.
+        HandoverError: if it cannot be done exactly; `iterator` then continues.
     """
     running = iterator_adapter.iterated_data_set(iterator)
     if running is None:
@@ -120,12 +120,12 @@ def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
 
 
 def was_handed_over(iterator: Any) -> bool:
-    """Whether an iterator goes on where another one was: TensorFlow then shows no model of it."""
+    """Tell whether an iterator continues another: TensorFlow then shows no model of it."""
     return getattr(iterator, "keras_het_was_handed_over", False)
 
 
 def _operations(dataset: Any) -> list[Any]:
-    # options are no operation of an iterator
+    # options are not an operation of an iterator
     return [node for node in adapter.upstream_of(dataset) if not _is_transparent(node)]
 
 

@@ -1,4 +1,4 @@
-"""A tf.data iterator that is let go without blocking or crashing the process."""
+"""A tf.data iterator that is released without blocking or crashing the process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from keras_het.loader.host.threads import LoaderThreads, start, threads_of
 
 
 def hold_functions_of(iterator: Any, holder: Any) -> None:
-    """Keeps the functions of a pipeline until after its iterator is gone.
+    """Keep the functions of a pipeline until after its iterator is gone.
 
     TensorFlow crashes if the garbage collector takes the functions of a pipeline before the
-    iterator whose threads are calling them, which it may do where both are in one cycle (an
+    iterator whose threads are calling them, which may happen if both are in one cycle (an
     exception's traceback is enough).
     """
     with contextlib.suppress(IndexError):  # another thread may take the last one
@@ -42,19 +42,19 @@ _NAME = "keras_het-iterator_release"
 
 
 def start_thread(work: Callable[..., Any], *arguments: Any) -> None:
-    """Calls a function in a thread of its own.
+    """Call a function in a separate thread.
 
-    A thread that comes back from TensorFlow while the interpreter ends would end the process
-    ("FATAL: exception not rethrown", SIGABRT): Python ends it with an exception that may not pass
-    the destructors on its way. So the end of the process waits for it. Threads that are no daemons
-    would do, but could not be left alone where they never end.
+    A thread that returns from TensorFlow while the interpreter shuts down would abort the process
+    ("FATAL: exception not rethrown", SIGABRT): Python ends it with an exception that must not pass
+    the destructors on its way. The end of the process therefore waits for it. Non-daemon threads
+    would do, but a thread that never ends could not be abandoned.
 
     Args:
         work: the function.
-        *arguments: for it.
+        *arguments: its arguments.
 
     Raises:
-        RuntimeError: if there are no new threads, while the interpreter ends.
+        RuntimeError: if there are no new threads because the interpreter is shutting down.
     """
     threading.Thread(target=work, args=arguments, daemon=True, name=_NAME).start()
 
@@ -62,28 +62,28 @@ def start_thread(work: Callable[..., Any], *arguments: Any) -> None:
 @atexit.register
 def _wait_for_all() -> None:
     deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-    with contextlib.suppress(KeyboardInterrupt):  # who is in a hurry
+    with contextlib.suppress(KeyboardInterrupt):  # the user is in a hurry
         for thread in threading.enumerate():
             if thread.name == _NAME:
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def release(iterator: Any) -> threading.Event:
-    """Ends a `tf.data.Iterator` in another thread.
+    """End a `tf.data.Iterator` in another thread.
 
     Ending one may block until AUTOTUNE's next round, up to seconds, and up to a minute for one that
-    ran for long; each has a thread of its own, so that none waits for another. It is emptied by an
-    operation, which lets other Python threads run meanwhile as dropping the object does not; who
-    drops the object last does not matter then.
+    ran for long; each has its own thread, so none waits for another. An operation empties it, which
+    lets other Python threads run meanwhile, unlike dropping the object; which thread drops the
+    object last no longer matters then.
 
     Args:
-        iterator: the iterator; nobody may read from it any more.
+        iterator: the iterator; nothing may read from it any more.
 
     Returns:
         An event that is set when the iterator is empty.
     """
     done = threading.Event()
-    with contextlib.suppress(RuntimeError):  # no new thread while the interpreter ends
+    with contextlib.suppress(RuntimeError):  # no new threads at interpreter shutdown
         start_thread(_work, iterator, done)
     return done
 
@@ -97,15 +97,15 @@ def _work(iterator: Any, done: threading.Event) -> None:
 
 
 class HeldIterator:
-    """One pass of a pipeline in Python.
+    """A pass of a pipeline in Python.
 
     Args:
         pipeline: the data set to iterate.
-        keep_alive: what else holds functions that `pipeline` calls.
-        iterator: an iterator of `pipeline` that goes on, by default a new one.
+        keep_alive: another object that holds functions that `pipeline` calls.
+        iterator: an iterator of `pipeline` to continue with, by default a new one.
 
     Attributes:
-        read: gives the next element, or raises StopIteration.
+        read: returns the next element, or raises StopIteration.
         threads: threads of the pipeline's own pool, None if it has none.
     """
 
@@ -123,11 +123,11 @@ class HeldIterator:
         return self._iterator
 
     def release(self, after: Callable[[], None]) -> None:
-        """Destroys the iterator in another thread, then calls `after` there.
+        """Destroy the iterator in another thread, then call `after` there.
 
         Destroying an iterator may block until tf.data's autotuner wakes up, which takes seconds. A
-        pass that is garbage never comes here: handing its parts to another thread while the
-        collector works on them crashes, so that they go where they are.
+        pass that is garbage never gets here: handing its parts to another thread while the
+        collector works on them crashes, so they are destroyed in place.
         """
         held = [self.__dict__.pop("_iterator", None), self.__dict__.pop("read", None)]
         start_thread(_release, held, after)

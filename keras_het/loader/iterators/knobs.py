@@ -1,4 +1,4 @@
-"""What can be turned in an input pipeline without changing what it gives."""
+"""Settings of an input pipeline that do not change its elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Knobs:
     Args:
         num_parallel_calls: for every `map`, `interleave` and `batch` that runs in parallel.
         prefetch: batches of the last `prefetch`.
-        threads: size of the pipeline's own thread pool; `num_parallel_calls` beyond it lets
+        threads: size of the pipeline's private thread pool; `num_parallel_calls` beyond it lets
             finished samples wait for their turn without a thread.
 
     Raises:
@@ -37,26 +37,26 @@ class Knobs:
 
     @classmethod
     def for_host(cls) -> Knobs:
-        """Settings to start from: as many threads as this process may use CPUs."""
+        """Return initial settings: one thread per CPU that this process may use."""
         return cls.of_plan(LoaderPlan(max(math.ceil(usable_cpus()), 1), 2))
 
     @classmethod
     def of_plan(cls, plan: LoaderPlan) -> Knobs:
-        """Settings that put a plan into effect.
+        """Return settings that put a plan into effect.
 
         Args:
-            plan: loaders become threads; a thread has two calls, so that it need not wait until
-                its finished sample is taken in order.
+            plan: loaders become threads; a thread has two calls, so it need not wait until its
+                finished sample is taken in order.
         """
         return cls(2 * plan.loaders, plan.prefetch, plan.loaders)
 
     @property
     def plan(self) -> LoaderPlan:
-        """The plan of which these are the settings."""
+        """The plan to which these settings correspond."""
         return LoaderPlan(self.threads, self.prefetch)
 
     def options(self) -> tf.data.Options:
-        """The part of the settings that is an option of a data set."""
+        """The settings that are options of a data set."""
         options = tf.data.Options()
         options.threading.private_threadpool_size = self.threads
         return options

@@ -1,4 +1,4 @@
-"""What a training loop really reads from: the iterator it was given, or the next pipeline's."""
+"""Actual source of a training loop: the iterator it was given, or the next pipeline's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LiveIterator:
 
     Attributes:
         given: the iterator that the loop holds.
-        iterator: the one that is read.
+        iterator: the iterator that is read.
         input_wait_seconds: time that the last `take` waited.
         end: last error or StopIteration that `take` met.
     """
@@ -36,19 +36,19 @@ class LiveIterator:
 
     @property
     def is_tf_data(self) -> bool:
-        """Whether this is an iterator of tf.data, which can be handed over."""
+        """Whether this is a tf.data iterator, which can be handed over."""
         return isinstance(self.given, tf.data.Iterator)
 
     @property
     def pipeline(self) -> Any:
-        """The adjustable pipeline that the given iterator was made of, or None."""
+        """The adjustable pipeline that the given iterator was made from, or None."""
         return pipeline_of(self.given)
 
     def take(self, count: int) -> list[Any]:
-        """The next batches, fewer at the end.
+        """Return the next batches, fewer at the end.
 
         Args:
-            count: how many.
+            count: number of batches.
 
         Raises:
             StopIteration: if there is none.
@@ -66,7 +66,7 @@ class LiveIterator:
         return batches
 
     def move_to(self, dataset: Any, prepared: Any = None) -> None:
-        """Continues in another pipeline.
+        """Continue in another pipeline.
 
         Args:
             dataset: the same pipeline with other knobs.
@@ -78,11 +78,11 @@ class LiveIterator:
         self._go_on_in(hand_over(self.iterator, dataset, prepared), dataset)
 
     def begin_in(self, dataset: Any) -> None:
-        """Begins another pipeline instead, of which TensorFlow then shows the model.
+        """Switch to another pipeline, whose model TensorFlow then shows.
 
         Args:
-            dataset: the same pipeline with other knobs; nothing was read yet, and an iterator more
-                takes no order from a sequence.
+            dataset: the same pipeline with other knobs; nothing was read yet, and an additional
+                iterator takes no order from a sequence.
         """
         self._go_on_in(start(dataset), dataset)
 
@@ -94,14 +94,14 @@ class LiveIterator:
         release(old)
 
     def release(self) -> None:
-        """Ends the pipeline in the background; the loop may still hold its iterator, unused."""
+        """End the pipeline in the background; the loop may still hold its iterator, unused."""
         if self.is_tf_data and self.iterator is not None:
             iterator, self.iterator, self.given = self.iterator, None, None
             self._read = _ended
             release(iterator)
 
     def lower_priority(self, nice: int) -> bool:
-        """Sets the priority of the pipeline's own threads, and of those of its successors.
+        """Set the priority of the pipeline's own threads, and of those of its successors.
 
         Args:
             nice: their nice value.

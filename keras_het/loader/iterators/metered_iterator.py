@@ -1,4 +1,4 @@
-"""Times the waits for the elements of any iterator."""
+"""Timing of the waits for the elements of any iterator."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import tensorflow as tf
 
 
 class MeteredIterator:
-    """Passes for another iterator in one execution of a step function.
+    """Stand-in for another iterator in one execution of a step function.
 
-    An execution that got nothing ends with `OutOfRangeError`: after StopIteration Keras would go on
-    to use a result that it does not have.
+    An execution that got nothing ends with `OutOfRangeError`: after StopIteration Keras would
+    continue with a result that it does not have.
 
     Args:
         iterator: the iterator.
 
     Attributes:
-        steps: elements that it gave.
-        input_wait_seconds: time that they were waited for.
+        steps: number of elements yielded.
+        input_wait_seconds: time spent waiting for them.
     """
 
     def __init__(self, iterator: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether a pipeline gives the same elements in the same order when it is read a second time."""
+"""Checks of whether a second read of a pipeline yields the same elements in the same order."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _DRAWING_OPERATIONS = adapter.RANDOM_VALUE_OPERATIONS | _SHUFFLE_OPERATIONS
 
 
 def why_not_replayed(stream: adapter.Dataset, can_be_built: bool = False) -> str | None:
-    """Why a pipeline cannot be read again beside a running iterator; None if it can.
+    """Return why a pipeline cannot be reread while an iterator runs; None if it can.
 
     Args:
-        stream: what every worker reads, before the maps that run for own rows only.
-        can_be_built: whether there is a function that builds it again.
+        stream: the part that every worker reads, before the maps that run for own rows only.
+        can_be_built: whether there is a function that rebuilds it.
     """
     reason = why_not(stream)
     if reason:
@@ -55,14 +55,14 @@ def _reason_of(node: adapter.Dataset) -> str | None:
 
 
 def shares_a_shuffle(one: adapter.Dataset, other: adapter.Dataset) -> bool:
-    """Whether two pipelines read from the same reshuffling shuffle: they share its orders."""
+    """Tell whether two pipelines read from the same reshuffling shuffle: they share its orders."""
     nodes = {id(node) for node in adapter.upstream_of(one)}
     shuffles = (node for node in adapter.upstream_of(other) if adapter.is_reshuffled(node))
     return any(id(node) in nodes for node in shuffles)
 
 
 def draws_an_order(dataset: adapter.Dataset) -> bool:
-    """Whether a new iterator begins in a state that another build of the pipeline need not have.
+    """Tell whether a new iterator starts in a state that another build may not have.
 
     Args:
         dataset: a pipeline.
@@ -76,10 +76,10 @@ def draws_an_order(dataset: adapter.Dataset) -> bool:
 
 
 def takes_a_place(dataset: adapter.Dataset) -> bool:
-    """Whether each new iterator takes the next of a seeded sequence of orders.
+    """Tell whether each new iterator takes the next of a seeded sequence of orders.
 
-    One iterator more would then give the later ones other orders. Without a seed there is no
-    sequence that could be repeated.
+    An additional iterator would then change the orders of later ones. Without a seed there is no
+    sequence to reproduce.
 
     Args:
         dataset: a pipeline.
@@ -112,9 +112,9 @@ def _interleaves_in_any_order(node: adapter.Dataset) -> bool:
 
 
 def has_one_order_a_pass(stream: adapter.Dataset) -> bool:
-    """Whether each pass takes exactly one order from the sequence of at most one shuffle.
+    """Tell whether each pass takes exactly one order from the sequence of at most one shuffle.
 
-    Then a pass that is left half-way and goes on elsewhere leaves the orders of later passes alone.
+    Then a pass that is left half-way and continues elsewhere does not affect later passes' orders.
 
     Args:
         stream: a pipeline.
@@ -123,7 +123,7 @@ def has_one_order_a_pass(stream: adapter.Dataset) -> bool:
     shuffles = [node for node in nodes if adapter.is_reshuffled(node)]
     if not shuffles:
         return True
-    # anything but a `repeat` starts what it reads from once
+    # everything except `repeat` starts its source once
     return len(shuffles) == 1 and not any(
         adapter.is_repeat(node) and any(map(adapter.is_reshuffled, adapter.upstream_of(node)))
         for node in nodes

@@ -1,4 +1,4 @@
-"""What is remembered of a user's data set between two inputs that are made of it."""
+"""Memory of a user's data set between two inputs made from it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from keras_het.loader.order.pipeline_form import PipelineForm, recognise, with_b
 
 
 class Follower(Protocol):
-    """An input that is made of a data set."""
+    """An input that is made from a data set."""
 
     def follow(self, form: PipelineForm) -> None:
-        """Reads from another form from the next pass on: all inputs share one order of passes."""
+        """Read from another form from the next pass on: all inputs share one order of passes."""
 
 
 @dataclasses.dataclass
 class Known:
-    """The form that a data set had, and its passes; no form if that would keep the data set."""
+    """Form of a data set, and its passes; no form if that would keep the data set alive."""
 
     form: PipelineForm | None
     passes: PassCounter
     inputs: weakref.WeakSet[Follower] = dataclasses.field(default_factory=weakref.WeakSet)
 
 
-# A second `fit` on the same data set object goes on with its shuffle orders, as stock Keras does.
+# A second `fit` on the same data set object continues its shuffle orders, as in stock Keras.
 _known: weakref.WeakKeyDictionary[Any, dict[int | None, Known]] = weakref.WeakKeyDictionary()
-# Data sets that read from one shuffle share its orders: `take` and `skip` of it, and those that
+# Data sets that read from one shuffle share its orders: its `take` and `skip`, and those that
 # Keras makes in each `fit` with class weights.
 _passes: weakref.WeakKeyDictionary[Any, PassCounter] = weakref.WeakKeyDictionary()
 
@@ -38,15 +38,15 @@ _passes: weakref.WeakKeyDictionary[Any, PassCounter] = weakref.WeakKeyDictionary
 def recall(
     dataset: Any, global_batch_size: int | None, reader: Follower
 ) -> tuple[PipelineForm, PassCounter]:
-    """The form and the passes of a data set, remembered from earlier inputs.
+    """Return the form and the passes of a data set, remembered from earlier inputs.
 
     Args:
         dataset: pipeline of global batches, or of samples with `global_batch_size`.
         global_batch_size: samples in a global batch, None if elements are global batches.
-        reader: the input that is made of it.
+        reader: the input that is made from it.
 
     Returns:
-        The form, and what counts its passes.
+        The form, and the counter of its passes.
     """
     known = _known.setdefault(dataset, {}).get(global_batch_size)
     form = known.form if known else None
@@ -69,13 +69,13 @@ def _passes_of(dataset: Any) -> PassCounter:
 
 
 def remember(dataset: Any, global_batch_size: int | None, form: PipelineForm) -> None:
-    """Makes all inputs of the same data set read from `form`, whose stream is a copy.
+    """Make all inputs of the same data set read from `form`, whose stream is a copy.
 
-    They count their passes together, so that each order must be taken from the same shuffles.
+    They count their passes together, so each order must be taken from the same shuffles.
     """
     known = _known.get(dataset, {}).get(global_batch_size)
     if known is not None:
-        # the size that the user gave, also where that of this training has grown
+        # the size that the user gave, even if that of this training has grown
         size = known.form.batch_size if known.form is not None else None
         if size is not None and size != form.batch_size:
             known.form = with_batch_size(form, size)

@@ -1,4 +1,4 @@
-"""How much memory a batch takes."""
+"""Memory size of a batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 _BYTES_OF_A_STRING = 24
-"""What TensorFlow keeps for each string beside its characters."""
+"""TensorFlow's overhead for each string, in addition to its characters."""
 
 
 def count_bytes(batch: Any) -> int:

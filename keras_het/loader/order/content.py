@@ -1,4 +1,4 @@
-"""Hashes of a few rows, by which workers see that they have the same data."""
+"""Hashes of a few rows, by which workers check that they have the same data."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _MOST_ROWS = 16
 
 
 def describe_content(dataset: Any, form: PipelineForm) -> dict[str, str]:
-    """What tells a pipeline's data from other data.
+    """Describe what tells a pipeline's data from other data.
 
-    Nothing is read of the passes that a training sees: neither their orders nor sources that can
-    be read only once move on.
+    Nothing of the passes that a training sees is read: neither their orders nor sources that can be
+    read only once advance.
 
     Args:
         dataset: the user's `tf.data.Dataset`.
         form: how it is run.
 
     Returns:
-        A hash of some rows of every array in it, what decides which rows come, and a hash of the
-        first sample after its maps where that can be made by itself.
+        A hash of some rows of every array in it, the settings that decide which rows come, and a
+        hash of the first sample after its maps if that can be computed separately.
     """
     found: dict[str, str] = {}
     upstream = list(adapter.upstream_of(dataset))
@@ -58,7 +58,7 @@ def _chooses_rows(node: Any) -> bool:
 
 
 def _first_mapped_sample(form: PipelineForm) -> str | None:
-    """Runs the maps on one sample, unless that could be noticed elsewhere."""
+    """Run the maps on one sample, unless that could be noticed elsewhere."""
     maps = form.element_maps
     if not maps or any(_may_be_noticed(node) for node in maps):
         return None
@@ -69,7 +69,7 @@ def _first_mapped_sample(form: PipelineForm) -> str | None:
         source = tf.data.Dataset.from_tensor_slices(sample)
     else:
         source = form.stream
-        while adapter.commutes_with_map(source):  # a shuffle would move on
+        while adapter.commutes_with_map(source):  # a shuffle would advance
             (source,) = adapter.inputs_of(source)
         if not all(_can_be_read_again(node) for node in adapter.upstream_of(source)):
             return None
@@ -86,7 +86,7 @@ def _can_be_read_again(node: Any) -> bool:
 
 
 def _may_be_noticed(node: Any) -> bool:
-    """Whether to read from a node once more could change what comes later, or differ each time."""
+    """Tell whether one more read could change later elements, or differ each time."""
     kinds = adapter.operations_in_functions(node)
     return (
         adapter.draws_from_generator(node)
@@ -96,7 +96,7 @@ def _may_be_noticed(node: Any) -> bool:
     )
 
 
-# Sources and operations of which one element more, read apart, is quick and changes nothing.
+# Sources and operations for which a separate read of one element is quick and changes nothing.
 _PURE = frozenset(
     {
         "BatchDataset",
@@ -124,7 +124,7 @@ _PURE = frozenset(
         "ZipDataset",
     }
 )
-# Python, state that the pipeline changes, orders, and what other processes hand out once.
+# Python, state that the pipeline changes, orders, and elements that other processes yield once.
 _NOTICED = (
     "PyFunc",
     "EagerPyFunc",
@@ -137,17 +137,17 @@ _NOTICED = (
 
 
 def sample_of(array: Any) -> str:
-    """A hash of up to 16 rows, from the first to the last, of an array of any kind.
+    """Return a hash of up to 16 rows, from the first to the last, of an array of any kind.
 
     Args:
         array: of NumPy, TensorFlow, pandas or another library; dense, ragged or sparse.
 
     Returns:
-        Eight digits after "hash ", "not compared" where rows cannot be read one by one.
+        Eight digits after "hash ", or "not compared" if rows cannot be read one by one.
     """
     try:
         return f"hash {hashlib.sha256(_sampled_bytes(array)).hexdigest()[:8]}"
-    except Exception:  # of a library that is not known here
+    except Exception:  # from an unknown library
         return "not compared"
 
 
@@ -166,14 +166,14 @@ def _sampled_bytes(array: Any) -> bytes:
         return _bytes(taken)
     if hasattr(array, "iloc"):
         return _bytes(array.iloc[rows])
-    # one by one: not every kind of array takes a list of rows
+    # one by one: not every kind of array accepts a list of rows
     return b"".join(_bytes(array[int(row)]) for row in rows)
 
 
 def _bytes(rows: Any) -> bytes:
     values = np.asarray(rows)
     if values.dtype.kind in "OUS":
-        # of the path of a file, which may lie in another folder on each machine, its last part
+        # only the last part of a file's path, which may be in a different folder on each machine
         texts = [
             each.decode(errors="replace") if isinstance(each, bytes) else str(each)
             for each in values.reshape(-1).tolist()

@@ -1,4 +1,4 @@
-"""Arrays that were given to `fit`, in an order that other processes can draw again."""
+"""Arrays that were given to `fit`, in an order that other processes can reproduce."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from keras_het.loader import tf_data_adapter as adapter
 
 
 def with_repeatable_order(dataset: tf.data.Dataset, seed: int | None = None) -> tf.data.Dataset:
-    """The same samples as Keras has them in arrays, but with tf.data's `shuffle`.
+    """Return the samples of Keras's arrays, but shuffled by tf.data's `shuffle`.
 
-    Keras draws the order of an epoch from TensorFlow's generator of random numbers, which nobody
-    can set to a later epoch; and nothing tells how many batches there are.
+    Keras draws the order of an epoch from TensorFlow's generator of random numbers, which cannot be
+    set to a later epoch; and nothing tells how many batches there are.
 
     Args:
-        dataset: what Keras's `fit` makes of its arguments.
-        seed: on which orders depend, besides the number of the epoch and a global seed of the
+        dataset: the data set that Keras's `fit` makes from its arguments.
+        seed: determines the orders, in addition to the number of the epoch and a global seed of the
             user; 0 if None.
 
     Returns:
-        A data set of dense arrays in equal batches, with a known number of them; of anything else
+        A data set of dense arrays in equal batches, with a known number of them; for anything else
         `dataset` itself.
     """
     found = adapter.keras_arrays(_without_prefetch(dataset))
@@ -33,12 +33,12 @@ def with_repeatable_order(dataset: tf.data.Dataset, seed: int | None = None) -> 
 
 
 def with_order_of_epoch(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
-    """Arrays that Keras shuffles, in another order each epoch also under a global seed.
+    """Reorder arrays that Keras shuffles in each epoch, even under a global seed.
 
-    With one, Keras's way to shuffle gives all epochs the same order.
+    With a global seed, Keras's shuffling gives all epochs the same order.
 
     Args:
-        dataset: what Keras's `fit` makes of its arguments.
+        dataset: the data set that Keras's `fit` makes from its arguments.
         seed: as for `with_repeatable_order`.
 
     Returns:
@@ -55,9 +55,9 @@ def with_order_of_epoch(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
 
 
 def seeds_of_orders(dataset: tf.data.Dataset) -> list[list[int | None]]:
-    """The two seeds of each shuffle of a pipeline, None where they cannot be told.
+    """Return the two seeds of each shuffle of a pipeline, None if they are unknown.
 
-    Both are 0 where nothing can bring an order back.
+    Both are 0 if an order cannot be restored.
     """
     found: list[list[int | None]] = []
     for node in adapter.upstream_of(dataset):

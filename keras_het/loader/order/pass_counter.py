@@ -1,4 +1,4 @@
-"""Which pass over the data comes next, counted as tf.data counts iterators."""
+"""Number of the next pass over the data, counted as tf.data counts iterators."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class PassCounter:
 
     A reshuffling `shuffle` has a new order for each iterator that is made, used or not, and Keras
     makes one at the end of each epoch that it does not use: on one device the epochs have the
-    orders 0, 2, 4, ... To give the same orders, a pass is numbered when its iterator is made, and
-    those that were never iterated are let go by before the next one starts.
+    orders 0, 2, 4, ... To produce the same orders, a pass is numbered when its iterator is made,
+    and those that were never iterated are skipped before the next one starts.
 
     Data sets that read from one `shuffle` take its orders in turn on one device. Here each may have
-    a copy of it, which has to let the passes of the others go by.
+    a copy of it, which has to skip the passes of the others.
 
     Attributes:
-        gone_by: for each pass that has started or was let go by, whether it was iterated.
-        inputs: what takes passes.
-        unfinished: numbers of the passes that were started and have not come to their end.
+        gone_by: for each pass that has started or was skipped, whether it was iterated.
+        inputs: the inputs that take passes.
+        unfinished: numbers of the passes that have started but not finished.
     """
 
     def __init__(self) -> None:
@@ -35,21 +35,21 @@ class PassCounter:
         self._places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def reserve(self) -> int:
-        """Numbers a pass whose iterator is being made."""
+        """Number a pass whose iterator is being made."""
         self._reserved += 1
         return self._reserved - 1
 
     def give_back(self, number: int) -> None:
-        """Takes a number back, if it is the latest, so that the next iterator gets it."""
+        """Take back a number, if it is the latest, so that the next iterator gets it."""
         if self._reserved == number + 1:
             self._reserved = number
 
     def start(self, number: int) -> int:
-        """Starts the pass `number`.
+        """Start the pass `number`.
 
         Returns:
-            Its number, which is the next one if a pass that was numbered later has started before
-            it and its own order is gone.
+            Its number, or the next one if a pass with a later number started before it and its own
+            order is gone.
         """
         self.gone_by += [False] * max(0, number - len(self.gone_by)) + [True]
         self._reserved = max(self._reserved, len(self.gone_by))
@@ -57,41 +57,40 @@ class PassCounter:
         return len(self.gone_by) - 1
 
     def catch_up(self, shuffle: Any, number: int) -> list[Pass]:
-        """Brings a copy of the shuffle to the pass `number`, which starts now.
+        """Bring a copy of the shuffle to the pass `number`, which starts now.
 
         Args:
             shuffle: the node that draws the orders.
-            number: of the pass.
+            number: number of the pass.
 
         Returns:
-            The passes that have to be let go by on it before: those never iterated, and those of
-            other copies.
+            The passes to skip on it first: those never iterated, and those of other copies.
         """
         place = self._places.get(shuffle, 0)
         self._places[shuffle] = max(place, number + 1)
         return self.gone_by[place:number]
 
     def is_at(self, shuffle: Any, number: int) -> None:
-        """Takes note that the next pass of a copy of the shuffle is the one of this number."""
+        """Record that the next pass of a copy of the shuffle is the one with this number."""
         self._places[shuffle] = number
 
     def finish(self, number: int) -> None:
-        """Takes note that a pass has come to its end."""
+        """Record that a pass has finished."""
         self.unfinished.discard(number)
 
     def leave(self, number: int, steps: int) -> None:
-        """Takes note of how many steps of a pass were done that goes no further."""
+        """Record the number of steps done in a pass that is abandoned."""
         if number in self.unfinished and number < len(self.gone_by):
             self.gone_by[number] = steps
 
     def before(self, number: int | None) -> tuple[Pass, ...]:
-        """The passes before one, or before the next iterator if it is None."""
+        """Return the passes before one, or before the next iterator if it is None."""
         if number is not None:
             return tuple(self.gone_by[:number])
         return (*self.gone_by, *[False] * (self._reserved - len(self.gone_by)))
 
     def set_to(self, gone_by: Iterable[Pass]) -> None:
-        """Makes the next pass the one after `gone_by`."""
+        """Make the next pass the one after `gone_by`."""
         self.gone_by = list(gone_by)
         self.unfinished = set()
         self._reserved = len(self.gone_by)
@@ -108,15 +107,15 @@ class PassEnd:
         self._left: int | None = None
 
     def begin(self, steps: int | None) -> None:
-        """Starts a pass.
+        """Start a pass.
 
         Args:
-            steps: its steps; None if they are not known, or no other pass follows.
+            steps: its steps; None if unknown, or if no other pass follows.
         """
         self._left = steps
 
     def is_near(self, seconds: float, steps: int) -> bool:
-        """Takes one execution; returns whether the pass ends within half a second.
+        """Count one execution; return whether the pass ends within half a second.
 
         Args:
             seconds: its time.

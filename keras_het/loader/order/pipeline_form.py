@@ -1,4 +1,4 @@
-"""Recognises what a user's pipeline does, so that costly work is done where it is used."""
+"""Recognition of a user's pipeline, so that costly work is done only by the user of a row."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Dataset = adapter.Dataset
 
 @dataclasses.dataclass(frozen=True)
 class PipelineForm:
-    """A pipeline split into what every worker runs and what only the user of a row runs.
+    """A pipeline split into the part that every worker runs and the part for own rows only.
 
     Args:
         mode: "element" if `stream` yields single samples before their maps, else "slice" and
             `stream` yields global batches.
         reason: why this mode, in words for the log.
-        stream: what every worker runs.
+        stream: the part that every worker runs.
         element_maps: `map` nodes for single samples, first to last; for own rows only.
-        batch_size: samples of a full global batch, or None if not known.
-        drop_remainder: whether a last partial batch is left out (element mode).
+        batch_size: samples of a full global batch, or None if unknown.
+        drop_remainder: whether a last partial batch is dropped (element mode).
         row_functions: row-wise functions of a batch, first to last; for own rows only.
         arrays: flattened arrays whose rows a sample of `stream` numbers, if the samples are rows of
             arrays; own rows are gathered from them before their maps.
@@ -34,12 +34,12 @@ class PipelineForm:
         gathers_indices: whether an element of `stream` is a pair (indices, arrays) of which only
             the indices are cut, as in Keras's input from arrays.
         options: the user's options.
-        autotuned_calls: parallel calls of `element_maps` that are left to AUTOTUNE, the number of
-            cores if it is None.
-        reads_ahead: whether batches may be made before they are asked for. Not where that shows: a
-            generator may share what it draws from with other readers, and is told that its epoch
-            ends; a `repeat` takes the next order of a shuffle, which a later pass then has not. In
-            slice mode a `prefetch` of the user's allows it.
+        autotuned_calls: parallel calls of `element_maps` that are left to AUTOTUNE; the number of
+            cores if None.
+        reads_ahead: whether batches may be made before they are requested. Not if that is visible:
+            a generator may share its source with other readers, and is told that its epoch ends; a
+            `repeat` takes the next order of a shuffle, which a later pass then lacks. In slice mode
+            a `prefetch` in the user's pipeline allows it.
     """
 
     mode: str
@@ -58,28 +58,28 @@ class PipelineForm:
 
     @property
     def only_slices(self) -> bool:
-        """Whether nothing is left to do but to cut the global batches of `stream`."""
+        """Whether the only work left is to cut the global batches of `stream`."""
         return self.mode == "slice" and not self.row_functions and not self.gathers_indices
 
     def reading_from(self, stream: Dataset) -> PipelineForm:
-        """The same form of another stream with equal elements."""
+        """Return the same form with another stream of equal elements."""
         return dataclasses.replace(self, stream=stream)
 
 
 def recognise(dataset: Dataset) -> PipelineForm:
-    """Splits a pipeline of global batches into common and own work.
+    """Split a pipeline of global batches into common and own work.
 
     Walks from the end of the pipeline: past prefetches, options and maps that are known to be
     row-wise, to `batch`; from there through operations that commute with a one-to-one map
-    (shuffle, repeat, take, skip, shard, prefetch, options) down to the first one that does not.
-    All maps on that way whose input elements have fixed dense shapes are left out of the stream; if
-    it ends at `from_tensor_slices`, the stream has row numbers in the place of rows.
+    (shuffle, repeat, take, skip, shard, prefetch, options) down to the first that does not. All
+    maps on that path whose input elements have fixed dense shapes are left out of the stream; if it
+    ends at `from_tensor_slices`, the stream has row numbers in place of rows.
 
     Args:
         dataset: pipeline whose elements are global batches.
 
     Returns:
-        The form; "slice" mode, which is always right, where the pipeline is not recognised.
+        The form; "slice" mode, which is always right, if the pipeline is not recognised.
     """
     options = tf.data.Options().merge(dataset.options())
     node, row_functions = _before_row_functions(dataset)
@@ -111,14 +111,14 @@ def recognise(dataset: Dataset) -> PipelineForm:
         options=options,
         arrays=own.arrays,
         sample_spec=own.sample_spec,
-        # as many as the tuner that found them had; else as many as CPUs, on however many threads
+        # as many as the tuner that found them had; otherwise as many as CPUs, whatever the threads
         autotuned_calls=2 * threads if threads else None,
         reads_ahead=starts_once(own.stream),
     )
 
 
 def with_batch_size(form: PipelineForm, samples: int) -> PipelineForm:
-    """The same pipeline with other global batches.
+    """Return the same pipeline with global batches of another size.
 
     Args:
         form: form of a pipeline that ends in `batch()`.
@@ -157,7 +157,7 @@ def _slices(
 
 
 def _nodes_until(node: Dataset, last: Dataset) -> Iterator[Dataset]:
-    """The nodes from the end of a pipeline to one that it reads from, which is not among them."""
+    """Yield the nodes from the end of a pipeline to one that it reads from, which is excluded."""
     while node is not last:
         yield node
         node = adapter.inputs_of(node)[0]
@@ -179,14 +179,14 @@ def _before_row_functions(
 
 
 def _is_adjustable(node: Dataset) -> bool:
-    """Whether this is a `keras_het.loader.pipeline`, below what Keras has put behind it."""
+    """Tell whether this is a `keras_het.loader.pipeline`, below what Keras has put behind it."""
     is_ours = type(node).__module__.startswith("keras_het.")
     return is_ours and isinstance(node, iterator_adapter.UnchangedElementsDataset)
 
 
 @dataclasses.dataclass(frozen=True)
 class _OwnWork:
-    """What is done for own samples only, and the stream of samples it is done to."""
+    """Work for own samples only, and the stream of samples it applies to."""
 
     stream: Dataset
     maps: tuple[Dataset, ...]
@@ -210,7 +210,7 @@ def _own_work(top: Dataset) -> _OwnWork:
             lowest = len(walked)
     arrays = adapter.sliced_arrays(node)
     if arrays is not None:
-        # the numbers of the rows take the way of the rows: less to shuffle, and one gather a batch
+        # row numbers take the path of the rows: less to shuffle, and one gather per batch
         source, spec = tf.data.Dataset.range(int(arrays[0].shape[0])), node.element_spec
         return _OwnWork(_rebuilt(source, _kept(walked)), _maps(walked), tuple(arrays), spec)
     walked = walked[:lowest]
@@ -223,7 +223,7 @@ def _maps(walked: list[Dataset]) -> tuple[Dataset, ...]:
 
 
 def _kept(walked: list[Dataset]) -> list[Dataset]:
-    # options are set again at the end of the pipeline
+    # options are reapplied at the end of the pipeline
     return [node for node in walked if not adapter.is_map(node) and not adapter.is_options(node)]
 
 

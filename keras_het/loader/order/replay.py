@@ -1,4 +1,4 @@
-"""Brings reshuffling data sets to the order of a later epoch."""
+"""Advance of reshuffling data sets to the order of a later epoch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Dataset = adapter.Dataset
 
 
 def fresh_copy(dataset: Dataset) -> Dataset:
-    """The same pipeline with every reshuffling `shuffle` back at its first iteration.
+    """Return the same pipeline with every reshuffling `shuffle` back at its first iteration.
 
     Args:
         dataset: any pipeline.
 
     Returns:
-        `dataset` itself if nothing in it reshuffles, else a copy of what reads from a shuffle.
+        `dataset` itself if nothing in it reshuffles, else a copy of everything after a shuffle.
 
     Raises:
         ValueError: if a reshuffling `shuffle` is read by an operation that cannot be rebuilt.
@@ -40,28 +40,28 @@ def fresh_copy(dataset: Dataset) -> Dataset:
 
 
 def advance(dataset: Dataset, passes: Iterable[Pass]) -> None:
-    """Lets passes over the data go by, as cheaply as the pipeline allows.
+    """Skip passes over the data, as cheaply as the pipeline allows.
 
-    A shuffle's order depends on how often it was started before. Where a pass starts each shuffle
+    A shuffle's order depends on how often it was started before. If a pass starts each shuffle
     once, starting is enough; a shuffle that reads from another starts that with its first element;
     under anything else (`repeat` starts its source several times) the passes are run as far as they
     went. A pass that was not iterated is only started.
 
     Args:
-        dataset: pipeline of global batches whose shuffles are to move on.
-        passes: for each pass, whether it was iterated; the number of its steps if it was left.
+        dataset: pipeline of global batches whose shuffles should advance.
+        passes: for each pass, whether it was iterated; the number of its steps if it was abandoned.
     """
     if adapter.first_reshuffled(dataset) is None:
         return
     options = tf.data.Options()
-    options.autotune.enabled = False  # whose threads would delay the end of the iterator
+    options.autotune.enabled = False  # its threads would delay the end of the iterator
     quiet = dataset.with_options(options)
     for iterated in passes:
         iterator = iter(quiet)
         if not iterated:
             continue
         if not starts_once(dataset):
-            # how far a pass over infinite data went that still runs, nobody knows
+            # how far a pass over infinite data got that still runs is unknown
             is_known = iterated is not True or dataset.cardinality() != tf.data.INFINITE_CARDINALITY
             steps = None if iterated is True and is_known else int(iterated)
             for _ in itertools.islice(iterator, steps):
@@ -71,7 +71,7 @@ def advance(dataset: Dataset, passes: Iterable[Pass]) -> None:
 
 
 def starts_once(node: Dataset) -> bool:
-    """Whether one pass over a pipeline starts every reshuffling shuffle exactly once.
+    """Tell whether one pass over a pipeline starts every reshuffling shuffle exactly once.
 
     Args:
         node: the end of the pipeline.
@@ -90,7 +90,7 @@ def _is_source(node: Dataset) -> bool:
 
 
 def nests_shuffles(node: Dataset) -> bool:
-    """Whether a shuffle reads from another.
+    """Tell whether a shuffle reads from another.
 
     Args:
         node: the end of the pipeline.

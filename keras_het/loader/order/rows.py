@@ -13,7 +13,7 @@ def is_sliceable(leaf: Any) -> bool:
 
 
 def count_rows(batch: Any) -> tf.Tensor:
-    """Number of rows of a batch, int64 scalar; fails if the leaves disagree.
+    """Count the rows of a batch, int64 scalar; fail if the leaves disagree.
 
     Args:
         batch: structure of dense, ragged or sparse tensors, None and `Optional`.
@@ -33,7 +33,7 @@ def count_rows(batch: Any) -> tf.Tensor:
 
 
 def slice_rows(batch: Any, start: Any, count: Any) -> Any:
-    """Rows `start` to `start + count` of every leaf.
+    """Return rows `start` to `start + count` of every leaf.
 
     Args:
         batch: structure of dense, ragged or sparse tensors, None and `Optional`.
@@ -41,7 +41,7 @@ def slice_rows(batch: Any, start: Any, count: Any) -> Any:
         count: number of rows, int64 scalar, zero or more.
 
     Returns:
-        The same structure; leaves without rows are passed on.
+        The same structure; leaves without rows are passed through.
     """
     return tf.nest.map_structure(
         lambda leaf: _slice_leaf(leaf, start, count) if is_sliceable(leaf) else leaf, batch
@@ -49,7 +49,7 @@ def slice_rows(batch: Any, start: Any, count: Any) -> Any:
 
 
 def split_rows(batch: Any, sizes: Any, parts: int) -> tuple[Any, ...]:
-    """Cuts a batch into consecutive parts.
+    """Cut a batch into consecutive parts.
 
     Args:
         batch: structure of dense, ragged or sparse tensors, None and `Optional`.
@@ -57,7 +57,7 @@ def split_rows(batch: Any, sizes: Any, parts: int) -> tuple[Any, ...]:
         parts: number of parts.
 
     Returns:
-        One structure for each part.
+        One structure per part.
     """
     if parts == 1:
         return (batch,)
@@ -66,7 +66,7 @@ def split_rows(batch: Any, sizes: Any, parts: int) -> tuple[Any, ...]:
 
 
 def count_rows_eagerly(batch: Any) -> int:
-    """Number of rows of a batch outside of any graph, without an operation for dense tensors.
+    """Count the rows of a batch outside of any graph; dense tensors need no operation.
 
     Args:
         batch: structure of dense, ragged or sparse tensors, None and `Optional`.
@@ -90,14 +90,14 @@ def count_rows_eagerly(batch: Any) -> int:
 
 
 def cut_eagerly(batch: Any, sizes: Any) -> list[Any]:
-    """Cuts a batch outside of any graph; a dense part shares the batch's memory where TF can.
+    """Cut a batch outside of any graph; a dense part shares the batch's memory where TF can.
 
     Args:
         batch: structure of dense, ragged or sparse tensors, None and `Optional`.
         sizes: rows of each part, int64 tensor of shape [parts].
 
     Returns:
-        One structure for each part.
+        One structure per part.
     """
     parts = int(sizes.shape[0])
     leaves = tf.nest.flatten(batch)
@@ -115,7 +115,7 @@ def _cut_leaf(leaf: Any, sizes: Any, parts: int) -> Any:
 
 
 def hash_rows(batch: Any) -> tf.Tensor:
-    """A hash of all values of a batch, the same in every process, int64 scalar."""
+    """Hash all values of a batch, the same in every process, int64 scalar."""
     hashes = [
         tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(component), 2**62)
         for leaf in tf.nest.flatten(batch)
@@ -127,7 +127,7 @@ def hash_rows(batch: Any) -> tf.Tensor:
 
 
 def check_batched(element_spec: Any) -> None:
-    """Refuses elements that have no rows to share out.
+    """Refuse elements that have no rows to share out.
 
     Args:
         element_spec: structure of type specs of a global batch.
@@ -149,7 +149,7 @@ def check_batched(element_spec: Any) -> None:
 
 
 def relax_rows(element_spec: Any) -> Any:
-    """The same specs with an unknown number of rows.
+    """Return the same specs with an unknown number of rows.
 
     Args:
         element_spec: structure of type specs of a batch.
@@ -182,7 +182,7 @@ def _rows_of(leaf: Any) -> tf.Tensor:
 def _slice_leaf(leaf: Any, start: Any, count: Any) -> Any:
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start : start + count]
-    # static dimensions stay visible to the model that is fed
+    # static dimensions stay visible to the model that receives the batch
     static = leaf.shape[1:].as_list()
     rest = [leaf.dense_shape[i + 1] if n is None else n for i, n in enumerate(static)]
     size = tf.stack([tf.cast(n, tf.int64) for n in (count, *rest)])
@@ -192,10 +192,10 @@ def _slice_leaf(leaf: Any, start: Any, count: Any) -> Any:
 
 
 def concat_rows(batches: list[Any]) -> Any:
-    """Joins batches one after the other.
+    """Join batches one after the other.
 
     Args:
-        batches: one or more batches of one structure; those without rows are left out.
+        batches: one or more batches of one structure; those without rows are dropped.
 
     Returns:
         One batch of the same structure.

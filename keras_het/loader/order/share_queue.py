@@ -1,4 +1,4 @@
-"""Work orders: how the consumer tells its pipeline the shares of each step to come."""
+"""Orders by which the consumer tells its pipeline the shares of each step to come."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class ShareQueue:
     """A queue of orders, one for each global batch, from the consumer to its pipeline.
 
     The consumer puts the order of step t + lookahead when it asks for step t. The pipeline takes
-    one order before it cuts a batch and waits for it if there is none: it is never more than
-    `lookahead` steps ahead, whatever buffers tf.data adds. As every worker reads the same weights
-    at the same step, all cut step t with the same shares.
+    one order before it cuts a batch, waiting if there is none: it is never more than `lookahead`
+    steps ahead, whatever buffers tf.data adds. As every worker reads the same weights at the same
+    step, all cut step t with the same shares.
 
     Args:
         num_replicas: replicas over all workers.
-        lookahead: largest number of steps the pipeline may work ahead.
+        lookahead: largest number of steps that the pipeline may work ahead.
         admits: whether a batch may be read only after it was ordered, see `admit`.
     """
 
@@ -39,19 +39,19 @@ class ShareQueue:
             self._admissions = tf.queue.FIFOQueue(lookahead + 2, tf.int64, [[]]) if admits else None
 
     def put(self, weights: Sequence[float], expected_rows: int, fingerprint: bool) -> None:
-        """Orders the next global batch.
+        """Order the next global batch.
 
         Args:
-            weights: one share weight for each replica; all zero for a batch that nobody takes.
+            weights: one share weight for each replica; all zero for an unwanted batch.
             expected_rows: rows the batch probably has; its shares are computed here.
-            fingerprint: whether the batch is to be hashed.
+            fingerprint: whether to hash the batch.
 
         Raises:
             ValueError: if the number of weights is wrong or a weight is not valid.
         """
         key = (tuple(weights), expected_rows, fingerprint)
         if self._latest is None or self._latest[0] != key:
-            # Most steps have the order of the step before; making one costs more than a small step.
+            # Most steps repeat the previous order; making one costs more than a small step.
             self._latest = (key, self._order(weights, expected_rows, fingerprint))
         # the queue's own method takes longer than the operation
         tf.raw_ops.QueueEnqueueV2(
@@ -75,11 +75,11 @@ class ShareQueue:
             return [tf.constant(part) for part in (values, shares, header)]
 
     def take(self) -> Any:
-        """Inside a pipeline: waits for the next order, and gives it for `sizes`."""
+        """Wait for the next order, inside a pipeline, and return it for `sizes`."""
         return self._queue.dequeue()
 
     def admit(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Reads a batch only after it was ordered, even while the iterator is destroyed.
+        """Read a batch only after it was ordered, even while the iterator is destroyed.
 
         A zip of orders and batches would not do: when waiting for an order is cancelled, tf.data
         still reads from the other input.
@@ -93,15 +93,15 @@ class ShareQueue:
         return tf.data.Dataset.choose_from_datasets([batches], admissions)
 
     def sizes(self, order: Any, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Inside a pipeline: applies an order to a batch.
+        """Apply an order to a batch, inside a pipeline.
 
         Args:
-            order: what `take` gave.
+            order: the result of `take`.
             rows: rows of the global batch, int64 scalar.
 
         Returns:
             Sizes, int64 of shape [num_replicas], equal to `apportion(rows, weights)`; and whether
-            the batch is to be hashed, a boolean scalar.
+            to hash the batch, a boolean scalar.
         """
         weights, shares, header = order
         sizes = tf.cond(
@@ -112,14 +112,14 @@ class ShareQueue:
         return tf.ensure_shape(sizes, [self._num_replicas]), tf.equal(header[1], 1)
 
     def clear(self) -> None:
-        """Drops the orders that nobody took. No pipeline may be waiting for one."""
+        """Drop all remaining orders. No pipeline may be waiting for one."""
         for queue in self._queues():
             left = int(queue.size())
             if left:
                 queue.dequeue_many(left)
 
     def close(self) -> None:
-        """Ends the queue for good and wakes up a pipeline that waits for an order."""
+        """Close the queue for good and wake up a pipeline that waits for an order."""
         for queue in self._queues():
             with contextlib.suppress(tf.errors.OpError):
                 queue.close(cancel_pending_enqueues=True)

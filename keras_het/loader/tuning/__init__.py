@@ -1,1 +1,1 @@
-"""What the loader controller changes, and the settings that it finds."""
+"""The settings that the loader controller changes, and the ones that it finds."""

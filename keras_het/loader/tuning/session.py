@@ -1,4 +1,4 @@
-"""One training that is tuned: measures windows, asks the controller, puts plans into effect."""
+"""One tuned training: it measures windows, asks the controller, and puts plans into effect."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from keras_het.planning.loader import (
 logger = logging.getLogger("keras_het")
 
 MakeController = Callable[[LoaderPlan, float, int | None], LoaderController]
-"""Makes a controller of the first plan, the CPUs, and the largest prefetch if it cannot grow."""
+"""Makes a controller from the first plan, the CPUs, and the largest prefetch if it cannot grow."""
 
 _STEPS_TO_START = 4
 """Steps of an epoch before its pipeline's throughput can be judged."""
@@ -61,10 +61,10 @@ class Move:
     """A plan that was put into effect, or refused.
 
     Args:
-        step: steps that were trained before.
+        step: number of steps trained before.
         plan: the plan.
         window: the measurement that led to it.
-        handover_seconds: how long training stood still for it.
+        handover_seconds: how long training paused for it.
         refused: why it was not put into effect, None if it was.
     """
 
@@ -86,13 +86,13 @@ class TuningSession:
         make_controller: makes the controller once the pipeline is known.
         nice: nice value of the pipeline's own threads while no other program keeps the host busy.
         budget: divides the host among its jobs; None if this job is alone.
-        observes_only: why nothing is to be changed, None if it may be.
+        observes_only: why nothing may be changed, None if something may.
 
     Attributes:
-        moves: what was done.
-        observes_only: why nothing is changed, None if it may be.
+        moves: the moves made.
+        observes_only: why nothing is changed, None if something may be.
         pipeline: the pipeline that is tuned, None before the first step and under a strategy.
-        order: what is tuned under the strategy, None without one.
+        order: the tuned object under the strategy, None without one.
         has_changed: whether anything was put into effect.
         share: this job's part of the host.
     """
@@ -133,26 +133,26 @@ class TuningSession:
         self._epochs_begun = 0
 
     def begin_epoch(self, steps: int | None) -> None:
-        """Takes note of an epoch, before its first step.
+        """Record the start of an epoch, before its first step.
 
         Args:
-            steps: its steps; None if they are not known, or it is the last one.
+            steps: its steps; None if unknown, or if it is the last epoch.
         """
         self._end.begin(steps)
         self._steps_before = self._steps
         self._epochs_begun += 1
         if self._epochs_begun == 2:
-            # an iterator of cache().repeat() stays over epochs: no other one tells
+            # an iterator of cache().repeat() persists over epochs: no other one tells
             self._freeze_if_cached()
 
     def open(self, iterator: Any) -> LiveIterator:
-        """Begins to read an iterator that the training loop was given.
+        """Begin to read an iterator that the training loop was given.
 
         Args:
-            iterator: of a new epoch.
+            iterator: iterator of a new epoch.
 
         Returns:
-            What to read instead.
+            The iterator to read instead.
         """
         if self.live is not None:
             self._pause(_STEPS_TO_START)
@@ -178,15 +178,15 @@ class TuningSession:
         return live
 
     def reads(self, iterator: Any) -> bool:
-        """Whether this is the iterator that was opened last.
+        """Tell whether this is the iterator that was opened last.
 
         Args:
-            iterator: that a training loop reads.
+            iterator: an iterator that a training loop reads.
         """
         return self.live is not None and self.live.given is iterator
 
     def note_batch(self, batch: Any) -> None:
-        """Looks at the size of a batch, once an epoch.
+        """Record the size of a batch, once per epoch.
 
         Args:
             batch: any batch of the epoch.
@@ -197,13 +197,13 @@ class TuningSession:
     def after_step(
         self, seconds: float, input_wait: float, steps: int, is_last: bool = False
     ) -> None:
-        """Takes note of one execution; now and then decides, or puts a plan into effect.
+        """Record one execution; now and then decide, or put a plan into effect.
 
         Args:
             seconds: its time.
-            input_wait: part of it in which it waited for its batches.
+            input_wait: part of that time spent waiting for its batches.
             steps: number of its steps.
-            is_last: whether the epoch ends here: what can be done within the next one has time.
+            is_last: whether the epoch ends here: what can be done within the next one can wait.
         """
         self._steps += steps
         self._reports.after_step(self._steps)
@@ -232,13 +232,13 @@ class TuningSession:
             self.end_epoch()
 
     def end_epoch(self) -> None:
-        """What follows is no step; called by itself if no step was known to be the last one."""
+        """Mark the end of the steps; called internally if no step was known to be the last one."""
         if self._preparation is None and self._building is None:
-            # also where Keras goes on with the same iterator: of short epochs a step counts then
+            # even if Keras continues with the same iterator: with short epochs a step then counts
             self._pause(max(min(_STEPS_TO_START, self._steps - self._steps_before - 1), 1))
 
     def close(self) -> None:
-        """Ends the session; iterators go in the background."""
+        """End the session; iterators are released in the background."""
         if self.live is not None:
             self.live.release()
             self.live = None
@@ -251,11 +251,11 @@ class TuningSession:
         self._built.clear()
 
     def report(self) -> PipelineReport | None:
-        """What the pipeline does, or did when it was last seen; None if nothing is known."""
+        """Return the pipeline's activity, present or last seen; None if nothing is known."""
         return self._reports.latest(self._steps)
 
     def last_report(self) -> PipelineReport | None:
-        """What was last seen of the pipeline, at the end of the training."""
+        """Return the last known activity of the pipeline, at the end of the training."""
         report = self._reports.look(self._steps)
         return self._reports.last_seen or report
 
@@ -272,9 +272,9 @@ class TuningSession:
 
     @property
     def knobs(self) -> Knobs | None:
-        """The settings in effect, or those before while these must still prove themselves.
+        """The settings in effect, or the previous ones while these must still prove themselves.
 
-        None if they are the user's still.
+        None if they are still the user's.
         """
         tuned = self.order or self.pipeline
         if tuned is None or (self.is_plain and not self.has_changed):
@@ -357,7 +357,7 @@ class TuningSession:
         self._begin_first_window(self.controller)
 
     def _move_plain(self, live: LiveIterator, adjustable: AdjustablePipeline) -> None:
-        """Puts an ordinary data set into its own thread pool, before its first element."""
+        """Move an ordinary data set to a private thread pool, before its first element."""
         if self.observes_only is not None:
             return
         try:
@@ -401,7 +401,7 @@ class TuningSession:
             self._host.begin(self._threads())
 
     def _pause(self, steps: int) -> None:
-        """Leaves out the time between epochs, and the first steps of a pipeline that starts."""
+        """Exclude the time between epochs, and the first steps of a pipeline that starts."""
         if self._sums is not None:
             if not self._sums.is_skipping:
                 self._host.add(self._threads())
@@ -424,7 +424,7 @@ class TuningSession:
         is_stuck = changes and not self._lower_priority() and not self.nice
         if is_stuck and self.observes_only is None:
             self._priority.cost_threads()
-            # new threads have the priority that these cannot have back
+            # new threads have the priority that these cannot regain
             plan = plan or dataclasses.replace(controller.plan, reason="other programs are busy")
         if plan is None:
             self._begin_window()
@@ -432,7 +432,7 @@ class TuningSession:
             self._build(plan, window)
 
     def _lower_priority(self) -> bool:
-        """Sets the priority of the loader's threads; returns whether it was permitted."""
+        """Set the priority of the loader's threads; return whether it was permitted."""
         reader = self.order or self.live
         return reader is None or reader.lower_priority(self._priority.value)
 
@@ -452,7 +452,7 @@ class TuningSession:
     def _share_host(self, window: LoaderWindow) -> None:
         job = getattr(self.controller, "job", None)
         if job is None:
-            # it does not wait: what it uses now is all it needs
+            # it does not wait: its present use is all it needs
             cpu = (window.loader_cpu_seconds or 0.0) / window.steps
             job = JobModel(max(cpu, 1e-6), max(window.device_seconds, 1e-6), cpu)
         if self.order is not None:
@@ -461,7 +461,7 @@ class TuningSession:
         self._use(self.share.update(job, self._read(window)))
 
     def _read(self, window: LoaderWindow) -> ReadingNeed | None:
-        """What the other jobs of the host should know if this one's loaders wait for I/O."""
+        """Return what other jobs of the host need to know if this one's loaders wait for I/O."""
         if self.controller is None:
             return None
         return self._reading.observe(self.controller.plan.loaders, window, time.time())
@@ -487,9 +487,9 @@ class TuningSession:
             self._building = (knobs, move, future)
 
     def _make_spares(self) -> None:
-        """Makes the iterators of the next epoch while this one still trains.
+        """Make the iterators of the next epoch while this one still trains.
 
-        Where Keras makes none because the user's number of steps is not a whole pass, they wait.
+        If Keras makes none because the user's number of steps is not a whole pass, they wait.
         """
         pipeline = self.live.pipeline if self.live is not None else None
         if self.observes_only is None and pipeline is not None:
@@ -501,7 +501,7 @@ class TuningSession:
         return self._executor
 
     def _poll(self, preparation: KnobChange, move: Move | None) -> None:
-        """Goes on with a move under the strategy; without a move it is the first thread pool."""
+        """Advance a move under the strategy; without a move it is the first thread pool."""
         start = time.perf_counter()
         try:
             if not preparation.poll():
@@ -551,10 +551,10 @@ class TuningSession:
 
 
 def prepare_iterator(build: Build, knobs: Knobs, known: Any, running: Any) -> tuple[Any, Any]:
-    """Does in the background what a handover needs: traces the functions, makes an iterator.
+    """Prepare a handover in the background: trace the functions, make an iterator.
 
-    Where parts are those that run, an iterator would disturb their shuffles: so it is with an
-    ordinary data set, for which `running` is None, and with a shuffle made outside of the builder.
+    If parts are those that run, an iterator would disturb their shuffles: this applies to an
+    ordinary data set, for which `running` is None, and to a shuffle made outside of the builder.
     """
     dataset = build(knobs) if known is None else known
     is_apart = running is not None and not shares_a_shuffle(running, dataset)
@@ -562,9 +562,9 @@ def prepare_iterator(build: Build, knobs: Knobs, known: Any, running: Any) -> tu
 
 
 def _begins_alike(dataset: Any) -> bool:
-    """Whether one iterator more changes nothing, neither for the others nor for later ones.
+    """Tell whether one more iterator changes nothing, for the others or for later ones.
 
-    With `warm_start` the one that there is has begun to work.
+    With `warm_start` the existing one has begun to work.
     """
     options = dataset.options()
     return not (options.experimental_warm_start or has_memory_cache(dataset)) and not takes_a_place(
@@ -573,7 +573,7 @@ def _begins_alike(dataset: Any) -> bool:
 
 
 def _order_of(iterator: Any) -> OrderTuning | None:
-    """What can be tuned of a strategy's data set, None for any other iterator."""
+    """Return the tunable part of a strategy's data set, None for any other iterator."""
     source = iterator.source if isinstance(iterator, StepIterator) else None
     return getattr(source, "tuning", None)
 

@@ -1,4 +1,4 @@
-"""Settings that were found, as code."""
+"""The settings found, as code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from keras_het.loader.tuning.stall_meter import StallMeter
 
 @dataclasses.dataclass(frozen=True)
 class LoaderSettings:
-    """What a tuner ended with; `str()` of it is code to paste.
+    """Final settings of a tuner; `str()` of them is code to paste.
 
     Args:
         knobs: the settings, None if nothing was ever changed.
         is_plain: whether the data set is an ordinary one, without a builder.
-        nice: nice value of the pipeline's own threads, which no option of a data set gives them.
+        nice: nice value of the pipeline's own threads, which no data set option can set.
         observes_only: why nothing was changed, None if it could be.
-        meter: what was measured.
+        meter: the measurements.
         has_prefetch: whether the last `prefetch` is among the settings.
     """
 

@@ -1,4 +1,4 @@
-"""How long each step waited for its data."""
+"""Waiting time of each step for its data."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 class StallMeter:
     """Keeps the time and the input wait of the latest steps, and their sums.
 
-    The wait is exact: it is the time between asking for a batch and having it. On a device that
-    works in the background it is an upper bound of what the device stood idle.
+    The wait is exact: it is the time between requesting a batch and receiving it. On a device that
+    works asynchronously it is an upper bound of the device's idle time.
 
     Args:
-        memory: steps that are kept.
+        memory: number of steps to keep.
 
     Attributes:
-        steps: steps so far.
+        steps: number of steps so far.
         seconds: their time.
-        input_wait_seconds: part of it in which they waited for data.
+        input_wait_seconds: part of that time in which they waited for data.
     """
 
     def __init__(self, memory: int = 4096) -> None:
@@ -30,11 +30,11 @@ class StallMeter:
         self.seconds = self.input_wait_seconds = 0.0
 
     def add(self, seconds: float, input_wait_seconds: float, steps: int = 1) -> None:
-        """Takes one step, or several that ran at once.
+        """Add one step, or several that ran at once.
 
         Args:
-            seconds: from the moment they ask for their batches to the moment the next ones do.
-            input_wait_seconds: part of it in which they waited.
+            seconds: from the request for their batches to the request for the next ones.
+            input_wait_seconds: part of that time in which they waited.
             steps: number of steps.
         """
         place = self._records % len(self._waits)
@@ -51,7 +51,7 @@ class StallMeter:
 
     @property
     def input_waits(self) -> Any:
-        """Waits of the latest executions in seconds, the oldest first, float64."""
+        """Wait of the latest executions in seconds, the oldest first, float64."""
         return self._in_order(self._waits)
 
     @property

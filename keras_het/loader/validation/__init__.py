@@ -1,4 +1,4 @@
-"""Statistics, schema and anomalies of data, and how the shards of fast and slow workers differ.
+"""Statistics, schema and anomalies of data, and differences between the workers' shards.
 
 TensorFlow Data Validation computes and compares them; it is installed by the extra
 `data-validation`.

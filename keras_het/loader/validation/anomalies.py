@@ -1,4 +1,4 @@
-"""Where data is not what its schema says."""
+"""Differences between data and its schema."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, tfdv
 
 @dataclasses.dataclass(frozen=True)
 class Anomaly:
-    """One way in which data is not what its schema says.
+    """One way in which data deviates from its schema.
 
     Args:
         feature: name of the feature, "" for the whole data set.
         reason: in a few words.
-        description: with the values that were found.
+        description: with the values found.
     """
 
     feature: str
@@ -27,11 +27,11 @@ class Anomaly:
 
 
 class DataAnomalyError(ValueError):
-    """Data is not what its schema says.
+    """Data deviates from its schema.
 
     Args:
-        message: what was found.
-        anomalies: those of this worker's data; empty where only others found some.
+        message: the findings.
+        anomalies: those of this worker's data; empty if only others found some.
     """
 
     def __init__(self, message: str, anomalies: Sequence[Anomaly] = ()) -> None:
@@ -42,15 +42,15 @@ class DataAnomalyError(ValueError):
 def find_anomalies(
     statistics: Statistics, schema: Schema, environment: str | None = None
 ) -> list[Anomaly]:
-    """Compares data with its schema.
+    """Compare data with its schema.
 
     Args:
-        statistics: of the data.
+        statistics: statistics of the data.
         schema: what it should look like.
         environment: environment of the schema, such as "TRAINING", if it has some.
 
     Returns:
-        The anomalies, by feature; none if the data is right.
+        The anomalies, by feature; none if the data is correct.
 
     Reference: `tensorflow_data_validation.validate_statistics`.
     """

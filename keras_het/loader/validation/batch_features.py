@@ -1,4 +1,4 @@
-"""Names the tensors of a Keras batch, and derives features where rows are no lists of values."""
+"""Names for the tensors of a Keras batch, and features derived from rows other than lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_CHANNELS = 4
 
 
 def image_features(images: np.ndarray) -> dict[str, np.ndarray]:
-    """Derives features of images of one size.
+    """Derive features of images of one size.
 
     Args:
         images: numbers of shape [rows, height, width, channels]. With more than 4 channels all
@@ -44,13 +44,13 @@ def image_features(images: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def ragged_image_features(images: Any) -> dict[str, np.ndarray]:
-    """Derives the features of images of different sizes.
+    """Derive the features of images of different sizes.
 
     Args:
         images: `tf.RaggedTensor` of shape [rows, (height), (width), channels]; widths may be equal.
 
     Returns:
-        What `image_features` returns.
+        The same as `image_features`.
     """
     each = [image_features(_dense(image).numpy()[None]) for image in images]
     names = list(dict.fromkeys(name for features in each for name in features))
@@ -61,7 +61,7 @@ def ragged_image_features(images: Any) -> dict[str, np.ndarray]:
 
 
 def _dense(image: Any) -> Any:
-    # where only heights differ, an image is a dense tensor
+    # if only heights differ, an image is a dense tensor
     return image.to_tensor() if isinstance(image, tf.RaggedTensor) else image
 
 
@@ -73,10 +73,10 @@ def features_of_batch(batch: Any) -> dict[str, Any]:
 
     A batch is a mapping of tensors, or `x`, `(x, y)`, `(x, y, sample_weight)` as Keras takes them.
     Tensors in a mapping keep their names, after "sample_weight/" if they are weights; others are
-    called "x", "label" and "sample_weight", with "/0", "/1"... where there are several. Rows of
-    rank 0 and 1 are features as they are. Of images, [rows, height, width, channels], heights,
-    widths, extremes and each channel's mean and standard deviation become features; of rows of
-    other shapes mean, standard deviation and extremes.
+    called "x", "label" and "sample_weight", with "/0", "/1"... if there are several. Rows of rank 0
+    and 1 are features as they are. For images, [rows, height, width, channels], heights, widths,
+    extremes and each channel's mean and standard deviation become features; for rows of other
+    shapes mean, standard deviation and extremes.
 
     Args:
         batch: structure of dense, ragged or sparse tensors or arrays, shape [rows, ...].
@@ -85,7 +85,7 @@ def features_of_batch(batch: Any) -> dict[str, Any]:
         Names to arrays of shape [rows] or [rows, values], ragged or sparse tensors.
 
     Raises:
-        ValueError: if two features have one name, or a tensor has no rows.
+        ValueError: if two features have the same name, or a tensor has no rows.
         TypeError: if strings have a rank above 2.
     """
     features: dict[str, Any] = {}

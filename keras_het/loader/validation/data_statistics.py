@@ -31,7 +31,7 @@ _COMPRESSIONS = {".gz": "GZIP", ".zlib": "ZLIB"}
 
 
 class StatisticsBuilder:
-    """Adds up the statistics of data that comes in pieces; memory stays bounded.
+    """Accumulates the statistics of data that arrives in pieces; memory stays bounded.
 
     Args:
         name: name of the data set in reports.
@@ -41,7 +41,7 @@ class StatisticsBuilder:
             `categorical` are added to them.
 
     Attributes:
-        rows: rows that were added.
+        rows: number of rows added.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StatisticsBuilder:
         self._is_finished = False
 
     def add(self, features: Mapping[str, Any]) -> None:
-        """Adds rows.
+        """Add rows.
 
         Args:
             features: names to tensors of shape [rows] or [rows, values], see `features_of_batch`.
@@ -70,7 +70,7 @@ class StatisticsBuilder:
         self._add(record_batch(features))
 
     def add_examples(self, examples: Sequence[bytes]) -> None:
-        """Adds rows.
+        """Add rows.
 
         Args:
             examples: serialised `tf.train.Example`s.
@@ -79,7 +79,7 @@ class StatisticsBuilder:
             self._add(example_coder.ExamplesToRecordBatchDecoder().DecodeBatch(list(examples)))
 
     def finish(self) -> Statistics:
-        """The statistics of all rows; nothing can be added any more."""
+        """Return the statistics of all rows; nothing can be added afterwards."""
         self._flush()
         self._is_finished = True
         statistics = stats_impl.extract_statistics_output(self._partial, self._generators)
@@ -104,7 +104,7 @@ class StatisticsBuilder:
         waiting, self._waiting = self._waiting, []
         self._waiting_rows = self._waiting_bytes = 0
         if waiting:
-            # TFDV takes a few milliseconds for a call, whatever the number of rows.
+            # A TFDV call takes a few milliseconds, whatever the number of rows.
             batch = table_util.MergeRecordBatches(waiting)
             new = stats_impl.generate_partial_statistics_in_memory(
                 batch, self._options, self._generators
@@ -123,7 +123,7 @@ def statistics_of_dataset(
     max_batches: int | None = None,
     options: Any = None,
 ) -> Statistics:
-    """Statistics of batches, or of one mapping of tensors.
+    """Compute the statistics of batches, or of one mapping of tensors.
 
     Args:
         data: mapping of names to tensors with the same number of rows; or an iterable of batches as
@@ -132,7 +132,7 @@ def statistics_of_dataset(
         schema: tells which features are categorical.
         categorical: names of integer features whose values are categories.
         features: makes the features of a batch.
-        max_batches: how many batches are read, by default all.
+        max_batches: maximum number of batches to read, by default all.
         options: `tensorflow_data_validation.StatsOptions`.
 
     Returns:
@@ -155,7 +155,7 @@ def statistics_of_tfrecord(
     categorical: Iterable[str] = (),
     options: Any = None,
 ) -> Statistics:
-    """Statistics of TFRecord files of `tf.train.Example`s.
+    """Compute the statistics of TFRecord files of `tf.train.Example`s.
 
     Args:
         files: paths or patterns (`data/train-*.tfrecord`); ".gz" and ".zlib" are decompressed.

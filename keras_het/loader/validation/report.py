@@ -1,4 +1,4 @@
-"""An HTML page about data and its shards, made of what TFDV displays in notebooks."""
+"""An HTML page about data and its shards, made from TFDV's notebook displays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_report(
     reference: str | None = None,
     title: str = "Data validation",
 ) -> None:
-    """Writes a page with the statistics of data sets or shards, compared with one of them.
+    """Write a page with the statistics of data sets or shards, compared with one of them.
 
     The tables of anomalies and distances, and the charts, are TFDV's own. The charts (Facets) are
     loaded from the internet when the page is opened; the tables are part of the page.
@@ -39,7 +39,7 @@ def write_report(
         path: the file, `report.html`.
         data: names to statistics.
         schema: what the data should look like; without it there are only the charts.
-        reference: what the others are compared with, by default the one with most rows.
+        reference: the data to compare the others with, by default the one with most rows.
         title: the page's title.
 
     Raises:
@@ -95,6 +95,6 @@ def _charts(data: Mapping[str, Statistics], reference: str, other: str | None) -
         lhs_name=reference,
         rhs_name=other or "",
     )
-    # Each in a document of its own: TFDV's script knows one chart only.
+    # Each in a separate document: TFDV's script knows only one chart.
     document = html.escape(charts, quote=True)
     return f'<h2>{html.escape(heading)}</h2><iframe srcdoc="{document}"></iframe>'

@@ -1,4 +1,4 @@
-"""What data should look like: inferred, given thresholds, written down."""
+"""Expected form of data: inferred, given thresholds, written down."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _GREATEST = 2**63 - 1
 def infer_schema(
     statistics: Statistics, *, numeric_ranges: bool = False, max_categories: int = 100
 ) -> Schema:
-    """Infers what the data should look like: types, presence, shapes, domains.
+    """Infer what the data should look like: types, presence, shapes, domains.
 
-    It is a proposal by TFDV, to be looked at and corrected. Where the data holds no NaN and no
-    infinite value, neither is allowed.
+    It is a proposal by TFDV, to be reviewed and corrected. If the data holds no NaN and no infinite
+    value, neither is allowed.
 
     Args:
-        statistics: of data that is right.
+        statistics: statistics of correct data.
         numeric_ranges: whether values must be between the least and the greatest value of these
-            statistics; use it where ranges are known to be fixed, as in images.
-        max_categories: up to how many different strings make a domain.
+            statistics; use it if ranges are known to be fixed, as in images.
+        max_categories: maximum number of different strings that make a domain.
 
     Returns:
         A `tensorflow_metadata.proto.v0.schema_pb2.Schema`.
@@ -61,14 +61,14 @@ def set_comparison_thresholds(
     of_features: Mapping[str, float | None] | None = None,
     kinds: Iterable[str] = _KINDS,
 ) -> Schema:
-    """Sets from which distance on two shards of the data count as different.
+    """Set the distance from which on two shards of the data count as different.
 
     For categorical features it is the L-infinity distance of the frequencies p and q,
     max_v |p(v) − q(v)|; for numeric ones the Jensen-Shannon divergence of the histograms,
     ½ KL(p‖m) + ½ KL(q‖m), m = (p + q) / 2, to base 2. Both are from 0 to 1. Shards of n rows differ
     by chance already: L-infinity by about 1/√n. TFDV's histograms have ten buckets over each
-    shard's own range and spread what a bucket holds evenly over it, so that features of which
-    nearly all values are equal seem apart where only their extremes are: leave them out.
+    shard's own range and spread the content of a bucket evenly over it, so features with nearly
+    equal values seem far apart if only their extremes differ: leave them out.
 
     Args:
         schema: changed in place.
@@ -108,15 +108,15 @@ def set_comparison_thresholds(
 
 
 def is_categorical(feature: Any) -> bool:
-    """Whether a feature of a schema holds categories: strings, and integers declared as such."""
+    """Tell whether a feature of a schema is categorical: strings, and integers declared as such."""
     return feature.type == schema_pb2.BYTES or feature.int_domain.is_categorical
 
 
 def read_schema(path: str | Path) -> Schema:
-    """Reads a schema.
+    """Read a schema.
 
     Args:
-        path: text file that `write_schema` or TFDV has written.
+        path: text file written by `write_schema` or TFDV.
 
     Raises:
         ValueError: if there is no such file, or it holds something else.
@@ -131,7 +131,7 @@ def read_schema(path: str | Path) -> Schema:
 
 
 def write_schema(schema: Schema, path: str | Path) -> None:
-    """Writes a schema as text that can be corrected by hand.
+    """Write a schema as text that can be corrected by hand.
 
     Args:
         schema: the schema.
@@ -142,7 +142,7 @@ def write_schema(schema: Schema, path: str | Path) -> None:
 
 
 def _make_integer_categories(schema: Schema, feature: Any) -> None:
-    """TFDV infers a domain of strings for integer categories, which it then refuses itself."""
+    """Set integer categories: TFDV infers a domain of strings for them, which it then refuses."""
     domain = next(d for d in schema.string_domain if d.name == feature.domain)
     values = [int(value) for value in domain.value]
     schema.string_domain.remove(domain)
@@ -152,7 +152,7 @@ def _make_integer_categories(schema: Schema, feature: Any) -> None:
 
 
 def _has_numbers(statistics: Any) -> bool:
-    """Whether a feature has least and greatest values: TFDV says 0 where there are none."""
+    """Tell whether a feature has least and greatest values: without them, TFDV says 0."""
     numbers = statistics.num_stats
     no_numbers = max((histogram.num_nan for histogram in numbers.histograms), default=0)
     return bool(numbers.common_stats.tot_num_values > no_numbers)

@@ -1,4 +1,4 @@
-"""How far the shards of the data that different workers consume are from each other."""
+"""Distances between the shards of data that different workers consume."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MEASURES = {
 def one_sided_features(
     statistics: Statistics, other: Statistics, schema: Schema, kind: str
 ) -> dict[str, tuple[str, float]]:
-    """Which features with a comparator one shard has values of, and the other one has none.
+    """Return features with a comparator of which only one of two shards has values.
 
-    Nothing is as far from something as can be. TFDV has no distance of numbers then, and of
-    categories the frequency of the most frequent one, which is small where there are many.
+    A missing feature is at the greatest possible distance. TFDV then has no distance for numbers,
+    and for categories the frequency of the most frequent one, which is small if there are many.
 
     Args:
-        statistics: of one shard.
-        other: of the other one.
-        schema: with comparators.
-        kind: "skew" or "drift": whose comparators count.
+        statistics: statistics of one shard.
+        other: statistics of the other one.
+        schema: a schema with comparators.
+        kind: "skew" or "drift": the comparators that count.
 
     Returns:
         Names to the type of the measure, as TFDV calls it, and the threshold.
@@ -49,7 +49,7 @@ def one_sided_features(
 
 
 def features_with_values(statistics: Statistics) -> set[str]:
-    """Names of the features that have a value other than NaN."""
+    """Return the names of the features that have a value other than NaN."""
     features = statistics.datasets[0].features if statistics.datasets else ()
     return {".".join(feature.path.step) for feature in features if _has_values(feature)}
 
@@ -65,17 +65,18 @@ def _has_values(feature: Any) -> bool:
 
 
 def with_comparable_constants(statistics: Statistics, other: Statistics) -> Statistics:
-    """Puts the histogram of each constant feature into the buckets of the other data.
+    """Put the histogram of each constant feature into the buckets of the other data.
 
     The histogram of a constant is one bucket without width, which for TFDV overlaps no bucket of
-    another histogram: where a handful of values differs, it finds a Jensen-Shannon divergence of 1.
+    another histogram: even if only a handful of values differ, it finds a Jensen-Shannon divergence
+    of 1.
 
     Args:
-        statistics: of the data with constants; not changed.
-        other: of the data that it is to be compared with.
+        statistics: statistics of the data with constants; not changed.
+        other: statistics of the data to compare it with.
 
     Returns:
-        Statistics with other histograms where a feature is constant in `statistics` only, and the
+        Statistics with other histograms if a feature is constant only in `statistics`, and the
         constant is within the range of the other data.
     """
     changed = statistics_pb2.DatasetFeatureStatisticsList()
@@ -128,15 +129,15 @@ _NAMES = {"L_INFTY": "L-infinity", "JENSEN_SHANNON_DIVERGENCE": "Jensen-Shannon"
 
 @dataclasses.dataclass(frozen=True)
 class ShardDistance:
-    """How far one feature is apart in two shards.
+    """Distance of one feature between two shards.
 
     Args:
         shard: name of the shard.
-        reference: name of what it was compared with.
+        reference: name of the shard it was compared with.
         feature: name of the feature.
         measure: "L-infinity" or "Jensen-Shannon".
         value: the distance, from 0 to 1; 1 if only one of the two has values.
-        threshold: of the schema.
+        threshold: threshold of the schema.
         kind: "skew" (shards of one epoch) or "drift" (a shard and its predecessor).
     """
 
@@ -164,14 +165,14 @@ class ShardDistance:
 def compare_shards(
     shards: Mapping[str, Statistics], schema: Schema, reference: str | None = None
 ) -> list[ShardDistance]:
-    """Measures the skew between shards that were consumed at the same time.
+    """Measure the skew between shards that were consumed at the same time.
 
     Every shard is compared with the reference, in each feature for which the schema has a skew
     comparator. Shards without rows are left out.
 
     Args:
         shards: names to statistics.
-        schema: with thresholds, see `set_comparison_thresholds`.
+        schema: a schema with thresholds, see `set_comparison_thresholds`.
         reference: name of the shard to compare with, by default the one with most rows: that of the
             fastest worker.
 
@@ -207,12 +208,12 @@ def measure_drift(
     name: str = "now",
     previous_name: str = "before",
 ) -> list[ShardDistance]:
-    """Measures how far data has moved from what it was, in an earlier epoch or on an earlier day.
+    """Measure how far data has moved since an earlier epoch or an earlier day.
 
     Args:
-        statistics: of the present data.
-        previous: of the earlier data.
-        schema: with thresholds of drift, see `set_comparison_thresholds`.
+        statistics: statistics of the present data.
+        previous: statistics of the earlier data.
+        schema: a schema with thresholds of drift, see `set_comparison_thresholds`.
         name: name of the present data.
         previous_name: name of the earlier data.
 
@@ -230,13 +231,13 @@ def measure_drift(
 def validate_against(
     statistics: Statistics, schema: Schema, other: Statistics | None = None, kind: str = "skew"
 ) -> anomalies_pb2.Anomalies:
-    """What TFDV says of data: its anomalies, and its distances from other data.
+    """Return TFDV's verdict on data: its anomalies, and its distances from other data.
 
     Args:
-        statistics: of the data.
-        schema: with comparators.
+        statistics: statistics of the data.
+        schema: a schema with comparators.
         other: statistics of the other data.
-        kind: "skew" or "drift": whose comparators are used.
+        kind: "skew" or "drift": the comparators to use.
     """
     if other is None:
         return tfdv.validate_statistics(statistics, schema)
@@ -247,7 +248,7 @@ def validate_against(
 
 
 def num_rows(statistics: Statistics) -> int:
-    """Rows of the data of these statistics."""
+    """Return the number of rows of the data of these statistics."""
     return int(statistics.datasets[0].num_examples) if statistics.datasets else 0
 
 
@@ -260,7 +261,7 @@ def _distances(
         for info in found.drift_skew_info
         for each in getattr(info, f"{kind}_measurements")
     ]
-    # Of what nobody has TFDV finds that NaN is far from NaN.
+    # For features without values, TFDV finds that NaN is far from NaN.
     in_both = features_with_values(statistics) & features_with_values(other)
     measured = [each for each in measured if each[0] in in_both]
     measured += [

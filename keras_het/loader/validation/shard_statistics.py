@@ -1,4 +1,4 @@
-"""Statistics of what each replica really consumes."""
+"""Statistics of the data that each replica really consumes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, statist
 
 
 class ShardStatistics:
-    """Adds up the statistics of each local replica's share of the global batches.
+    """Accumulates the statistics of each local replica's share of the global batches.
 
     Args:
         strategy: any `tf.distribute.Strategy`; with `keras_het.HeterogeneousStrategy` the replicas
-            of all workers are told apart, with another one each worker knows its own only.
+            of all workers are told apart, with another one each worker knows only its own.
         schema: tells which features are categorical.
         features: makes the features of one replica's batch.
 
-    Example: a loop of one's own calls `shards.observe(batch)` for each batch of
+    Example: a custom loop calls `shards.observe(batch)` for each batch of
     `strategy.distribute(...)`, and `shards.gather()` on all workers at the end.
     """
 
@@ -48,21 +48,21 @@ class ShardStatistics:
         return sum(builder.rows for builder in self._builders.values())
 
     def observe(self, batch: Any) -> None:
-        """Adds one global batch.
+        """Add one global batch.
 
         Args:
-            batch: what the strategy's data set gives for a step; each replica's rows count for that
+            batch: an element of the strategy's data set; each replica's rows count for that
                 replica.
         """
         for index, builder in enumerate(self._builders.values()):
             builder.add(self._features(self._of_replica(batch, index)))
 
     def finish(self) -> dict[int, Statistics]:
-        """The statistics of the local replicas, by their number among all replicas."""
+        """Return the statistics of the local replicas, by their number among all replicas."""
         return {replica: builder.finish() for replica, builder in self._builders.items()}
 
     def gather(self) -> dict[int, Statistics]:
-        """The statistics of the replicas of all workers; all workers must call it."""
+        """Return the statistics of the replicas of all workers; all workers must call it."""
         own = self.finish()
         if getattr(self._strategy, "num_workers", 1) == 1:
             return own
@@ -76,7 +76,7 @@ class ShardStatistics:
 
 
 def _num_local(strategy: Any) -> int:
-    """Replicas of this process under a strategy of TensorFlow's."""
+    """Return the number of replicas of this process under a TensorFlow strategy."""
     try:
         return len(strategy.extended.worker_devices)
     except RuntimeError:  # there is no strategy
@@ -98,7 +98,7 @@ def _gather(extended: Any, own: dict[int, Statistics]) -> dict[int, Statistics]:
 
 
 def _gather_bytes(extended: Any, message: bytes) -> list[bytes]:
-    """The message of every worker, in worker order."""
+    """Return the message of every worker, in worker order."""
     lengths = extended.gather_over_workers(np.array([len(message)], np.int64))
     # Collectives carry integers of 8 bytes, not bytes.
     words = -(-int(lengths.max()) // 8)

@@ -8,11 +8,11 @@ from keras_het.loader.validation.tfdv_adapter import Statistics, statistics_pb2
 
 
 def write_statistics(statistics: Statistics, path: str | Path) -> None:
-    """Writes statistics as a serialised protocol buffer, as TFDV does.
+    """Write statistics as a serialised protocol buffer, as TFDV does.
 
     Args:
         statistics: the statistics.
-        path: the file, usually with the suffix ".stats"; its directory is made.
+        path: the file, usually with the suffix ".stats"; its directory is created.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,10 +23,10 @@ def write_statistics(statistics: Statistics, path: str | Path) -> None:
 
 
 def read_statistics(path: str | Path) -> Statistics:
-    """Reads statistics.
+    """Read statistics.
 
     Args:
-        path: file that `write_statistics` or TFDV has written.
+        path: file written by `write_statistics` or TFDV.
 
     Raises:
         ValueError: if the file holds something else.

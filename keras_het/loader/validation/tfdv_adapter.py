@@ -1,4 +1,4 @@
-"""The only place that imports TensorFlow Data Validation (TFDV) and what comes with it."""
+"""The only module that imports TensorFlow Data Validation (TFDV) and its dependencies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _explain(error: ImportError) -> NoReturn:
 
 
 try:
-    # TFDV writes to stderr that notebooks would need IPython.
+    # TFDV writes to stderr that notebooks need IPython.
     with contextlib.redirect_stderr(io.StringIO()):
         import tensorflow_data_validation as tfdv
     import pyarrow
