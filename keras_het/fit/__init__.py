@@ -1,1 +1,1 @@
-"""What knows Keras's `fit`: its sessions, and what the public callbacks share."""
+"""Integration with Keras's `fit`: its sessions, and the common basis of the public callbacks."""

@@ -1,4 +1,4 @@
-"""Backups on disk: one file each, there as a whole or not at all."""
+"""Backups on disk: one file each, either complete or absent."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _STATE = "keras_het"
 _OTHER_FORMATS = ("latest.weights.h5", "training_metadata.json", "data_position.json")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHUNK_BYTES = 2**20
-# What HDF5 adds to the numbers: for a file, and for each variable.
+# HDF5's overhead: per file, and per variable.
 _FILE_BYTES, _VARIABLE_BYTES = 2**16, 2**11
 
 
 class BackupFolder:
     """The backups of a training: weights files of Keras that also hold the rest of its state.
 
-    A backup is written under another name, brought to the disk and renamed; the one before is
-    removed after that. Whenever the process or the machine stops, the folder has a whole backup.
-    The name carries the SHA-256 of the content.
+    A backup is written under another name, flushed to disk and renamed; the previous one is removed
+    after that. Whenever the process or the machine stops, the folder has a complete backup. The
+    name carries the SHA-256 of the content.
 
     Args:
-        path: the folder, made by the first backup.
+        path: the folder, created by the first backup.
         num_kept: number of backups to keep: 1, or 2 to have another if the newest is damaged.
 
     Raises:
@@ -58,7 +58,7 @@ class BackupFolder:
         return self._whole[-1] if self._whole else None
 
     def find(self) -> str:
-        """Looks for the newest backup whose content is what was written.
+        """Find the newest backup with intact content.
 
         Returns:
             The SHA-256 of the content, "" if there is no backup.
@@ -87,13 +87,13 @@ class BackupFolder:
         return ""
 
     def restore(self, model: Any) -> dict[str, np.ndarray]:
-        """Loads the weights of the newest backup, optimizer included.
+        """Load the weights of the newest backup, optimizer included.
 
         Args:
             model: a built and compiled `keras.Model`.
 
         Returns:
-            The rest of the state, as `add` was given it.
+            The rest of the state, as passed to `add`.
         """
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built:
@@ -103,7 +103,7 @@ class BackupFolder:
         return self.state()
 
     def state(self) -> dict[str, np.ndarray]:
-        """The state beside the weights in the newest backup, {} if there is none."""
+        """The state stored with the weights in the newest backup, {} if there is none."""
         if self.newest is None:
             return {}
         with h5py.File(self.newest, "r") as file:
@@ -112,14 +112,14 @@ class BackupFolder:
             return dict(arrays)
 
     def add(self, model: Any, state: Mapping[str, Any]) -> None:
-        """Writes a backup, then removes those that are not kept.
+        """Write a backup, then remove those that are not kept.
 
         Args:
-            model: its `keras.Model`.
-            state: arrays to keep beside the weights.
+            model: the `keras.Model` to back up.
+            state: arrays to store with the weights.
 
         Raises:
-            OSError: if it could not be written; the backup before is as it was.
+            OSError: if it could not be written; the previous backup is unchanged.
         """
         content = io.BytesIO()
         np.savez(content, **state)
@@ -135,7 +135,7 @@ class BackupFolder:
             name = f"backup-{max(present, default=0) + 1}-{_sha256(aside)}.weights.h5"
             path = aside.rename(self.path / name)
             _to_disk(self.path)
-        except (OSError, RuntimeError) as error:  # h5py has both for what cannot be written
+        except (OSError, RuntimeError) as error:  # h5py raises both for failed writes
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
             raise OSError(
@@ -149,7 +149,7 @@ class BackupFolder:
                 earlier.unlink(missing_ok=True)
 
     def _found(self) -> dict[int, tuple[Path, str]]:
-        """Path and hash of each backup by its number; that of the newest is the largest."""
+        """Path and hash of each backup by its number; the newest has the largest."""
         paths = self.path.iterdir() if self.path.exists() else ()
         names = (_NAME.fullmatch(path.name) for path in paths)
         return {int(name[1]): (self.path / name[0], name[2]) for name in names if name}
@@ -173,17 +173,17 @@ def _bytes_needed(model: Any) -> int:
 
 
 def _reserve(path: Path, num_bytes: int) -> None:
-    """Asks for room on the disk first: where HDF5 finds none, it may end the process."""
+    """Reserve room on the disk first: without it HDF5 may end the process."""
     with path.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except (AttributeError, OSError) as error:  # not every system and file system can
+        except (AttributeError, OSError) as error:  # not supported by every system and file system
             if getattr(error, "errno", None) in _NO_ROOM:
                 raise
 
 
 def _to_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, would outlast a loss of power."""
+    """Wait until a file, or the names in a folder, would survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""When all callbacks of a `fit` were done with a batch."""
+"""Time at which all callbacks of a `fit` were done with a batch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import keras
 
 
 class BatchEnds:
-    """Takes the time at which the last callback of a `fit` has seen the end of a batch.
+    """Records the time at which the last callback of a `fit` has seen the end of a batch.
 
-    The end of an epoch comes to one callback after the other: what those before have done then, to
-    write a checkpoint for instance, is no part of the last step. Keras puts its `History` behind
-    the user's callbacks, so that this one knows when a step is over. A subclass of the user's own
-    is left alone: it may stand anywhere, and look at batches itself.
+    The end of an epoch reaches one callback after the other: the work of earlier ones at that
+    point, for example writing a checkpoint, is no part of the last step. Keras appends its
+    `History` to the user's callbacks, so this one knows when a step is over. A user-defined
+    subclass is left alone: it may have any position, and look at batches itself.
 
     Args:
         model: the `keras.Model` that is trained, in `on_train_begin`.
@@ -28,20 +28,20 @@ class BatchEnds:
             self._history.on_train_batch_end = self._note
 
     def begin_epoch(self) -> None:
-        """Batches are counted from 0 again."""
+        """Restart counting batches from 0."""
         self._last = (-1, 0.0)
 
     def time_of(self, batch: int) -> float | None:
-        """When a batch was over, in seconds of `time.perf_counter`; None if that is not known.
+        """Return when a batch was over, in seconds of `time.perf_counter`; None if unknown.
 
         Args:
-            batch: the first one of the latest execution.
+            batch: the first batch of the latest execution.
         """
         number, seconds = self._last
         return seconds if number >= batch else None
 
     def release(self) -> None:
-        """Leaves Keras as it was."""
+        """Restore Keras's state."""
         if self._history is not None:
             vars(self._history).pop("on_train_batch_end", None)
 

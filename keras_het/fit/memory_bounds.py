@@ -1,4 +1,4 @@
-"""Shares that were too large for a device's memory, remembered over restarts."""
+"""Shares that were too large for a device's memory, remembered across restarts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from keras_het.fit.session import StepFunction
 
 
 class MemoryBounds:
-    """Largest shares that fit, in one small file for each replica.
+    """Largest shares that fit, in one small file per replica.
 
-    TensorFlow cannot go on after one replica of a collective has failed, so that training has to be
-    started again; it then finds the bound.
+    TensorFlow cannot continue after one replica of a collective has failed, so training must be
+    restarted; it then finds the bound.
 
     Args:
         directory: directory that all workers share.
@@ -27,7 +27,7 @@ class MemoryBounds:
         self._directory = Path(directory)
 
     def read(self) -> dict[int, int]:
-        """The bounds that are known: replica to its largest share."""
+        """Return the known bounds: replica to its largest share."""
         bounds = {}
         for path in sorted(self._directory.glob("replica-*.json")):
             known = json.loads(path.read_text())
@@ -35,7 +35,7 @@ class MemoryBounds:
         return bounds
 
     def write(self, replica: int, samples: int) -> None:
-        """Remembers the largest share of a replica."""
+        """Remember the largest share of a replica."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"replica-{replica}.json"
         temporary = path.with_suffix(".tmp")
@@ -46,19 +46,19 @@ class MemoryBounds:
 def largest_share_that_fits(
     replica: int, failed: int, measurements: Sequence[Mapping[str, Any]]
 ) -> int:
-    """The largest share below `failed` that a replica has computed, else half of it.
+    """Return the largest share below `failed` that a replica has computed, else half of it.
 
     Args:
         replica: id of the replica.
         failed: share that was too large.
-        measurements: steps that were computed, as `BatchBalancer.measurements`.
+        measurements: computed steps, in the form of `BatchBalancer.measurements`.
     """
     fitted = [row["shares"][replica] for row in measurements]
     return max((share for share in fitted if share < failed), default=0) or failed // 2
 
 
 def replicas_without_memory(message: str, devices: Sequence[str], first: int) -> list[int]:
-    """Which local replicas an error is about.
+    """Return the local replicas that an error concerns.
 
     Args:
         message: text of a `tf.errors.ResourceExhaustedError`, which names the device.
@@ -78,12 +78,12 @@ def replicas_without_memory(message: str, devices: Sequence[str], first: int) ->
 
 
 def note_out_of_memory(note: Callable[[str], str], step: StepFunction, batches: Any) -> Any:
-    """A layer around the steps of `fit` that tells a callback when memory ran out.
+    """Report to a callback when memory runs out, as a layer around the steps of `fit`.
 
     Args:
-        note: takes the error's text, and returns what to tell the user.
+        note: takes the error's text, and returns the message for the user.
         step: the step.
-        batches: what it is called with.
+        batches: argument of the step.
     """
     try:
         return step(batches)

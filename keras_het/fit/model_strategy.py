@@ -1,4 +1,4 @@
-"""Finds the strategy of a model, for callbacks that cannot work without it."""
+"""The strategy of a model, for callbacks that cannot work without it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ _logger = logging.getLogger("keras_het")
 
 
 def tell(message: object, strategy: Any, verbose: int) -> None:
-    """Logs what a callback did at level INFO, and prints it on the chief if the user wants that.
+    """Log a callback's action at level INFO, and print it on the chief if the user wants that.
 
     Args:
-        message: what to tell.
+        message: the message.
         strategy: the strategy of the model.
-        verbose: the callback's argument of that name.
+        verbose: the callback's argument of the same name.
     """
     _logger.info("%s", message)
     if verbose and getattr(strategy, "is_chief", True):
-        # Keras's progress bar may stand on the line.
+        # Keras's progress bar may occupy the line.
         sys.stdout.write(f"\n{message}\n")
 
 
 def distribute_strategy(model: Any) -> Any:
-    """The strategy under which a model trains, TensorFlow's default one if there is none.
+    """Return the strategy under which a model trains, or TensorFlow's default one.
 
     Args:
         model: the `keras.Model` of a callback.
 
     Raises:
-        ValueError: if Keras runs on another backend, whose models have no such thing.
+        ValueError: if Keras runs on another backend, whose models have no strategy.
     """
     check_keras_backend(keras.backend.backend())
     return model.distribute_strategy
 
 
 def heterogeneous_strategy(model: Any, callback: Any) -> Any:
-    """The `HeterogeneousStrategy` under which a model trains.
+    """Return the `HeterogeneousStrategy` under which a model trains.
 
     Args:
         model: the `keras.Model` of a callback.
@@ -65,9 +65,9 @@ def heterogeneous_strategy(model: Any, callback: Any) -> Any:
 
 
 def data_of_fit(model: Any, strategy: Any) -> Any:
-    """The distributed data set that a running `fit` trains on, None if there is none.
+    """Return the distributed data set that a running `fit` trains on, None if there is none.
 
-    What the strategy has iterated last may be that of an evaluation by another callback.
+    The strategy's most recently iterated data set may be that of another callback's evaluation.
 
     Args:
         model: the `keras.Model` of a callback.
@@ -78,10 +78,10 @@ def data_of_fit(model: Any, strategy: Any) -> Any:
 
 
 def check_keeps_weights(optimizer: Any, callback: Any) -> None:
-    """Refuses an optimizer that replaces the weights at the end of `fit`.
+    """Refuse an optimizer that replaces the weights at the end of `fit`.
 
     Args:
-        optimizer: of the model, perhaps around another one.
+        optimizer: optimizer of the model, perhaps wrapping another one.
         callback: the callback, which leaves the center's weights there.
 
     Raises:
@@ -97,13 +97,13 @@ def check_keeps_weights(optimizer: Any, callback: Any) -> None:
 
 
 def local_replicas(model: Any) -> dict[int, str]:
-    """Devices of the replicas of this process, by their numbers.
+    """Return the devices of the replicas of this process, by their numbers.
 
     Args:
         model: a `keras.Model`.
 
     Returns:
-        Under a `HeterogeneousStrategy` numbers that count over all workers; under another strategy,
+        Under a `HeterogeneousStrategy`, numbers that count over all workers; under another strategy
         or none, numbers within this process.
     """
     strategy = distribute_strategy(model)

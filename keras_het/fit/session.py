@@ -16,7 +16,7 @@ import keras
 StepFunction = Callable[[Any], Any]
 """Runs one execution of Keras: takes an iterator over batches, or a list of batches."""
 Layer = Callable[[StepFunction, Any], Any]
-"""Takes the rest of a step and what that is to be called with, and returns its result."""
+"""Takes the rest of a step and its argument, and returns its result."""
 
 _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function", "predict": "predict_function"}
 _ON_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
@@ -36,20 +36,20 @@ class Rank(enum.IntEnum):
 class FitSession:
     """A call of a model's `fit`, `evaluate` or `predict`, or of one of its steps on a batch.
 
-    It begins before Keras looks at the data and ends when the call does, by an error or not. Its
-    layers are around every step of its own, whoever replaces the model's step function meanwhile;
-    a call within it, such as a validation or a callback's own `fit`, is another session.
+    It begins before Keras looks at the data and ends when the call does, with or without an error.
+    Its layers surround each of its own steps, even if the model's step function is replaced
+    meanwhile; a call within it, such as a validation or a callback's own `fit`, is another session.
 
     Args:
         model: the `keras.Model`.
         loop: name of the method that was called.
-        callbacks: those of the user.
+        callbacks: the user's callbacks.
 
     Attributes:
         model: the `keras.Model`.
         loop: name of the method that was called.
-        callbacks: those of the user.
-        is_in_step: whether a step runs: what reads the data otherwise is not this session's.
+        callbacks: the user's callbacks.
+        is_in_step: whether a step is running: any other read of the data is not this session's.
         is_over: whether the call has ended.
     """
 
@@ -64,7 +64,7 @@ class FitSession:
 
     @staticmethod
     def of(model: Any) -> FitSession | None:
-        """The innermost session of a model that runs now.
+        """Return the innermost running session of a model.
 
         Args:
             model: a `keras.Model`; None outside of a call of Keras.
@@ -73,7 +73,7 @@ class FitSession:
         return sessions[-1] if sessions else None
 
     def add_layer(self, rank: Rank, layer: Layer) -> None:
-        """Puts a layer around the steps from the next one on, in the place of its rank's.
+        """Put a layer around the steps from the next one on, at the position of its rank.
 
         Args:
             rank: its place among the layers.
@@ -82,7 +82,7 @@ class FitSession:
         self._layers[rank] = layer
 
     def remove_layer(self, rank: Rank) -> None:
-        """Takes a layer away, if there is one of this rank.
+        """Remove the layer of this rank, if there is one.
 
         Args:
             rank: its place.
@@ -90,7 +90,7 @@ class FitSession:
         self._layers.pop(rank, None)
 
     def on_end(self, function: Callable[[], None]) -> None:
-        """Has a function called when the session ends, however it ends; the last one first.
+        """Call a function when the session ends, however it ends; the last one added runs first.
 
         Args:
             function: the function.
@@ -98,37 +98,37 @@ class FitSession:
         self._ends.callback(function)
 
     def before_inner(self, function: Callable[[FitSession], None]) -> None:
-        """Has a function called when a session of the same model begins within this one.
+        """Call a function when a session of the same model begins within this one.
 
         Args:
-            function: takes the inner session; an error that it raises ends that.
+            function: takes the inner session; an error that it raises ends that session.
         """
         self._before_inner.append(function)
 
     def before_callbacks(self, method: str, function: Callable[..., None]) -> None:
-        """Has a function called before a method of all callbacks of the user.
+        """Call a function before a method of all user callbacks.
 
         Args:
             method: "on_epoch_end" or "on_train_end".
-            function: takes what the method takes; logs are the same object.
+            function: takes the method's arguments; logs are the same object.
         """
         self._before_callbacks.setdefault(method, []).append(function)
 
     def tell(self, method: str, *args: Any) -> None:
-        """Calls what comes before a method of the user's callbacks.
+        """Call the functions that precede a method of the user's callbacks.
 
         Args:
             method: as for `before_callbacks`.
-            *args: what the method takes.
+            *args: the method's arguments.
         """
         for function in self._before_callbacks.get(method, ()):
             function(*args)
 
     def step_function(self, function: StepFunction) -> StepFunction:
-        """The model's step function with the layers of this session around it.
+        """Wrap the model's step function in the layers of this session.
 
         Args:
-            function: what Keras or somebody else made the model's step function.
+            function: the step function that Keras or other code set.
         """
         if not self._layers:
             return function
@@ -137,11 +137,11 @@ class FitSession:
         return self._layered
 
     def run_step(self, function: StepFunction, batches: Any) -> Any:
-        """Runs a step within the layers, unless it is within them already.
+        """Run a step within the layers, unless it is within them already.
 
         Args:
             function: the step.
-            batches: what it is called with.
+            batches: argument of the step.
         """
         if self.is_in_step or self.is_over:
             return function(batches)
@@ -190,7 +190,7 @@ class _LayeredStep:
         self._session, self.function = session, function
 
     def __call__(self, batches: Any) -> Any:
-        """Runs one execution."""
+        """Run one execution."""
         return self._session.run_step(self.function, batches)
 
     def __getattr__(self, name: str) -> Any:
@@ -206,7 +206,7 @@ class SessionCallback(keras.callbacks.Callback):
 
     @property
     def fit_session(self) -> FitSession | None:
-        """The session of the `fit` that Keras has called this callback in; None outside of one."""
+        """The session of the `fit` in which Keras has called this callback; None outside of one."""
         session = FitSession.of(self.model)
         return session if session is not None and session.loop == "fit" else None
 
@@ -226,7 +226,7 @@ class SessionCallback(keras.callbacks.Callback):
 
 
 class _First(keras.callbacks.Callback):
-    """Stands before the callbacks of the user.
+    """Runs before the user's callbacks.
 
     Args:
         session: the session of the `fit`.
@@ -237,16 +237,16 @@ class _First(keras.callbacks.Callback):
         self._session = session
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Lets the session prepare what the others are about to see."""
+        """Let the session prepare what the other callbacks are about to see."""
         self._session.tell("on_epoch_end", epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Lets the session end what the others are about to look at."""
+        """Let the session end what the other callbacks are about to look at."""
         self._session.tell("on_train_end", logs)
 
 
 def install_sessions() -> None:
-    """Makes the calls of all models sessions; idempotent."""
+    """Turn the calls of all models into sessions; idempotent."""
     if hasattr(keras.Model.fit, "is_session"):
         return
     for name in (*_FUNCTIONS, *_ON_BATCHES):
@@ -274,10 +274,10 @@ def _in_session(original: Callable[..., Any], loop: str) -> Callable[..., Any]:
 def _with_first(
     session: FitSession, signature: inspect.Signature, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """The arguments of a call with the session's own callback before those of the user."""
+    """Insert the session's own callback before the user's in the arguments of a call."""
     try:
         bound = signature.bind(session.model, *args, **kwargs)
-    except TypeError:  # Keras says what is wrong
+    except TypeError:  # Keras reports the error
         return args, kwargs
     given = bound.arguments.get("callbacks")
     listed = getattr(given, "callbacks", given)
@@ -296,9 +296,9 @@ def _with_first(
 
 
 def _step_property(loop: str, attribute: str) -> property:
-    """A model's step function: with the layers where a session of that loop asks for it.
+    """Return a model's step function, with the layers if a session of that loop requests them.
 
-    Keras reads it before each step, so that it does not matter who sets it, and when.
+    Keras reads it before each step, so it does not matter which code sets it, or when.
     """
 
     def read(model: Any) -> Any:
@@ -309,7 +309,7 @@ def _step_property(loop: str, attribute: str) -> property:
         return session.step_function(function)
 
     def write(model: Any, function: Any) -> None:
-        # what was read within a session and is put back
+        # a value that was read within a session and is put back
         is_layered = isinstance(function, _LayeredStep)
         vars(model)[attribute] = function.function if is_layered else function
 

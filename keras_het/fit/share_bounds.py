@@ -1,4 +1,4 @@
-"""Bounds of shares in the forms in which users give them."""
+"""Bounds of shares, in the forms that users may give."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Bound = int | Sequence[int | None] | Mapping[int, int] | None
 
 
 def each_bound(given: Bound, num_replicas: int, missing: int, most: int) -> list[int]:
-    """One bound for each replica.
+    """Return one bound per replica.
 
     Args:
-        given: the bounds as they were given.
+        given: the bounds as given.
         num_replicas: number of replicas.
-        missing: bound of a replica for which none was given.
+        missing: bound of a replica without a given one.
         most: largest bound that makes a difference.
 
     Returns:
-        Samples, one number for each replica.
+        Samples, one number per replica.
 
     Raises:
         ValueError: if the bounds do not fit the replicas.
@@ -45,10 +45,10 @@ def each_bound(given: Bound, num_replicas: int, missing: int, most: int) -> list
 
 
 def check_share_bounds(min_share: Bound, max_share: Bound) -> None:
-    """Refuses bounds that no replicas can satisfy, before it is known how many there are.
+    """Refuse bounds that no replicas can satisfy, before it is known how many there are.
 
     Args:
-        min_share: smallest shares in samples, as they were given.
+        min_share: smallest shares in samples, as given.
         max_share: largest shares, likewise.
 
     Raises:
@@ -79,17 +79,17 @@ def check_share_bounds(min_share: Bound, max_share: Bound) -> None:
 
 
 def num_replicas_named(*settings: Any) -> int:
-    """Number of replicas for which settings have a number each; 1 if all have one number for all.
+    """Count the replicas for which settings have one number each; 1 if one number fits all.
 
     Args:
-        *settings: single values, or sequences with one number for each replica.
+        *settings: single values, or sequences with one number per replica.
     """
     lengths = [len(given) for given in settings if hasattr(given, "__len__")]
     return max([*lengths, 1])
 
 
 def _by_replica(name: str, given: Bound) -> dict[int | None, int]:
-    """The given bounds by replica; None stands for every replica."""
+    """Return the given bounds by replica; None stands for every replica."""
     if given is None:
         return {}
     if isinstance(given, Mapping):

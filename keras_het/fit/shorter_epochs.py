@@ -8,17 +8,17 @@ from typing import ClassVar
 
 
 class ShorterEpochs:
-    """Keeps Keras from warning that data ran out, as long as one object expects that.
+    """Suppresses Keras's warning that data ran out while at least one object expects that.
 
-    Keras takes the number of batches of its data, or the steps of the first epoch, for the steps of
-    all epochs. Several callbacks may expect less at the same time, and end in any order.
+    Keras assumes that all epochs have as many steps as its data has batches, or as the first epoch
+    has steps. Several callbacks may expect fewer at the same time, and end in any order.
     """
 
     _expecting: ClassVar[list[ShorterEpochs]] = []
     _quiet = contextlib.ExitStack()
 
     def expect(self) -> None:
-        """From now on, until `end`; idempotent."""
+        """Expect shorter epochs from now on, until `end`; idempotent."""
         if self in self._expecting:
             return
         if not self._expecting:
@@ -27,7 +27,7 @@ class ShorterEpochs:
         self._expecting.append(self)
 
     def end(self) -> bool:
-        """Leaves warnings as they were; whether shorter epochs were expected."""
+        """Restore the warnings; return whether shorter epochs were expected."""
         if self not in self._expecting:
             return False
         self._expecting.remove(self)
