@@ -1,4 +1,4 @@
-"""What starts training: local clusters of worker processes and the command `keras-het`."""
+"""Launchers of training: local clusters of worker processes and the command `keras-het`."""
 
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.worker_process import WorkerResult

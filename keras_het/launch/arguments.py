@@ -23,7 +23,7 @@ Options of keras-het stand before the script; everything after it belongs to the
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command `keras-het`."""
+    """Return the parser of the command `keras-het`."""
     parser = argparse.ArgumentParser(
         prog="keras-het",
         description="Train Keras 3 models over workers of different speed.",
@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses and checks a command line; ends the program with code 2 if it is wrong.
+    """Parse and check a command line; exit with code 2 if it is wrong.
 
     Args:
         arguments: Arguments after the program's name. Defaults to those of this process.
@@ -79,17 +79,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         )
     if options.module == []:
         parser.error("-m needs a MODULE")
-    # Path.is_file raises for a name that is too long
+    # Path.is_file raises an error for names that are too long
     if options.module is None and not os.path.isfile(_script(parser, options)):  # noqa: PTH113
         parser.error(f"there is no file {options.script!r}; give a script, or -m MODULE")
     return options
 
 
 def worker_command(options: argparse.Namespace) -> list[str]:
-    """Returns the command that each worker runs.
+    """Return the command that each worker runs.
 
     Args:
-        options: What `parse_arguments` returned.
+        options: The result of `parse_arguments`.
     """
     if options.module is not None:
         return [options.python, "-m", *options.module]

@@ -20,13 +20,13 @@ from keras_het.launch.local.worker_process import Stream, WorkerResult, signal_n
 
 _KEEP_LINES = 2000
 _WRONG_USAGE = 2
-# Hides TensorFlow's information, of which each worker prints some 50 lines at its start.
+# Hides TensorFlow's information messages, of which each worker prints some 50 lines at startup.
 _QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command `keras-het`.
+    """Run the command `keras-het`.
 
     Args:
         arguments: Arguments after the program's name. Defaults to those of this process.
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 if all workers succeed; the exit code of the first failing one (128 + the signal if it was
         killed); 128 + the signal if a signal ended the run (130 for Ctrl-C); 2 for wrong usage.
-        Other commands than `run`: what their function `execute` returns.
+        Commands other than `run`: the result of their function `execute`.
     """
     options = parse_arguments(arguments)
     is_run = options.command == "run"
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace, display: Display) -> int:
 
 
 def _warn_of_another_backend(display: Display) -> None:
-    """A script may set its own before it imports keras, which the strategy sees and checks."""
+    """Warn only: a script may set its own before importing keras; the strategy checks that."""
     backend = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND
     if backend != NEEDED_BACKEND:
         display.say(
@@ -126,7 +126,7 @@ def _signals_forwarded(cluster: LocalCluster) -> Iterator[None]:
     before = {
         number: signal.signal(number, forward)
         for number in _SIGNALS
-        # nohup has it ignored, and that has to stay
+        # nohup makes the process ignore it, and that must stay
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:

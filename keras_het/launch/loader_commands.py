@@ -20,10 +20,10 @@ networks you trust.
 
 
 def add_loader_commands(commands: Any) -> None:
-    """Adds the commands to the parser.
+    """Add the commands to the parser.
 
     Args:
-        commands: what `ArgumentParser.add_subparsers` returned.
+        commands: the result of `ArgumentParser.add_subparsers`.
     """
     advice = commands.add_parser(
         "loader-advice",
@@ -76,8 +76,8 @@ def add_loader_commands(commands: Any) -> None:
 
 
 def _run_advice(options: argparse.Namespace) -> int:
-    # TensorFlow takes seconds to import: wrong usage is told before
-    # Path.is_file raises for a name that is too long
+    # TensorFlow takes seconds to import: report wrong usage first
+    # Path.is_file raises an error for names that are too long
     if not os.path.isfile(options.script):  # noqa: PTH113
         raise ValueError(f"there is no file {options.script!r}; give the script that calls fit")
     from keras_het.loader.advice.script import advise_script

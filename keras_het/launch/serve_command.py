@@ -1,4 +1,4 @@
-"""The command `keras-het serve`: holds a part of the parameter service of a hybrid training."""
+"""The command `keras-het serve`: it holds a part of the parameter service of a hybrid training."""
 
 import argparse
 import ctypes
@@ -11,20 +11,20 @@ from typing import Any
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # numbers of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # numbers from glibc's malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
 _VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def share_freed_memory() -> bool:
-    """Lets all threads allocate from one place, which keeps what they free.
+    """Let all threads allocate from one arena, which keeps freed memory.
 
-    By itself glibc has memory apart for each of many threads, so that messages that come one after
-    the other take memory again and again; and it gives freed memory back to the system, which has
-    to fill it with zeros for the next message. To be called before there are threads.
+    By default glibc has separate memory for each of many threads, so successive messages allocate
+    memory again and again; and it returns freed memory to the system, which has to fill it with
+    zeros for the next message. Call it before any threads exist.
 
     Returns:
-        Whether it was done: not outside of glibc, nor where the environment says otherwise.
+        Whether it was done: not outside of glibc, nor if the environment says otherwise.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _VARIABLES):
         return False
@@ -40,14 +40,15 @@ def share_freed_memory() -> bool:
 
 
 def compute_without_splitting() -> None:
-    """Lets one thread compute an operation as a whole.
+    """Let one thread compute each operation as a whole.
 
-    An update of a partition takes well below a millisecond: to share it out among threads, and to
-    wake them, takes longer than it saves, and from the threads that carry messages. Partitions
-    and clients are what goes on side by side. To be called before TensorFlow's first operation.
+    An update of a partition takes well below a millisecond: splitting it among threads, and waking
+    them, takes longer than it saves, and takes time from the threads that carry messages.
+    Parallelism comes from partitions and clients instead. Call it before TensorFlow's first
+    operation.
 
     Raises:
-        RuntimeError: if that was.
+        RuntimeError: if TensorFlow has run an operation already.
     """
     import tensorflow as tf
 
@@ -55,10 +56,10 @@ def compute_without_splitting() -> None:
 
 
 def add_serve(commands: Any) -> None:
-    """Adds the command to a parser.
+    """Add the command to a parser.
 
     Args:
-        commands: what `ArgumentParser.add_subparsers` returned.
+        commands: the result of `ArgumentParser.add_subparsers`.
     """
     serve = commands.add_parser(
         "serve",
@@ -74,15 +75,15 @@ def add_serve(commands: Any) -> None:
 
 
 def serve_parameters(options: argparse.Namespace) -> int:
-    """Serves until it is told to end; the exit code.
+    """Serve until told to end; return the exit code.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
     """
     share_freed_memory()  # before TensorFlow's threads
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the center is in host memory
-    os.environ[KERAS_BACKEND] = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND  # as of workers
+    os.environ[KERAS_BACKEND] = os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND  # as for workers
     logging.basicConfig(level=logging.WARNING)
     # imported late: TensorFlow takes seconds, and reads the environment
     import keras

@@ -27,10 +27,10 @@ wrong usage.
 
 
 def add_validate_command(commands: Any) -> None:
-    """Adds the command's grammar.
+    """Add the command's grammar.
 
     Args:
-        commands: what `argparse.ArgumentParser.add_subparsers` returned.
+        commands: the result of `argparse.ArgumentParser.add_subparsers`.
     """
     parser = commands.add_parser(
         "validate",
@@ -80,7 +80,7 @@ def _add_schema_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_validate(options: argparse.Namespace) -> int:
-    """Runs `keras-het validate`.
+    """Run `keras-het validate`.
 
     Args:
         options: the parsed command line.
@@ -90,7 +90,7 @@ def run_validate(options: argparse.Namespace) -> int:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
-        # Takes seconds, and needs TensorFlow Data Validation.
+        # Takes seconds to import, and needs TensorFlow Data Validation.
         import tensorflow as tf
 
         from keras_het.loader import validation
@@ -98,7 +98,7 @@ def run_validate(options: argparse.Namespace) -> int:
         return _refuse(error)
     try:
         return _validate(options, validation)
-    except (ImportError, ValueError, OSError, tf.errors.OpError) as error:  # OpError: of files
+    except (ImportError, ValueError, OSError, tf.errors.OpError) as error:  # OpError: from files
         return _refuse(error)
 
 
@@ -170,7 +170,7 @@ def _show_distances(
 def _read(
     options: argparse.Namespace, validation: Any, schema: Any
 ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-    """All data by name, what there is of the epoch before, and replicas that had no share."""
+    """Return all data by name, any data of the epoch before, and replicas that had no share."""
     data: dict[str, Any] = {}
     before: dict[str, Any] = {}
     idle: set[str] = set()
@@ -198,15 +198,15 @@ def _read(
 
 
 def _without_share(replicas: Mapping[str, Any]) -> set[str]:
-    """Replicas without rows beside others: a share may be zero."""
+    """Return replicas without rows when others have some: a share may be zero."""
     without = {name for name, statistics in replicas.items() if not _num_rows(statistics)}
     return without if len(without) < len(replicas) else set()
 
 
 def _name_and_path(argument: str) -> tuple[str, str, bool]:
-    """Name, path, and whether the user gave the name."""
+    """Return name, path, and whether the user gave the name."""
     name, equals, path = argument.partition("=")
-    # such as data/date=2024-01-01/train-*, which may also be elsewhere (gs://...)
+    # such as data/date=2024-01-01/train-*, which may also be remote (gs://...)
     # (not Path.glob, which raises for some names)
     is_path = "/" in name or Path(argument).exists() or glob.glob(argument)  # noqa: PTH207
     if not equals or is_path:
@@ -248,7 +248,7 @@ def _read_directory(
 def _set_missing_thresholds(validation: Any, schema: Any) -> None:
     if not _compared(schema, "skew"):
         drift = _compared(schema, "drift")
-        # What the schema has no drift of either may be left out on purpose.
+        # A feature without a drift comparator either may be left out on purpose.
         names = drift or {feature.name for feature in schema.feature}
         _set(validation, schema, names, _THRESHOLD, ["skew"] if drift else _KINDS)
 

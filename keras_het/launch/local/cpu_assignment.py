@@ -1,4 +1,4 @@
-"""Which CPUs each local worker runs on, and how many threads it should use."""
+"""Assignment of CPUs and numbers of threads to local workers."""
 
 import math
 import os
@@ -13,8 +13,8 @@ class CpuAssignment:
     """CPUs of each worker.
 
     Args:
-        cpu_sets: For each worker the ids of its CPUs, or `None` if the workers are not pinned.
-        threads_per_worker: Threads that compute in each worker, one number a worker.
+        cpu_sets: The ids of each worker's CPUs, or `None` if the workers are not pinned.
+        threads_per_worker: Number of compute threads of each worker.
     """
 
     cpu_sets: tuple[tuple[int, ...], ...] | None
@@ -22,7 +22,7 @@ class CpuAssignment:
 
 
 def available_cpus() -> tuple[int, ...]:
-    """Returns the ids of the CPUs that this process may use."""
+    """Return the ids of the CPUs that this process may use."""
     return tuple(sorted(own_cpus()))
 
 
@@ -33,27 +33,27 @@ def assign_cpus(
     pin: bool | None = None,
     usable: float = math.inf,
 ) -> CpuAssignment:
-    """Deals the CPUs to the workers round robin.
+    """Assign the CPUs to the workers round robin.
 
-    Without `cpus_per_worker` every CPU is dealt to exactly one worker, or, if there are more
-    workers than CPUs, worker `i` gets CPU `i` modulo their number. With it, each worker gets that
-    many, and CPUs are shared once they are all dealt. A quota that is less than the CPUs is divided
-    too, into threads: more would only be held back by the system.
+    Without `cpus_per_worker` every CPU goes to exactly one worker, or, if there are more workers
+    than CPUs, worker `i` gets CPU `i` modulo their number. With it, each worker gets that many, and
+    CPUs are shared once all are assigned. A quota below the number of CPUs is divided too, into
+    threads: the system would only throttle more.
 
     Args:
         num_workers: Number of workers.
-        cpus: Ids of the CPUs to deal.
+        cpus: Ids of the CPUs to assign.
         cpus_per_worker: CPUs of each worker. Defaults to an even division.
         pin: Whether to bind workers to their CPUs. Defaults to yes if the operating system can and
             no CPU has to be shared: sharing is better left to its scheduler.
         usable: How many CPUs a quota lets all workers together use at a time. Defaults to all.
 
     Returns:
-        CPUs and thread counts, one entry a worker.
+        CPUs and thread counts, one entry per worker.
 
     Raises:
-        ValueError: If `cpus_per_worker` is not between 1 and the number of CPUs, or `pin` is asked
-            for where the operating system has no such call.
+        ValueError: If `cpus_per_worker` is not between 1 and the number of CPUs, or `pin` is
+            requested and the operating system has no such call.
     """
     if cpus_per_worker is not None and not 1 <= cpus_per_worker <= len(cpus):
         raise ValueError(

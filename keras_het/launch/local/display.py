@@ -1,4 +1,4 @@
-"""What the user sees of the workers: each line behind `[worker N]`."""
+"""Display of the workers' output: each line after `[worker N]`."""
 
 import os
 import threading
@@ -18,16 +18,16 @@ _ERASE_LINE = "\r\x1b[2K"
 class Display:
     """Prints the workers' lines, in colour on a terminal and plain otherwise.
 
-    Standard output and standard error stay apart. A state of a progress bar is redrawn in place on
-    a terminal and left out otherwise. An error that several workers have, or that only says that
-    another worker has gone, is shown without its traceback. When a stream is closed (`| head`), its
-    lines are dropped and the workers go on.
+    Standard output and standard error stay separate. A state of a progress bar is redrawn in place
+    on a terminal and omitted otherwise. An error that several workers have, or that only says that
+    another worker is gone, is shown without its traceback. When a stream is closed (`| head`), its
+    lines are dropped and the workers continue.
 
     Args:
         stdout: Where the workers' standard output goes.
         stderr: Where their standard error and the launcher's own messages go.
-        only_chief: Whether to show worker 0 only. Defaults to `False`.
-        tf_logs: Whether to show also what TensorFlow logs of its start and its connections.
+        only_chief: Whether to show only worker 0. Defaults to `False`.
+        tf_logs: Whether to show TensorFlow's log lines about its start and its connections too.
             Defaults to `False`.
     """
 
@@ -45,7 +45,7 @@ class Display:
         self._redrawn: tuple[int, Stream, Text] | None = None
 
     def show(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
-        """Shows one line of a worker.
+        """Show one line of a worker.
 
         Args:
             worker_index: The worker.
@@ -65,18 +65,18 @@ class Display:
             self._show(worker_index, stream, each)
 
     def finish(self) -> None:
-        """Shows what was held back of tracebacks that were cut off; call it at the end."""
+        """Show the retained lines of incomplete tracebacks; call it at the end."""
         with self._lock:
             rest = self._folder.finish()
         for worker_index, text in rest:
             self._show(worker_index, "stderr", OutputLine(text, True))
 
     def say(self, message: str, stream: Stream = "stderr") -> None:
-        """Shows the launcher's own message, each line behind `[keras-het]`.
+        """Show the launcher's own message, each line after `[keras-het]`.
 
         Args:
             message: One or more lines.
-            stream: Where to. Defaults to standard error.
+            stream: Destination. Defaults to standard error.
         """
         with self._lock:
             for line in message.splitlines():
@@ -106,7 +106,7 @@ class Display:
         if redrawn:
             self._write(redrawn[1], Text(""), before=_ERASE_LINE)
         self._write(stream, text, after="\n")
-        # The last state of a worker's own progress bar has just become this line.
+        # The last state of this worker's progress bar has just become this line.
         self._redrawn = None
         if redrawn and redrawn[0] != worker_index:
             self._redraw(*redrawn)
@@ -122,11 +122,11 @@ class Display:
     def _write(self, stream: Stream, text: Text | str, before: str = "", after: str = "") -> None:
         console = self._consoles[stream]
         if isinstance(text, Text):
-            # Rendered apart because rich's own print exits the program when a pipe is closed.
+            # Rendered separately because rich's own print exits the program when a pipe is closed.
             with console.capture() as rendered:
                 console.print(text, end="")
             text = rendered.get()
-        # what the terminal cannot show must not end the thread that reads the worker's output
+        # a character that the terminal cannot show must not end the thread that reads the output
         encoding = getattr(console.file, "encoding", None) or "utf-8"
         output = (before + text + after).encode(encoding, "replace").decode(encoding)
         try:
@@ -137,7 +137,7 @@ class Display:
 
 
 def _discard(stream: object) -> None:
-    """Sends what is still written to a closed pipe nowhere, as Python's documentation advises."""
+    """Discard pending writes to a closed pipe, as Python's documentation advises."""
     fileno = getattr(stream, "fileno", None)
     if fileno is None:
         return

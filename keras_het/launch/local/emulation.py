@@ -1,4 +1,4 @@
-"""Devices of different speed on one machine: what the workers are told, and the label."""
+"""Devices of different speeds on one machine: the workers' settings, and the label."""
 
 import json
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ _DEFAULT_SECONDS_PER_SAMPLE = 0.004
 
 @dataclass(frozen=True)
 class Emulation:
-    """One emulated device a worker.
+    """One emulated device per worker.
 
     A device of speed `s` takes at least `fixed_seconds + seconds_per_sample / s` for a step of one
-    sample. It waits for that time and burns no CPU, so that several fit on one machine.
+    sample. It waits for that time without burning CPU, so several fit on one machine.
 
     Args:
         speeds: Relative speed of each worker's device, in samples per second; greater than 0.
@@ -40,14 +40,14 @@ class Emulation:
         self.time_models()
 
     def time_models(self) -> tuple[LinearTimeModel, ...]:
-        """Returns the time model of each worker's device."""
+        """Return the time model of each worker's device."""
         return tuple(
             LinearTimeModel(self.fixed_seconds, self.seconds_per_sample / speed)
             for speed in self.speeds
         )
 
     def environment_of(self, worker_index: int) -> dict[str, str]:
-        """Returns the variable that makes a worker emulate its device.
+        """Return the variable that makes a worker emulate its device.
 
         Args:
             worker_index: The worker.
@@ -61,7 +61,7 @@ class Emulation:
         return {KERAS_HET_EMULATED_DEVICES: json.dumps([device])}
 
     def describe(self) -> str:
-        """Returns the line that labels every output of an emulated run."""
+        """Return the line that labels every output of an emulated run."""
         speeds = ":".join(f"{speed:g}" for speed in self.speeds)
         times = ", ".join(f"{1000 * model.seconds_per_sample:g}" for model in self.time_models())
         fixed = f" plus {1000 * self.fixed_seconds:g} ms a step" if self.fixed_seconds else ""

@@ -1,4 +1,4 @@
-"""Says which worker failed first and why."""
+"""Report on which worker failed first and why."""
 
 import signal
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ _LINES = 15
 
 
 def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = True) -> str:
-    """Returns the message about failed workers, whose last line is the cause.
+    """Return the message about failed workers, whose last line is the cause.
 
     The first to exit need not be the first to fail: a worker that lost another may exit before that
-    one has. So the time at which each showed its error decides, and an error that only says that
-    another worker has gone is no cause.
+    one does. The time at which each showed its error therefore decides, and an error that only says
+    that another worker is gone is not a cause.
 
     Args:
-        results: How all workers ended, of which at least one failed by itself.
-        show_last_lines: Whether the last lines of the first one to fail were not on the screen yet.
+        results: How all workers ended; at least one failed by itself.
+        show_last_lines: Whether the last lines of the first to fail are not on the screen yet.
     """
     first = first_to_fail(results)
     lines = [
@@ -32,14 +32,14 @@ def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = T
 
 
 def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
-    """Returns the worker whose failure, or early end, made the others fail.
+    """Return the worker whose failure, or early end, made the others fail.
 
     Args:
-        results: How all workers ended, of which at least one failed by itself.
+        results: How all workers ended; at least one failed by itself.
     """
     failed = [result for result in results if result.has_failed]
     with_error = [result for result in failed if _error(result) or result.exit_code < 0]
-    # A traceback that a worker only logged looks the same, so errors that ended one go first.
+    # A traceback that a worker only logged looks the same, so errors that ended a worker go first.
     ended_with_error = [result for result in results if result.was_ended and _error(result)]
     for some in (with_error, ended_with_error, failed):
         causes = [result for result in some if not _is_effect(result)]
@@ -50,7 +50,7 @@ def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
 
 
 def last_words(result: WorkerResult) -> list[str]:
-    """Returns the last lines of a worker's standard error, or else of its standard output.
+    """Return the last lines of a worker's standard error, or else of its standard output.
 
     Args:
         result: How the worker ended.
@@ -98,6 +98,6 @@ def _failed_at(result: WorkerResult) -> float:
 
 
 def _error(result: WorkerResult) -> UncaughtError | None:
-    """Returns the error that ended it; a traceback before a kill or a crash is another matter."""
+    """Return the error that ended a worker; a traceback before a kill or a crash is unrelated."""
     was_killed = result.exit_code < 0 and not result.was_ended
     return None if was_killed else uncaught_error(result.stderr.splitlines())

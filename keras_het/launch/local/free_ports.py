@@ -1,4 +1,4 @@
-"""Ports of this machine that nobody else uses, reserved until the workers take them."""
+"""Free ports of this machine, reserved until the workers bind them."""
 
 import contextlib
 import secrets
@@ -17,9 +17,9 @@ class ReservedPorts:
     """Distinct free TCP ports on 127.0.0.1.
 
     Each port is held on TCP until `release`, when the worker may bind it, and on UDP until `close`.
-    Workers do not use UDP, so the second one is only a lock: two clusters started at the same time
-    never get the same port, however long a worker takes before it binds its own. Ports that the
-    system deals to outgoing connections are avoided for the same reason.
+    Workers do not use UDP, so the second reservation is only a lock: two clusters started at the
+    same time never get the same port, however long a worker takes to bind its own. Ports that the
+    system assigns to outgoing connections are avoided for the same reason.
 
     Args:
         count: Number of ports.
@@ -47,11 +47,11 @@ class ReservedPorts:
         return tuple(f"{HOST}:{port}" for port in self.ports)
 
     def release(self) -> None:
-        """Frees the TCP ports for the workers; call it just before they start."""
+        """Free the TCP ports for the workers; call it just before they start."""
         _close_all(self._tcp)
 
     def close(self) -> None:
-        """Gives everything back; call it when the workers are gone."""
+        """Return everything; call it when the workers are gone."""
         _close_all(self._tcp)
         _close_all(self._udp)
 
@@ -89,7 +89,7 @@ class ReservedPorts:
 
 
 def _candidate() -> int:
-    """Returns a random port below the ephemeral range, or 0 (any) where that is not known."""
+    """Return a random port below the ephemeral range, or 0 (any) if the range is unknown."""
     try:
         end = int(_EPHEMERAL_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):

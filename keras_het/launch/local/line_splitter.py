@@ -1,4 +1,4 @@
-"""Bytes of a worker's output to lines, with progress bars recognised."""
+"""Conversion of a worker's output from bytes to lines, with progress bars recognised."""
 
 import codecs
 import re
@@ -26,7 +26,7 @@ class OutputLine:
 class LineSplitter:
     r"""Cuts a stream of UTF-8 bytes at `\n`, `\r\n` and `\r`.
 
-    A terminal shows only the last of several texts separated by `\r`; so that progress bars stay
+    A terminal shows only the last of several texts separated by `\r`; to keep progress bars
     readable in files, every earlier one is marked as not final. Backspaces are dropped: Keras
     prints them only to go back to the start of the line.
     """
@@ -37,7 +37,7 @@ class LineSplitter:
         self._redrawn = ""
 
     def feed(self, data: bytes) -> Iterator[OutputLine]:
-        """Yields the lines that `data` completes.
+        """Yield the lines that `data` completes.
 
         Args:
             data: The next bytes of the stream, cut anywhere.
@@ -53,7 +53,7 @@ class LineSplitter:
         self._pending = self._pending[position:]
 
     def finish(self) -> Iterator[OutputLine]:
-        """Yields what is left at the end of the stream."""
+        """Yield the remainder at the end of the stream."""
         rest = self._pending + self._decoder.decode(b"", final=True)
         self._pending = ""
         if rest or self._redrawn:
@@ -61,7 +61,7 @@ class LineSplitter:
 
     def _line(self, text: str, is_final: bool) -> Iterator[OutputLine]:
         text = text.replace("\b", "")
-        # `\r\n` at the end of a progress bar: what stands on the screen is the last state.
+        # `\r\n` at the end of a progress bar: the text on the screen is the last state.
         shown = text or self._redrawn
         self._redrawn = "" if is_final else shown
         if is_final or text:
@@ -69,5 +69,5 @@ class LineSplitter:
 
 
 def strip_ansi(text: str) -> str:
-    """Returns the text without terminal control sequences such as colours."""
+    """Return the text without terminal control sequences such as colours."""
     return _CONTROL_SEQUENCE.sub("", text)

@@ -52,11 +52,11 @@ class LocalCluster:
         command: Program and arguments of each worker.
         num_workers: Number of workers. Defaults to the number of emulated devices.
         num_async_workers: How many of them, the last ones, train outside of the sync group (job
-            `async`). They get a secret; one that fails ends nobody else. Defaults to 0.
-        env: Variables for all workers, besides those of this process.
-        worker_env: Further variables, one mapping a worker. Defaults to none.
+            `async`). They get a secret; the failure of one ends no other worker. Defaults to 0.
+        env: Variables for all workers, in addition to those of this process.
+        worker_env: Additional variables, one mapping per worker. Defaults to none.
         cwd: Working directory of the workers. Defaults to this process's.
-        emulation: Emulated devices, one a worker. Defaults to none.
+        emulation: Emulated devices, one per worker. Defaults to none.
         cpus_per_worker: CPUs of each worker. Defaults to an even division.
         pin: Whether to bind workers to their CPUs. Defaults to yes if no CPU has to be shared.
         on_line: Called in reader threads for each line of output; must not raise.
@@ -130,7 +130,7 @@ class LocalCluster:
         return tuple(sorted(own, key=lambda result: result.exited_at))
 
     def start(self) -> None:
-        """Starts all workers.
+        """Start all workers.
 
         Raises:
             ValueError: If the command cannot be started, or the cluster was started before.
@@ -151,16 +151,16 @@ class LocalCluster:
             raise
 
     def wait(self, timeout: float | None = None) -> tuple[WorkerResult, ...]:
-        """Waits until all workers have ended, and ends them all when one fails.
+        """Wait until all workers have ended, and end them all when one fails.
 
         Args:
-            timeout: Longest wait in seconds. Defaults to `None`, for ever.
+            timeout: Longest wait in seconds. Defaults to `None`, forever.
 
         Returns:
             How each worker ended, in their order.
 
         Raises:
-            TimeoutError: If workers still run after `timeout`, with their last lines; they go on
+            TimeoutError: If workers still run after `timeout`, with their last lines; they continue
                 until the cluster closes.
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
@@ -175,7 +175,7 @@ class LocalCluster:
         return tuple(self._results[index] for index in range(len(self._workers)))
 
     def request_stop(self, signal_number: int = signal.SIGINT) -> None:
-        """Asks `wait` to forward a signal to all workers and then to end them.
+        """Ask `wait` to forward a signal to all workers and then end them.
 
         A second request skips the grace period. Safe in signal handlers and other threads.
 
@@ -185,7 +185,7 @@ class LocalCluster:
         self._events.put(("stop", signal_number))
 
     def kill(self, worker_index: int, signal_number: int = signal.SIGKILL) -> None:
-        """Sends a signal to one worker and everything it started, as a failure would.
+        """Send a signal to one worker and everything it started, as a failure would.
 
         Args:
             worker_index: The worker.
@@ -194,7 +194,7 @@ class LocalCluster:
         self._workers[worker_index].send_signal(signal_number)
 
     def wait_for_output(self, worker_index: int, text: str, timeout: float) -> None:
-        """Waits until a line of one worker's output contains a text.
+        """Wait until a line of one worker's output contains a text.
 
         Args:
             worker_index: The worker.
@@ -202,7 +202,7 @@ class LocalCluster:
             timeout: Longest wait in seconds.
 
         Raises:
-            TimeoutError: If it did not come in time, or the worker ended without it.
+            TimeoutError: If it did not appear in time, or the worker ended without it.
         """
         worker = self._workers[worker_index]
         if not worker.wait_for_output(text, timeout):
@@ -213,7 +213,7 @@ class LocalCluster:
             )
 
     def close(self) -> None:
-        """Kills what still runs, waits for it and gives the ports back."""
+        """Kill remaining processes, wait for them and return the ports."""
         self._end_running(signal.SIGKILL)
         for worker in self._workers:
             worker.join()
@@ -292,7 +292,7 @@ class LocalCluster:
             self._escalation.begin([*gentler, signal.SIGTERM, signal.SIGKILL])
 
     def _is_needed(self, result: WorkerResult) -> bool:
-        """Whether the others cannot go on without this worker."""
+        """Whether the others cannot continue without this worker."""
         return result.index < self.num_workers - self.num_async_workers
 
     def _end_running(self, signal_number: int) -> None:
@@ -308,7 +308,7 @@ class LocalCluster:
             self._watchdog.stdin.write(f"{change}{worker.process_id}\n".encode())
             self._watchdog.stdin.flush()
         except OSError:
-            # Somebody killed the watchdog; the workers are still ended with the cluster.
+            # The watchdog was killed; the workers are still ended with the cluster.
             self._watchdog = None
 
     def _timeout_message(self, timeout: float | None) -> str:
@@ -369,9 +369,9 @@ def _number_of_async_workers(num_async_workers: int, num_workers: int) -> int:
 
 
 def _start_watchdog() -> subprocess.Popen[bytes]:
-    # -I -S: nothing but the standard library, so that it starts at once and cannot be led astray.
+    # -I -S: standard library only, so it starts at once and nothing can interfere.
     command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__))]
-    # Its own session: a Ctrl-C in the terminal must not end it before the workers.
+    # A separate session: a Ctrl-C in the terminal must not end it before the workers.
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

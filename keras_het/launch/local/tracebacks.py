@@ -1,4 +1,4 @@
-"""Python's tracebacks in the output of workers: read, and shown once."""
+"""Python's tracebacks in the output of workers: parsed, and shown once."""
 
 import re
 import sysconfig
@@ -11,12 +11,12 @@ TRACEBACK = "Traceback (most recent call last)"
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _FRAME = re.compile(r'  File "(?P<path>[^"]+)", line (?P<line>\d+)')
 _ERROR = re.compile(r"(?:[\w.]+\.)?(?P<text>\w+(?:: .*)?)$")
-# What TensorFlow puts between "Graph execution error:" and the error itself.
+# TensorFlow's text between "Graph execution error:" and the error itself.
 _OF_GRAPHS = ("Detected at node", "Stack trace for op definition", "<stack traces unavailable>")
-# Errors that only say that another worker has gone: ours, and TensorFlow's.
+# Errors that only say that another worker is gone: ours, and TensorFlow's.
 _EFFECT = re.compile(r"WorkerLostError|UnavailableError|.*Collective ops is aborted by: ")
-# Information that TensorFlow's C++ code logs, and what it says of a broken connection or a signal
-# before Python says it better.
+# Information that TensorFlow's C++ code logs, including its messages about a broken connection or a
+# signal, before Python reports them better.
 _LOGGED = re.compile(
     r"I\d{4} \S+ +\d+ \w+\.(cc|h):"
     r"|[WE]\d{4} \S+ +\d+ (base_collective_executor|ring_alg|local_rendezvous|worker|"
@@ -45,7 +45,7 @@ class UncaughtError:
 
     @property
     def is_effect(self) -> bool:
-        """Whether it only says that another worker has gone."""
+        """Whether it only says that another worker is gone."""
         return bool(_EFFECT.match(self.text))
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class UncaughtError:
 
 
 def uncaught_error(lines: Sequence[str]) -> UncaughtError | None:
-    """Returns the error of the last traceback, or `None`.
+    """Return the error of the last traceback, or `None`.
 
     Args:
         lines: Lines of a worker's standard error.
@@ -73,13 +73,13 @@ def uncaught_error(lines: Sequence[str]) -> UncaughtError | None:
 
 
 class TracebackFolder:
-    """Decides what of the workers' standard error is shown: each error once, effects in one line.
+    """Decides which of the workers' standard error is shown: each error once, effects in one line.
 
-    A traceback is held back until its error is known. If that only says that another worker has
-    gone, or if another worker has shown the same error, the error alone is shown.
+    A traceback is held back until its error is known. If that only says that another worker is
+    gone, or if another worker has shown the same error, only the error is shown.
 
     Args:
-        keep_logs: Whether to show also what TensorFlow logs of its start and its connections.
+        keep_logs: Whether to show TensorFlow's log lines about its start and its connections too.
     """
 
     def __init__(self, keep_logs: bool = False) -> None:
@@ -88,7 +88,7 @@ class TracebackFolder:
         self._first_with: dict[str, int] = {}
 
     def feed(self, worker_index: int, line: str) -> list[str]:
-        """Returns the lines to show now.
+        """Return the lines to show now.
 
         Args:
             worker_index: The worker.
@@ -111,7 +111,7 @@ class TracebackFolder:
         return held if first == worker_index else [f"{text} (as on worker {first})"]
 
     def finish(self) -> list[tuple[int, str]]:
-        """Returns what is still held back of tracebacks that were cut off, each with its worker."""
+        """Return the retained lines of incomplete tracebacks, each with its worker."""
         rest = [(index, line) for index, held in self._held.items() for line in held]
         self._held.clear()
         return rest
@@ -141,7 +141,7 @@ def _place(frames: Sequence[str]) -> str | None:
 
 
 def _is_users(path: str) -> bool:
-    """Whether a file belongs neither to a package, nor to Python, nor was generated."""
+    """Tell whether a file belongs neither to a package nor to Python, and was not generated."""
     generated = path.startswith("<") or Path(path).name.startswith("__autograph_generated")
     library = "site-packages" in path or path.startswith(_STANDARD_LIBRARY)
     return not generated and not library and not Path(path).is_relative_to(_PACKAGE)

@@ -1,8 +1,8 @@
 """A program that ends the workers if the launcher dies without a chance to do so.
 
 Its standard input is a pipe from the launcher, which writes `+GROUP` when it starts a process group
-and `-GROUP` when that group is gone. The end of the pipe without a goodbye means that the launcher
-was killed. Runs by its path, with the standard library alone, so that it starts in milliseconds.
+and `-GROUP` when that group is gone. If the pipe ends without a goodbye, the launcher was killed.
+It runs by its path, with the standard library alone, and therefore starts in milliseconds.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ from typing import TextIO
 
 
 def watch(commands: TextIO) -> set[int]:
-    """Reads commands until the pipe ends.
+    """Read commands until the pipe ends.
 
     Args:
         commands: Lines `+GROUP` and `-GROUP`.
 
     Returns:
-        The process groups that are still there.
+        The process groups that still exist.
     """
     groups: set[int] = set()
     for line in commands:
@@ -32,7 +32,7 @@ def watch(commands: TextIO) -> set[int]:
 
 
 def main() -> None:
-    """Waits for the launcher's end and kills the process groups that it left behind."""
+    """Wait for the launcher's end and kill the process groups that it left behind."""
     for group in watch(sys.stdin):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)

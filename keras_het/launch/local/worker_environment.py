@@ -1,4 +1,4 @@
-"""The environment variables each local worker is started with."""
+"""The environment variables that each local worker is started with."""
 
 import json
 import secrets
@@ -20,16 +20,16 @@ def worker_environment(
     emulation: Emulation | None = None,
     num_async_workers: int = 0,
 ) -> dict[str, str]:
-    """Returns the whole environment of one worker.
+    """Return the whole environment of one worker.
 
     TF_CONFIG and, when emulating, KERAS_HET_EMULATED_DEVICES are always ours. The numbers of
-    threads, Python's buffering and Keras's backend are set only where the user did not.
+    threads, Python's buffering and Keras's backend are set only if the user has not set them.
 
     Args:
         worker_index: The worker.
         addresses: `host:port` of all workers.
-        threads: Threads that compute in this worker.
-        inherited: What the worker gets besides; wins over the defaults.
+        threads: Compute threads of this worker.
+        inherited: The rest of the worker's environment; overrides the defaults.
         emulation: Emulated devices, or `None`.
         num_async_workers: How many of the workers, the last ones, train outside of the sync group.
     """
@@ -44,30 +44,30 @@ def worker_environment(
     defaults = {
         "TF_NUM_INTRAOP_THREADS": str(threads),
         # A worker that waits in a collective needs a second thread to answer its peers. An emulated
-        # device waits in one, too; a real one would leave it to them.
+        # device waits in a thread too; a real one would leave that thread to them.
         "TF_NUM_INTEROP_THREADS": str(max(_LEAST_INTEROP_THREADS, threads) + bool(emulation)),
         "OMP_NUM_THREADS": str(threads),
-        # Without a terminal Python would hold its output back until the worker ends.
+        # Without a terminal Python would buffer its output until the worker ends.
         "PYTHONUNBUFFERED": "1",
-        # wins over the user's keras.json
+        # overrides the user's keras.json
         KERAS_BACKEND: NEEDED_BACKEND,
     }
     emulated = emulation.environment_of(worker_index) if emulation else {}
     environment = {**defaults, **inherited, **emulated, "TF_CONFIG": json.dumps(tf_config)}
-    environment[KERAS_BACKEND] = environment[KERAS_BACKEND] or NEEDED_BACKEND  # Keras's own rule
+    environment[KERAS_BACKEND] = environment[KERAS_BACKEND] or NEEDED_BACKEND  # as Keras does
     return environment
 
 
 def service_environment(
     address: str, inherited: Mapping[str, str], secret: str | None = None
 ) -> dict[str, str]:
-    """Returns what all workers of a local cluster need to find the parameter service.
+    """Return the variables that all workers of a local cluster need for the parameter service.
 
     Args:
         address: `host:port` of the service.
         inherited: Environment in which the user may have given a secret; an empty one counts as
             none.
-        secret: The one to use if not. Defaults to a new one.
+        secret: The secret to use otherwise. Defaults to a new one.
     """
     given = any(inherited.get(name) for name in (_SECRET, f"{_SECRET}_FILE"))
     own = {} if given else {_SECRET: secret or secrets.token_hex(32)}

@@ -1,4 +1,4 @@
-"""One log file a worker."""
+"""One log file per worker."""
 
 import contextlib
 import sys
@@ -15,7 +15,7 @@ class WorkerLogs:
     """Writes `worker-N.log` for each worker: both streams, in the order in which lines arrive.
 
     Args:
-        directory: Where to; created if need be. Older logs of the same name are overwritten.
+        directory: Destination; created if necessary. Older logs of the same name are overwritten.
         num_workers: Number of files.
         label: First line of each file, such as the label of an emulation. Defaults to none.
 
@@ -41,10 +41,10 @@ class WorkerLogs:
             file.write(f"{label}\n" if label else "")
 
     def write(self, worker_index: int, stream: Stream, line: OutputLine) -> None:
-        """Writes one line, without colours; overwritten states of progress bars are left out.
+        """Write one line, without colours; overwritten states of progress bars are omitted.
 
-        After an error, of a full disk for instance, nothing more is written to that file. What
-        reads the worker's output goes on: a worker whose pipe is full would stand still.
+        After an error, for example because of a full disk, nothing more is written to that file.
+        The thread that reads the worker's output continues: a worker with a full pipe would stall.
 
         Args:
             worker_index: The worker.

@@ -1,4 +1,4 @@
-"""One local worker: its process group, its captured output and how it ended."""
+"""One local worker: its process group, its captured output and its end."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from keras_het.launch.local.tracebacks import TRACEBACK
 
 
 class Escalation:
-    """Sends one signal after the other until nobody is left.
+    """Sends one signal after the other until no worker is left.
 
     Args:
         send: Sends a signal to all workers that still run.
@@ -31,7 +31,7 @@ class Escalation:
         self.due = float("inf")
 
     def begin(self, signals: Sequence[int]) -> None:
-        """Sends the first signal; does nothing if it has begun already.
+        """Send the first signal; does nothing if it has begun already.
 
         Args:
             signals: Signal numbers, the gentlest first.
@@ -42,7 +42,7 @@ class Escalation:
             self.advance()
 
     def advance(self) -> None:
-        """Sends the next signal; does nothing after the last one."""
+        """Send the next signal; does nothing after the last one."""
         self.due = float("inf")
         if self._signals:
             self._send(self._signals.popleft())
@@ -54,15 +54,15 @@ Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[int, Stream, OutputLine], None]
 
 _READ_SIZE = 65536
-# A process that left the worker's group could keep the pipes open for ever.
+# A process that left the worker's group could keep the pipes open forever.
 _DRAIN_SECONDS = 5.0
-# What ends a worker when another has failed.
+# The signals that end a worker when another has failed.
 _ENDING = (signal.SIGTERM, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """How one worker ended.
+    """The end of one worker.
 
     Args:
         index: The worker.
@@ -84,27 +84,27 @@ class WorkerResult:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it failed by itself, also if that was while it was being ended."""
+        """Whether it failed by itself, even while it was being ended."""
         if not self.was_ended:
             return self.exit_code != 0
-        # such an exit code is that of a handler of the signal
+        # a handler of the signal uses such an exit code
         obeyed = {0, *(-number for number in _ENDING), *(128 + number for number in _ENDING)}
         return self.exit_code not in obeyed
 
     @property
     def shell_exit_code(self) -> int:
-        """The exit code as a shell gives it: 128 + the signal for a killed worker."""
+        """The exit code in a shell's form: 128 + the signal for a killed worker."""
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     def describe_exit(self) -> str:
-        """Returns `exit code 3` or `killed by SIGKILL`."""
+        """Return `exit code 3` or `killed by SIGKILL`."""
         if self.exit_code >= 0:
             return f"exit code {self.exit_code}"
         return f"killed by {signal_name(-self.exit_code)}"
 
 
 def signal_name(number: int) -> str:
-    """Returns `SIGTERM` for 15, and `signal 35` for a number without a name."""
+    """Return `SIGTERM` for 15, and `signal 35` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -112,7 +112,7 @@ def signal_name(number: int) -> str:
 
 
 class WorkerProcess:
-    """A worker in its own session, so that a signal reaches all that it started.
+    """A worker in its own session, so that a signal reaches everything it started.
 
     Args:
         index: The worker.
@@ -170,36 +170,36 @@ class WorkerProcess:
         return self._process.returncode is not None
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the worker and everything it started; does nothing after its exit."""
+        """Send a signal to the worker and everything it started; does nothing after its exit."""
         if not self.has_exited:
             self._signal_group(number)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits until the worker has exited and its output is complete; returns whether it has."""
+        """Wait until the worker has exited and its output is complete; return whether it has."""
         self._waiter.join(timeout)
         return not self._waiter.is_alive()
 
     def text(self, stream: Stream) -> str:
-        """Returns the captured lines of one stream so far."""
+        """Return the captured lines of one stream so far."""
         with self._changed:
             return "\n".join(self._lines[stream])
 
     def wait_for_output(self, text: str, timeout: float) -> bool:
-        """Waits until a captured line of either stream contains `text`.
+        """Wait until a captured line of either stream contains `text`.
 
         Args:
             text: Plain text to look for.
             timeout: Longest wait in seconds.
 
         Returns:
-            Whether it came; `False` as well when the worker ended without it.
+            Whether it appeared; also `False` if the worker ended without it.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_complete or self._contains(text), timeout)
             return self._contains(text)
 
     def result(self) -> WorkerResult:
-        """Returns how the worker ended; call it after `join`."""
+        """Return how the worker ended; call it after `join`."""
         return WorkerResult(
             index=self.index,
             exit_code=self._process.returncode,
@@ -240,7 +240,7 @@ class WorkerProcess:
     def _wait(self) -> None:
         self._process.wait()
         self._exited_at = time.monotonic()
-        # What the worker left running in its group would outlive the cluster.
+        # Processes that the worker left running in its group would outlive the cluster.
         self._signal_group(signal.SIGKILL)
         for reader in self._readers:
             reader.join(_DRAIN_SECONDS)
@@ -276,7 +276,7 @@ def _start(
 
 @contextlib.contextmanager
 def _affinity(cpus: Sequence[int] | None) -> Iterator[None]:
-    """Binds this thread, from which a new process inherits it, and puts it back."""
+    """Bind this thread, from which a new process inherits it, and restore it afterwards."""
     if cpus is None:
         yield
         return
