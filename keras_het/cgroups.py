@@ -12,7 +12,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 def controller_folders(
     controller: str, cgroups: Path = CGROUPS, membership: Path | None = None
 ) -> Iterator[Path]:
-    """The cgroup of this process that has a controller, then those around it.
+    """Yield the cgroup of this process that has a controller, then its ancestors.
 
     Args:
         controller: name of the controller, such as "cpu".
@@ -28,7 +28,7 @@ def controller_folders(
         if root is None:
             continue
         folder = root / path.lstrip("/")
-        # in a container the path may be that of the host: the root is then the own group
+        # in a container the path may be that of the host: the root is then this process's group
         while not folder.exists() and folder != root:
             folder = folder.parent
         while True:
@@ -39,8 +39,8 @@ def controller_folders(
 
 
 def _root_of(controller: str, names: str, cgroups: Path) -> Path | None:
-    """Where the hierarchy is mounted, None if it has not this controller."""
-    if names == "":  # version 2 has all
+    """Return the mount point of the hierarchy, None if it does not have this controller."""
+    if names == "":  # version 2 has all controllers
         mounts = [cgroups]
     elif controller in names.split(","):
         mounts = [cgroups / names, cgroups / controller]

@@ -1,4 +1,4 @@
-"""The one backend of Keras that this package trains with."""
+"""The one Keras backend that this package trains with."""
 
 import os
 import sys
@@ -8,10 +8,10 @@ NEEDED_BACKEND = "tensorflow"
 
 
 def check_keras_backend(backend: str) -> None:
-    """Refuses another backend: its trainers see no strategy, and each worker would train alone.
+    """Refuse other backends: their trainers see no strategy, and each worker would train alone.
 
     Args:
-        backend: what `keras.backend.backend()` returns, or the environment asks for.
+        backend: the result of `keras.backend.backend()`, or the environment's setting.
 
     Raises:
         ValueError: if it is not TensorFlow.
@@ -26,10 +26,10 @@ def check_keras_backend(backend: str) -> None:
 
 
 def check_keras_backend_before_import() -> None:
-    """Refuses another backend while Keras is not imported yet, which could fail on it first.
+    """Refuse other backends before Keras is imported, which could otherwise fail on them first.
 
     Raises:
-        ValueError: if the environment asks for another one than TensorFlow.
+        ValueError: if the environment asks for a backend other than TensorFlow.
     """
     if "keras" not in sys.modules:
         check_keras_backend(os.environ.get(KERAS_BACKEND) or NEEDED_BACKEND)

@@ -1,7 +1,7 @@
-"""The place that touches private symbols of TensorFlow and Keras (with two for tf.data in loader).
+"""The module for private symbols of TensorFlow and Keras (with two for tf.data in loader).
 
 Checked on TensorFlow 2.16.2 and 2.21.0 with Keras 3.15.1; ``tests/test_private_api.py`` names every
-symbol, so that a release that moves one fails there first and says which.
+symbol, so a release that moves one fails there first and says which.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ except ImportError:
 
 CompositeTensor = composite_tensor.CompositeTensor
 ConcreteFunction = concrete_function.ConcreteFunction
-# What AutoGraph turns a loop over into one of the graph; Keras asks for its subclass
+# AutoGraph turns a loop over this type into one of the graph; Keras asks for its subclass
 # tf.distribute.DistributedIterator, and steps through anything else in Python.
 IteratorInterface = distribute_types.Iterator
 Mirrored = distribute_values.Mirrored
@@ -140,8 +140,8 @@ __all__ = [
 class RpcAnswer(rpc_ops.StatusOrResult):
     """Status or value of a call, which frees its resource where it was made.
 
-    TensorFlow's frees it in whatever graph is being built when it is collected: a stray operation
-    of another function, which fails when that runs.
+    TensorFlow's class frees it in whatever graph is being built at its collection: a stray
+    operation of another function, which fails when that runs.
     """
 
     def __del__(self) -> None:
@@ -153,28 +153,28 @@ class RpcAnswer(rpc_ops.StatusOrResult):
 
 
 class RpcClient(rpc_ops.GrpcClient):
-    """TensorFlow's client; its calls give `RpcAnswer`."""
+    """TensorFlow's client; its calls return `RpcAnswer`."""
 
     @tf.autograph.experimental.do_not_convert  # frames that it converts outlive the call
     def call(self, *args: Any, **kwargs: Any) -> RpcAnswer:
-        """Sends a call and does not wait for the answer."""
+        """Send a call without waiting for the answer."""
         answer = super().call(*args, **kwargs)
         answer.__class__ = RpcAnswer
         return answer
 
 
 def bind_captures(function: Any, captures: list[Any]) -> None:
-    """Has a concrete function run on `captures` in the place of what it captured."""
+    """Make a concrete function run on `captures` in place of its captured values."""
     function.set_external_captures(captures)
 
 
 def mutex_of(section: Any) -> Any:
-    """The resource handle of a `tf.CriticalSection`'s lock."""
+    """Return the resource handle of a `tf.CriticalSection`'s lock."""
     return section._handle
 
 
 def recreate_variable(variable: Any) -> None:
-    """Gives an initialised Keras variable a TensorFlow variable of the present scope, same value.
+    """Give an initialised Keras variable a TensorFlow variable of the current scope, same value.
 
     Args:
         variable: a `keras.Variable`, which stays the same object.
@@ -184,12 +184,12 @@ def recreate_variable(variable: Any) -> None:
 
 
 def move_optimizer(optimizer: Any, strategy: Any) -> None:
-    """Makes an optimizer update variables of a strategy; it keeps the one it was created under."""
+    """Make an optimizer update variables of a strategy; by default it keeps its original one."""
     optimizer._distribution_strategy = strategy
 
 
 def keras_step_kind(function: Any) -> str | None:
-    """Tells which step of Keras `function` is, as `Strategy.run` receives it.
+    """Tell which step of Keras `function` is, in the form `Strategy.run` receives it.
 
     Returns:
         "train" or "test" for a bound `train_step` or `test_step` of a `keras.Model`, "predict" for
@@ -213,20 +213,20 @@ def keras_step_kind(function: Any) -> str | None:
 
 
 def undecorated_step(function: Any) -> Any:
-    """Returns the bound method behind a method that was decorated with `tf.function`.
+    """Return the bound method behind a method decorated with `tf.function`.
 
-    A step must be traced with that of its replica: what leaves a function of its own is no longer
-    recognised as the result of a metric, or as a gradient that waits for its reduction.
+    A step must be traced together with its replica's: values that leave a separate function are no
+    longer recognised as the result of a metric, or as a gradient that waits for its reduction.
 
     Args:
-        function: `model.train_step`, or anything else, which is returned as it is.
+        function: `model.train_step`, or anything else, which is returned unchanged.
     """
     if not hasattr(function, "python_function"):
         return function
     method: Any = getattr(function, "__original_wrapped__", None)
-    # one of a class is bound to a stand-in of its own for the instance
+    # a method of a class is bound to a separate stand-in for the instance
     owner = getattr(method, "__self__", None)
-    # a model may have a target of its own, such as a second network
+    # a model may have an attribute `target` itself, such as a second network
     model = owner if isinstance(owner, keras.Model) else getattr(owner, "target", None)
     if not isinstance(model, keras.Model):
         return function
@@ -239,7 +239,7 @@ def undecorated_step(function: Any) -> Any:
 
 
 def _named_as_step(step: Any, model: Any, function: Any) -> Any:
-    """`step` under the name by which it is known, which a decorator below may not have copied."""
+    """Return `step` under its known name, which a decorator below may not have copied."""
     for name in ("train_step", "test_step"):
         if getattr(model, name) is function and getattr(step, "__name__", "") != name:
 
@@ -252,7 +252,7 @@ def _named_as_step(step: Any, model: Any, function: Any) -> Any:
 
 
 def model_of_step(function: Any) -> Any:
-    """Returns the model whose Keras step `function` is, or None."""
+    """Return the model whose Keras step `function` is, or None."""
     owner = getattr(function, "__self__", None)
     cells = getattr(getattr(function, "__wrapped__", function), "__closure__", None) or ()
     for candidate in (owner, *(cell.cell_contents for cell in cells)):
@@ -262,19 +262,19 @@ def model_of_step(function: Any) -> Any:
 
 
 def model_of_prediction(function: Any) -> Any:
-    """Returns the model whose predict step `function` is, under all its decorators, or None."""
+    """Return the model whose predict step `function` is, under all its decorators, or None."""
     while (model := model_of_step(function)) is None and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return model
 
 
 def runs_keras_train_step(function: Any) -> bool:
-    """Tells whether a bound `train_step` is Keras's own."""
+    """Tell whether a bound `train_step` is Keras's own."""
     return getattr(function, "__func__", None) is TensorFlowTrainer.train_step
 
 
 def is_stock_train_step(function: Any) -> bool:
-    """Tells whether a bound `train_step`, and how it computes metrics, are Keras's own."""
+    """Tell whether a bound `train_step` and its computation of metrics are Keras's own."""
     trainer = TensorFlowTrainer
     model = getattr(function, "__self__", None)
     return (
@@ -285,7 +285,7 @@ def is_stock_train_step(function: Any) -> bool:
 
 
 def is_of_keras(metric: Any) -> bool:
-    """Tells whether the class of a metric, and the function or loss that it wraps, are Keras's."""
+    """Tell whether the class of a metric, and its wrapped function or loss, are Keras's."""
     module = getattr(metric, "__module__", None) or ""
     wrapped = [getattr(metric, name, None) for name in ("_fn", "fn")]
     return module.split(".")[0] == "keras" and all(
@@ -294,9 +294,9 @@ def is_of_keras(metric: Any) -> bool:
 
 
 def share_instances(collectives: CollectiveAllReduce) -> None:
-    """Bounds what TensorFlow keeps of the all-reduces that are launched from now on.
+    """Bound TensorFlow's bookkeeping for the all-reduces launched from now on.
 
-    It gives every call an instance of its own and frees none: 1.5 KB on every worker for each
+    It gives every call a separate instance and frees none: 1.5 KB on every worker for each
     collective of each step. The calls of a group come one after the other, in the same order on
     all workers, so those of one type and shape may share an instance. NCCL's are left alone.
     """
@@ -307,13 +307,13 @@ def share_instances(collectives: CollectiveAllReduce) -> None:
 
 
 class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
-    """A launcher of all-reduces of which those of one type and shape share an instance."""
+    """A launcher of all-reduces that share an instance per type and shape."""
 
     _instances: dict[Any, Any]
     _lock = threading.RLock()
 
     def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> Any:
-        """Adds up a dense tensor of each worker."""
+        """Add up a dense tensor of each worker."""
         if not input_tensor.shape.is_fully_defined():
             return super().all_reduce(input_tensor, control_input, options)
         with self._launching((input_tensor.dtype, tuple(input_tensor.shape))):
@@ -321,7 +321,7 @@ class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
 
     @contextlib.contextmanager
     def _launching(self, kind: Any) -> Iterator[None]:
-        """Makes TensorFlow's launcher ask for the instance of this type and shape."""
+        """Make TensorFlow's launcher ask for the instance of this type and shape."""
         with self._lock:
             before = vars(self).get("_next_instance_key")
             self._next_instance_key = functools.partial(self._instance_of, kind)
@@ -333,7 +333,7 @@ class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
                     self._next_instance_key = before
 
     def _instance_of(self, kind: Any) -> Any:
-        """The instance's number; in a graph, a place that gets it when the function is called."""
+        """Return the instance's number; in a graph, a placeholder filled by the function's call."""
         new_instance = cross_device_utils.CollectiveReplicaLauncher._next_instance_key
         if not tf.executing_eagerly():
             with self._launching(kind):
@@ -346,13 +346,13 @@ class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
 class EpochLoop:
     """The loop of a running `fit`, whose `EpochIterator` counts the steps of epochs and passes.
 
-    Nothing hands it out: it is looked up in the frames of the call.
+    Keras does not expose it: it is looked up in the frames of the call.
 
     Args:
         model: the `keras.Model` whose `fit` called, whatever lies between.
 
     Attributes:
-        steps_per_epoch: what `fit` was given, None if it was not or the loop was not found.
+        steps_per_epoch: the argument of `fit`, None without one or if the loop was not found.
         data: the distributed data set that `fit` iterates, None if the loop was not found.
     """
 
@@ -369,11 +369,11 @@ class EpochLoop:
         return batches is not None and self._iterator._steps_seen >= batches
 
     def resume_epoch(self, steps: int, steps_of_pass: int) -> None:
-        """Makes the epoch that is about to begin the rest of one.
+        """Make the epoch that is about to begin the rest of one.
 
         Args:
-            steps: steps of the epoch that are behind.
-            steps_of_pass: steps of the pass over the data that are behind.
+            steps: completed steps of the epoch.
+            steps_of_pass: completed steps of the pass over the data.
         """
         if self._iterator is not None and self.steps_per_epoch is not None:
             self._iterator.steps_per_epoch = self.steps_per_epoch - steps
@@ -382,12 +382,12 @@ class EpochLoop:
             self._iterator._steps_seen = steps_of_pass
 
     def end_resumed_epoch(self) -> None:
-        """Makes later epochs whole ones."""
+        """Make later epochs complete ones."""
         if self._iterator is None:
             return
         self._iterator.steps_per_epoch = self.steps_per_epoch
         if self.steps_per_epoch is None and not self._knows_steps:
-            # Keras has taken the steps of the rest for those of the data
+            # Keras has mistaken the number of remaining steps for that of the data
             self._iterator._num_batches = None
 
 
@@ -403,27 +403,27 @@ def _epoch_iterator_of_fit(model: Any) -> Any:
 
 
 def distributed_data_of(iterator: Any) -> Any:
-    """The distributed data set that an `EpochIterator` of `fit` or `evaluate` reads, or None."""
+    """Return the distributed data set of `fit`'s or `evaluate`'s `EpochIterator`, or None."""
     return getattr(iterator, "_distributed_dataset", None)
 
 
 def epoch_steps_of(iterator: Any) -> int | None:
-    """`steps_per_epoch` of the `EpochIterator` that a weak reference names, None without one."""
+    """Return `steps_per_epoch` of a weakly referenced `EpochIterator`, None without one."""
     return getattr(iterator(), "steps_per_epoch", None)
 
 
 def has_begun(iterator: Any) -> bool:
-    """Tells whether an `EpochIterator` goes on with a pass that an earlier epoch began."""
+    """Tell whether an `EpochIterator` continues a pass that an earlier epoch began."""
     return getattr(iterator, "_current_iterator", None) is not None
 
 
 def learning_rate_of(optimizer: Any) -> Any:
-    """Returns what a Keras optimizer keeps of its rate: a variable, a schedule or a function."""
+    """Return a Keras optimizer's representation of its rate: a variable, schedule or function."""
     return optimizer._learning_rate
 
 
 def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
-    """Asks TensorFlow's runtime whether a peer of the collective group answers.
+    """Ask TensorFlow's runtime whether a peer of the collective group answers.
 
     Args:
         task: name of the peer, such as "/job:worker/replica:0/task:1".
@@ -444,14 +444,14 @@ def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
 
 
 def is_too_late_to_join() -> bool:
-    """Whether TensorFlow has begun to work in this process without a cluster."""
+    """Tell whether TensorFlow has started working in this process without a cluster."""
     context = eager_context.context()
     return context._context_handle is not None and context._collective_leader is None
 
 
 @contextlib.contextmanager
 def coordination_timeouts(register_seconds: float, silence_seconds: float) -> Iterator[None]:
-    """Sets the time-outs of a cluster that is joined meanwhile.
+    """Set the timeouts of a cluster that is joined meanwhile.
 
     Args:
         register_seconds: how long to wait for the other workers to join, in seconds.
@@ -471,14 +471,14 @@ def coordination_timeouts(register_seconds: float, silence_seconds: float) -> It
 
 
 def abort_collectives(message: str) -> None:
-    """Makes every pending and later collective fail with `UnavailableError(message)`."""
+    """Make every pending and later collective fail with `UnavailableError(message)`."""
     eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
 def end_collectives_of_all(message: str) -> None:
-    """Makes pending and later collectives of all workers fail with an error that has `message`.
+    """Make pending and later collectives of all workers fail with an error that has `message`.
 
-    An error that travels along the collectives does not reach those that wait to be read.
+    An error that travels along the collectives does not reach those waiting to be read.
     """
     abort_collectives(message)
     with contextlib.suppress(tf.errors.OpError):  # another worker was first
@@ -486,13 +486,13 @@ def end_collectives_of_all(message: str) -> None:
 
 
 def tell_cluster(name: str, text: str) -> None:
-    """Gives a text to all workers of the cluster; the first one under a name stays."""
+    """Publish a text to all workers of the cluster; the first one under a name stays."""
     with contextlib.suppress(tf.errors.OpError):  # another worker was first, or worker 0 is gone
         eager_context.context().set_config_key_value(name, text)
 
 
 def wait_for_cluster(name: str) -> str | None:
-    """Waits until a worker gives all a text under a name; None if worker 0 is gone first."""
+    """Wait until a worker publishes a text under a name; None if worker 0 is gone first."""
     try:
         text: str = eager_context.context().get_config_key_value(name)
     except tf.errors.OpError:
@@ -501,15 +501,16 @@ def wait_for_cluster(name: str) -> str | None:
 
 
 def run_independently(result: Any) -> Any:
-    """Lets a stateful operation of a `tf.function` run in parallel with the other stateful ones.
+    """Let a stateful operation of a `tf.function` run in parallel with the other stateful ones.
 
-    TensorFlow runs them one after the other otherwise, those of other replicas too, and assertions.
+    Otherwise TensorFlow runs them one after the other, including those of other replicas and
+    assertions.
 
     Args:
-        result: output of the operation, or itself if it has none; nothing happens to an eager one.
+        result: output of the operation, or itself if it has none; an eager one is left alone.
 
     Returns:
-        The same.
+        `result`.
     """
     graph = getattr(result, "graph", None) if not tf.executing_eagerly() else None
     manager = getattr(graph, "experimental_acd_manager", None)
@@ -519,10 +520,10 @@ def run_independently(result: Any) -> Any:
 
 
 def function_being_traced(graph: Any) -> Any:
-    """The outermost graph around `graph`, where that is of a `tf.function` that is being traced.
+    """Return the outermost graph around `graph` if a `tf.function` is being traced into it.
 
     Args:
-        graph: the graph of the function itself, or of one inside of it (a branch, a loop's body).
+        graph: the graph of the function itself, or of one inside it (a branch, a loop's body).
 
     Returns:
         The graph; None for others, such as those in which Keras only infers shapes, which never
@@ -534,31 +535,31 @@ def function_being_traced(graph: Any) -> Any:
 
 
 def convert_as_called(function: Any) -> Any:
-    """Has AutoGraph convert a function where `Strategy.run`, called here, would."""
+    """Make AutoGraph convert a function if `Strategy.run`, called here, would."""
     return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 
 def order_of_operation(operation: Any) -> int:
-    """A number that is larger for an operation that was made later, in one graph."""
+    """Return a number that is larger for an operation that was made later, in one graph."""
     return int(operation._id)
 
 
 def is_stateful(operation: Any) -> bool:
-    """Tells whether an operation reads or changes more than its inputs and outputs."""
+    """Tell whether an operation reads or changes more than its inputs and outputs."""
     return bool(operation.op_def.is_stateful)
 
 
 def calls_functions(operation: Any) -> bool:
-    """Tells whether an operation runs other graphs, such as the branches of a `tf.cond`."""
+    """Tell whether an operation runs other graphs, such as the branches of a `tf.cond`."""
     values = operation.node_def.attr.values()
     return any(value.HasField("func") or value.list.func for value in values)
 
 
 def repeat_operation(operation: Any, inputs: list[Any]) -> Any:
-    """Makes an operation again, on other inputs.
+    """Repeat an operation on other inputs.
 
     Args:
-        operation: with one output, of the graph that is being built.
+        operation: operation with one output, in the graph that is being built.
         inputs: as many tensors, of the same types.
 
     Returns:
@@ -573,15 +574,15 @@ def repeat_operation(operation: Any, inputs: list[Any]) -> Any:
 
 
 def keras_state_of_thread() -> dict[str, Any]:
-    """What Keras keeps for the running thread alone, by name; a change of it is one of Keras's."""
+    """Return Keras's private state of the running thread, by name; changes to it affect Keras."""
     return vars(keras_global_state.GLOBAL_STATE_TRACKER)
 
 
 def layers_with_state(model: Any) -> list[Any]:
-    """Returns the model and the layers in it, each of which keeps variables of its own."""
+    """Return the model and its layers, each of which has its own variables."""
     return list(model._flatten_layers())
 
 
 def own_state(layer: Any) -> list[Any]:
-    """Returns the non-trainable variables of a layer itself, without random seeds and metrics."""
+    """Return the non-trainable variables of a layer itself, without random seeds and metrics."""
     return list(layer._non_trainable_variables)

@@ -1,4 +1,4 @@
-"""The versions of Keras and TensorFlow that the tests have seen."""
+"""The versions of Keras and TensorFlow that the tests cover."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _logger = logging.getLogger("keras_het")
 
 @functools.cache
 def warn_of_unseen_versions() -> None:
-    """Says once that a version is newer than the tests have seen, before an import fails on it."""
+    """Warn once that a version is newer than the tests cover, before an import fails on it."""
     import keras
     import tensorflow as tf
 

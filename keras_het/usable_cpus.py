@@ -11,15 +11,15 @@ from keras_het.cgroups import CGROUPS, controller_folders
 
 
 def usable_cpus(cgroups: Path = CGROUPS, membership: Path | None = None) -> float:
-    """CPUs that this process may use: its affinity, bounded by the quotas of its cgroups.
+    """Return the CPUs that this process may use: its affinity, bounded by its cgroups' quotas.
 
     Args:
         cgroups: where the cgroup file systems are mounted.
         membership: file that names the cgroups of the process, that of this process by default.
 
     Returns:
-        A number above 0, not necessarily whole; quotas of versions 1 and 2 count, also those of
-        the groups that contain the process's own.
+        A number above 0, not necessarily whole; quotas of versions 1 and 2 count, including those
+        of the groups that contain the process's own.
 
     Reference:
         https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files and
@@ -29,17 +29,17 @@ def usable_cpus(cgroups: Path = CGROUPS, membership: Path | None = None) -> floa
 
 
 def own_cpus() -> frozenset[int]:
-    """Ids of the CPUs that this process may run on: its affinity."""
+    """Return the ids of the CPUs that this process may run on: its affinity."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def quota_of(folder: Path) -> float:
-    """CPUs that a cgroup may use at a time, infinite without a quota.
+    """Return the CPUs that a cgroup may use at a time, infinite without a quota.
 
     Args:
-        folder: of the cgroup.
+        folder: folder of the cgroup.
     """
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()[:2]
@@ -52,7 +52,7 @@ def quota_of(folder: Path) -> float:
 
 
 def own_quotas(cgroups: Path = CGROUPS, membership: Path | None = None) -> dict[str, float]:
-    """CPUs that the cgroups of this process may use at once, of those that have a quota.
+    """Return the CPUs that the cgroups of this process may use at once, if they have a quota.
 
     Args:
         cgroups: where the cgroup file systems are mounted.
@@ -70,7 +70,7 @@ def own_quotas(cgroups: Path = CGROUPS, membership: Path | None = None) -> dict[
 
 
 def _identity(folder: Path) -> str:
-    # not its path: in containers each one's own group has the same
+    # not its path: in containers each process's group has the same one
     with contextlib.suppress(OSError):
         status = folder.stat()
         return f"{status.st_dev}:{status.st_ino}"
