@@ -1,10 +1,10 @@
-"""A training loop of one's own, in the manner of tf.distribute.
+"""A custom training loop, in the manner of tf.distribute.
 
     keras-het run --workers 2 recipes/custom_training_loop.py
     python recipes/custom_training_loop.py
 
 Within `strategy.run` nothing is weighted behind your back: the sum of all replicas' gradients is
-applied, so each replica divides its losses by the size of the *global* batch. That is right for
+applied, so each replica divides its losses by the size of the *global* batch. That is correct for
 shares of any size, and both lines print the same losses.
 """
 
@@ -16,7 +16,7 @@ from digits import load_digits, make_model
 
 import keras_het
 
-BATCH_SIZE = 56  # Of all workers together.
+BATCH_SIZE = 56  # Over all workers.
 SHARES = [3, 1]
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     (images, labels), _ = load_digits()
     samples = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(len(labels), seed=0)
     # Single samples in, each replica's share of every global batch out. The last, smaller batch is
-    # left out because `BATCH_SIZE` above is a constant.
+    # dropped because `BATCH_SIZE` above is a constant.
     num_steps = len(labels) // BATCH_SIZE
     batches = strategy.distribute(samples.take(num_steps * BATCH_SIZE), BATCH_SIZE)
     for epoch in range(options.epochs):

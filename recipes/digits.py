@@ -1,4 +1,4 @@
-"""Data and model that all recipes share: handwritten digits and a small convnet.
+"""Data and model of all recipes: handwritten digits and a small convnet.
 
 scikit-learn ships the 1797 images of 8 x 8 pixels, so nothing is downloaded.
 """
@@ -18,7 +18,7 @@ NUM_CLASSES = 10
 
 
 def load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Returns (images, labels) to train with and (images, labels) to test with.
+    """Return (images, labels) to train with and (images, labels) to test with.
 
     Images are float32 of shape [samples, 8, 8, 1] from 0 to 1, labels int64 of shape [samples].
     """
@@ -31,7 +31,7 @@ def load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.n
 
 
 def global_batches(images: np.ndarray, labels: np.ndarray, batch_size: int) -> tf.data.Dataset:
-    """Shuffled batches; every worker makes the same ones, and the strategy cuts them up.
+    """Make shuffled batches, the same on every worker; the strategy cuts them up.
 
     Args:
         images: float32 of shape [samples, 8, 8, 1].
@@ -44,10 +44,10 @@ def global_batches(images: np.ndarray, labels: np.ndarray, batch_size: int) -> t
 
 
 def make_model() -> keras.Model:
-    """Returns a compiled convnet of about 10,000 weights.
+    """Return a compiled convnet of about 10,000 weights.
 
-    Its layers are smooth on purpose: where ReLU or max pooling meets a tie, a difference in the
-    last bit decides which way the gradient goes, and two runs that are equal to 1e-7 drift apart.
+    Its layers are deliberately smooth: at a tie in ReLU or max pooling, a difference in the last
+    bit decides which way the gradient goes, and two runs that are equal to 1e-7 drift apart.
     """
     model = keras.Sequential(
         [

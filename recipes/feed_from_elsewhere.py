@@ -1,9 +1,9 @@
-"""Two trainings of different speed share one input pipeline: who is faster takes more.
+"""Two trainings of different speeds share one input pipeline: the faster one takes more.
 
-A tf.data service prepares the batches: a dispatcher here and a worker in a process of its own, as
+A tf.data service prepares the batches: a dispatcher here and a worker in a separate process, as
 it would run on a spare CPU machine (`keras-het loader-worker`). Two processes take batches of the
 same epoch, one with a device (a sleep: EMULATED) four times faster than the other's. Every sample
-is used once over both, which is checked.
+is used exactly once across both, which is checked.
 
     python recipes/feed_from_elsewhere.py [--samples N]
 """
@@ -31,7 +31,7 @@ DEVICE_SECONDS = {"fast": 0.015, "slow": 0.060}
 
 
 def pipeline(samples):
-    """The same in every process: what a consumer registers is what the workers run."""
+    """Build the pipeline, the same in every process: the workers run what a consumer registers."""
 
     def prepare(number):
         x = tf.random.stateless_normal([16], [number, 0])
@@ -58,7 +58,7 @@ def consume(name, address, samples):
     model.compile("sgd", "mse")
     model.train_on_batch(tf.zeros([BATCH, 16]), tf.zeros([BATCH, 1]))  # traces the step
     print("ready", flush=True)
-    sys.stdin.readline()  # both begin together
+    sys.stdin.readline()  # both start together
     data = keras_het.loader.service(address)
     got = []
 
@@ -99,7 +99,7 @@ def main():
             for process in consumers.values():
                 process.stdin.write("\n")
                 process.stdin.flush()
-            # a consumer that was killed says nothing
+            # a killed consumer reports nothing
             got = {
                 name: json.loads(each.stdout.readline() or "[]") for name, each in consumers.items()
             }
@@ -111,7 +111,7 @@ def main():
 
 
 def show(got, samples):
-    """Prints who took how many batches; `got` has the numbers of the samples in each of them."""
+    """Print which process took how many batches; `got` has the sample numbers of each batch."""
     table = Table(title="One epoch, shared by two consumers (EMULATED devices)")
     for column in ("consumer", "device ms a batch", "batches", "part"):
         table.add_column(column, justify="left" if column == "consumer" else "right")

@@ -1,10 +1,11 @@
-"""Two fast workers all-reduce, a slow one trains on its own beside them: nobody waits for it.
+"""Two fast workers all-reduce while a slow one trains on its own: no worker waits for it.
 
     python recipes/hybrid.py [--rule delta] [--seeds 1]
 
-Trains handwritten digits on emulated devices of speed 8:8:1: synchronously with an even split, with
-the slow one left out, and hybrid, where the slow worker takes batches of the same epoch in its own
-time and exchanges with the leader's parameter service. Prints time, samples of each and accuracy.
+Trains handwritten digits on emulated devices of speed 8:8:1: synchronously with an even split,
+without the slow worker, and hybrid, where the slow worker takes batches of the same epoch at its
+own pace and exchanges with the leader's parameter service. Prints time, samples of each and
+accuracy.
 
 An eighth of the speed shows how it works, not that it pays: leaving such a worker out is faster,
 and `roles="auto"` does (docs/guides/roles.md).
@@ -24,7 +25,7 @@ BATCH_SIZE = 56
 EPOCHS = 12
 PERIOD = 4
 RATE = 0.05
-# Rules that send gradients have the optimizer in the service, the others in the worker.
+# Rules that send gradients keep the optimizer in the service, the others in the worker.
 RULES = {
     "delta": "delta",
     "async_sgd": {"class_name": "AsyncSGD", "config": {"learning_rate": RATE}},
@@ -40,7 +41,7 @@ MODES = ("even split", "left out", "hybrid")
 
 
 def train(directory: Path, mode: str, rule: str, seed: int) -> None:
-    """What each worker runs; the same script for all of them."""
+    """Train; every worker runs this same script."""
     import keras
     from digits import global_batches, load_digits, make_model
     from workers import save
@@ -62,7 +63,7 @@ def train(directory: Path, mode: str, rule: str, seed: int) -> None:
     used: dict[str, list[int]] = {}
 
     class Notes(keras.callbacks.Callback):
-        """Keeps who used how many samples, and the time without the first epoch's tracing."""
+        """Records each worker's samples, and the time without the first epoch's tracing."""
 
         started = ended = 0.0
 

@@ -21,7 +21,7 @@ from workers import largest_difference, run_workers
 from keras_het.launch.local.emulation import Emulation
 
 SPEEDS = (4, 2, 1)
-BATCH_SIZE = 56  # Of all workers together, the same in every run.
+BATCH_SIZE = 56  # Over all workers, the same in every run.
 WORKER = Path(__file__).with_name("quickstart_worker.py")
 NEXT = """
 [bold]What to try next[/bold] (activate the environment first: source .venv/bin/activate)
@@ -34,12 +34,12 @@ NEXT = """
 
 @dataclass(frozen=True)
 class Run:
-    """What the chief found.
+    """Results of a run, as the chief measured them.
 
     Args:
         step_seconds: median time of a step with a full global batch, in seconds.
-        samples_per_second: of all workers together, without the first steps.
-        test_accuracy: share of the test images that were classified rightly.
+        samples_per_second: over all workers, without the first steps.
+        test_accuracy: fraction of the test images that were classified correctly.
         weights: the trained weights.
         shares: samples of each worker in the last full step; empty on one device.
         compute_seconds: median compute time of each worker for these samples, in seconds.
@@ -54,7 +54,7 @@ class Run:
 
 
 def train(console: Console, epochs: int, emulation: Emulation) -> list[Run]:
-    """Returns the runs of the even split, of the balanced one and of one device."""
+    """Return the runs of the even split, of the balanced one and of one device."""
     arguments = ["--epochs", str(epochs), "--batch-size", str(BATCH_SIZE)]
     several = run_workers(console, WORKER, arguments, emulation, ["even", "balanced"])
     alone = run_workers(console, WORKER, [*arguments, "--alone"], None, ["one"])
@@ -62,7 +62,7 @@ def train(console: Console, epochs: int, emulation: Emulation) -> list[Run]:
 
 
 def print_table(console: Console, even: Run, balanced: Run, one: Run, limit: float) -> None:
-    """Prints what each run reached."""
+    """Print the results of each run."""
     table = Table(title="Device speeds 4:2:1 are EMULATED; accuracy and weights are real")
     table.add_column()
     for heading in ("samples a step", "step time", "samples/s", "test accuracy", "differs by"):
@@ -98,7 +98,7 @@ def main() -> None:
         "because this machine's own work matters less",
     )
     options = parser.parse_args()
-    # Where the output is a file, it still needs the table's columns.
+    # Even if the output is a file, it needs the table's columns.
     console = Console(width=None if sys.stdout.isatty() else 110)
     emulation = Emulation(SPEEDS, options.sample_milliseconds / 1000)
     console.print(emulation.describe(), style="yellow", highlight=False)
@@ -128,5 +128,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        # LocalCluster has ended all workers on the way here.
+        # LocalCluster has ended all workers by now.
         sys.exit("Interrupted; all workers have been ended.")

@@ -1,4 +1,4 @@
-"""The picture of the quickstart: compute times of each worker, and what they make of the speed."""
+"""The figure of the quickstart: compute times of each worker, and the resulting speed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ matplotlib.use("Agg")  # No window: the result is a file.
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-# Colours of Okabe and Ito, which differ for colour-blind readers and in print.
+# Okabe and Ito's colours, which are distinct for colour-blind readers and in print.
 COLORS, INK = ("#B9B4A7", "#0072B2"), "#222222"
 BAR_WIDTH = 0.38
 
 
 @dataclass(frozen=True)
 class SplitTimes:
-    """What was measured with one split.
+    """Measurements with one split.
 
     Args:
         title: name of the split.
         samples: samples of each worker in a step.
         compute_seconds: compute time of each worker for these samples, in seconds.
-        samples_per_second: of all workers together.
+        samples_per_second: over all workers.
     """
 
     title: str
@@ -39,7 +39,7 @@ class SplitTimes:
 
 
 def draw(splits: Sequence[SplitTimes], speeds: Sequence[float], limit: float, path: Path) -> None:
-    """Writes the picture as a PNG.
+    """Write the figure as a PNG.
 
     Args:
         splits: the two splits to compare.

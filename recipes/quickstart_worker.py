@@ -1,4 +1,4 @@
-"""What every worker of the quickstart runs: an ordinary Keras script and a stopwatch.
+"""Worker of the quickstart: an ordinary Keras script and a stopwatch.
 
 `quickstart.py` starts it as three workers with emulated devices, and once without a strategy, as
 the one device to compare with.
@@ -19,7 +19,7 @@ import keras_het
 
 
 class PrintEpochs(keras.callbacks.Callback):
-    """One line an epoch."""
+    """Prints one line per epoch."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         values = ", ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items())
@@ -29,7 +29,7 @@ class PrintEpochs(keras.callbacks.Callback):
 def train(
     strategy: Any, balancer: Any, epochs: int, batch_size: int
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Trains and tests a new model; returns numbers for the summary and the final weights.
+    """Train and test a new model; return numbers for the summary and the final weights.
 
     Args:
         strategy: the `HeterogeneousStrategy`, or None for plain Keras.
@@ -42,7 +42,7 @@ def train(
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = make_model()
     stopwatch = Stopwatch()
-    # The balancer works between two steps, so that the stopwatch counts what it costs.
+    # The balancer works between two steps, so the stopwatch includes its cost.
     callbacks = [PrintEpochs(), *([balancer] if balancer else []), stopwatch]
     data = global_batches(*train_data, batch_size)
     model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
@@ -56,7 +56,7 @@ def train(
 
 
 def step_times(stopwatch: Stopwatch, num_samples: int, batch_size: int) -> dict[str, Any]:
-    """Speed over all steps on the stopwatch, and the median time of those with a full batch."""
+    """Return the speed over all timed steps, and the median time of those with a full batch."""
     samples = {
         step: min(batch_size, num_samples - step[1] * batch_size) for step in stopwatch.seconds
     }
@@ -70,7 +70,7 @@ def step_times(stopwatch: Stopwatch, num_samples: int, batch_size: int) -> dict[
 def compute_times(
     balancer: keras_het.callbacks.BatchBalancer, batch_size: int
 ) -> dict[str, list[Any]]:
-    """The latest split of a full batch, and the median compute time of each replica with it."""
+    """Return the latest split of a full batch, and each replica's median compute time with it."""
     full = [row for row in balancer.measurements if sum(row["shares"]) == batch_size]
     shares = full[-1]["shares"]
     seconds = [row["seconds"] for row in full if row["shares"] == shares]
@@ -89,7 +89,7 @@ def main() -> None:
         save(options.directory, "one", *train(None, None, options.epochs, options.batch_size))
         return
     strategy = keras_het.HeterogeneousStrategy()
-    # The policy "even" changes nothing; it is here for its measurements.
+    # The policy "even" changes nothing; it is used for its measurements.
     for name, policy in ("even", "even"), ("balanced", "boa"):
         if strategy.is_chief:
             print(f'Three workers, BatchBalancer("{policy}"):', flush=True)

@@ -2,9 +2,9 @@
 
     python recipes/resume.py
 
-Starts two workers three times: undisturbed; killed in the second epoch; and again with the same
-backup directory. The shuffle goes on in the same order at the same global batch, so the weights end
-up as if nothing had happened.
+Starts two workers three times: undisturbed; killed in the second epoch; and once more with the same
+backup directory. The shuffle continues in the same order at the same global batch, so the weights
+end up as if nothing had happened.
 """
 
 import argparse
@@ -23,20 +23,20 @@ from keras_het.launch.local.worker_process import WorkerResult
 
 BATCH_SIZE = 56
 EPOCHS = 3
-SAVE_EVERY = 5  # Steps. 26 of them make an epoch, so that backups fall into the middle of it.
+SAVE_EVERY = 5  # Steps. 26 of them make an epoch, so backups fall into the middle of it.
 KILL_AFTER = 38  # Steps: in the second epoch, three steps after a backup.
 TIMEOUT_SECONDS = 300
 
 
 def train(backups: Path, result: Path, kill_after: int | None) -> None:
-    """What each worker runs: nothing in it knows whether it is the first start or the second."""
+    """Train; nothing in it knows whether it is the first start or the second."""
     import keras
     from digits import global_batches, load_digits, make_model
 
     import keras_het
 
     class Kill(keras.callbacks.Callback):
-        """Ends this process as a lack of memory or a lost machine would."""
+        """Ends this process as out-of-memory or a lost machine would."""
 
         steps = 0
 
@@ -52,7 +52,7 @@ def train(backups: Path, result: Path, kill_after: int | None) -> None:
     (images, labels), _ = load_digits()
     # The directory is the same for all workers; only the chief writes.
     backup = keras_het.callbacks.BackupAndRestore(str(backups), save_freq=SAVE_EVERY)
-    # The backup comes first, so that it is written before the kill.
+    # The backup comes first, so it is written before the kill.
     callbacks = [backup, Kill()] if strategy.is_chief else [backup]
     model.fit(
         global_batches(images, labels, BATCH_SIZE), epochs=EPOCHS, verbose=0, callbacks=callbacks
@@ -64,7 +64,7 @@ def train(backups: Path, result: Path, kill_after: int | None) -> None:
 def start(
     workers: int, directory: Path, name: str, kill_after: int | None = None
 ) -> tuple[WorkerResult, ...]:
-    """Starts the workers, waits for their end and returns how each ended."""
+    """Start the workers, wait for their end and return how each ended."""
     command = [sys.executable, __file__, "--worker", "--backups", str(directory / f"backup-{name}")]
     command += ["--result", str(directory / f"{name}.npz")]
     if kill_after is not None:
@@ -76,7 +76,7 @@ def start(
 
 
 def start_successfully(workers: int, directory: Path, name: str) -> list[np.ndarray]:
-    """Trains to the end and returns the weights."""
+    """Train to the end and return the weights."""
     results = start(workers, directory, name)
     if any(result.has_failed for result in results):
         sys.exit(describe_failures(results))

@@ -4,8 +4,8 @@
     python recipes/static_split.py
 
 The first line starts three workers with EMULATED devices of speed 4:2:1, the second trains on this
-machine alone. Both print the same numbers. On real machines the same script is started on each of
-them with its TF_CONFIG.
+machine alone. Both print the same numbers. On real machines, start the same script on each of them
+with its TF_CONFIG.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from digits import global_batches, load_digits, make_model
 
 import keras_het
 
-BATCH_SIZE = 56  # Of all workers together: 32 + 16 + 8 for shares 4:2:1.
+BATCH_SIZE = 56  # Over all workers: 32 + 16 + 8 for shares 4:2:1.
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     # The strategy comes first: a worker joins its cluster before it uses TensorFlow.
     strategy = keras_het.HeterogeneousStrategy()
     if strategy.num_workers > 1:
-        # As HeterogeneousStrategy(shares=[4, 2, 1]); set here so that one device can run it too.
+        # Same as HeterogeneousStrategy(shares=[4, 2, 1]); set here so one device can run it too.
         strategy.set_shares([float(share) for share in options.shares.split(",")])
 
     keras.utils.set_random_seed(0)
@@ -40,7 +40,7 @@ def main() -> None:
     model.fit(
         global_batches(*train_data, BATCH_SIZE),
         epochs=options.epochs,
-        # All workers know the same numbers, one of them is enough to print them.
+        # All workers know the same numbers; it is enough for one of them to print.
         verbose=2 if strategy.is_chief else 0,
     )
     results = model.evaluate(global_batches(*test_data, BATCH_SIZE), verbose=0, return_dict=True)

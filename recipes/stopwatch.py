@@ -1,4 +1,4 @@
-"""Takes the time of every training step."""
+"""Timing of every training step."""
 
 import time
 from typing import Any
@@ -7,12 +7,12 @@ import keras
 
 
 class Stopwatch(keras.callbacks.Callback):
-    """Takes the time from the end of a step to the end of the next one within an epoch.
+    """Measures the time from the end of a step to the end of the next one within an epoch.
 
     Attributes:
-        seconds: time by (epoch, batch). The first steps of the first epoch are left out: tracing
-            and the first fill of the pipelines are not what training costs. So is the first step of
-            every other epoch.
+        seconds: time by (epoch, batch). The first steps of the first epoch are excluded: tracing
+            and the first fill of the pipelines are not part of the cost of training. So is the
+            first step of every other epoch.
     """
 
     skipped_steps = 5

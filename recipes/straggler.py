@@ -3,8 +3,8 @@
     python recipes/straggler.py
 
 Three workers of equal speed, EMULATED. In the middle third of training worker 1 is three times
-slower, as a device that shares its host or gets too hot. The same is trained with the even split,
-which waits for it in every step.
+slower, like a device that shares its host or overheats. For comparison, the same training runs with
+the even split, which waits for it in every step.
 """
 
 import argparse
@@ -24,13 +24,13 @@ STRAGGLER = 1
 SLOW_DOWN = 3
 BATCH_SIZE = 60
 SECONDS_PER_SAMPLE = 0.005
-# Shares count as balanced when the slowest worker needs at most this much more than the optimum.
+# Shares count as balanced if the slowest worker needs at most this much more than the optimum.
 TOLERANCE = 1.10
 PHASES = ("before", "slow", "recovered")
 
 
 def train(directory: Path, steps_per_phase: int) -> None:
-    """What each worker runs."""
+    """Train; every worker runs this."""
     import keras
     import numpy as np
     from digits import global_batches, load_digits, make_model
@@ -40,12 +40,12 @@ def train(directory: Path, steps_per_phase: int) -> None:
     from keras_het.strategy.exact import emulated_device
 
     class Weather(keras.callbacks.Callback):
-        """Changes the speed of the emulated device; on real machines nobody has to."""
+        """Changes the speed of the emulated device; on real machines this is unnecessary."""
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             if batch % steps_per_phase == 0:
                 slow = batch // steps_per_phase == PHASES.index("slow")
-                # Every worker says so, and only the one with this replica changes.
+                # Every worker calls this; only the one with this replica changes.
                 emulated_device.slow_down(STRAGGLER, SLOW_DOWN if slow else 1)
 
     strategy = keras_het.HeterogeneousStrategy()
@@ -77,13 +77,13 @@ def train(directory: Path, steps_per_phase: int) -> None:
 
 
 def optimum(phase: int) -> float:
-    """Compute time of the slowest worker with the best shares, if speeds are known, in seconds."""
+    """Return the slowest worker's seconds of compute with the best shares, at known speeds."""
     samples = min_max_shares_linear([0.0] * len(SPEEDS), seconds_per_sample(phase), BATCH_SIZE)
     return slowest(samples.tolist(), phase)
 
 
 def seconds_per_sample(phase: int) -> list[float]:
-    """Emulated time of one sample on each worker."""
+    """Return the emulated time per sample on each worker."""
     slow = phase == PHASES.index("slow")
     factors = [SLOW_DOWN if slow and i == STRAGGLER else 1 for i in range(len(SPEEDS))]
     return [
@@ -92,12 +92,12 @@ def seconds_per_sample(phase: int) -> list[float]:
 
 
 def slowest(shares: list[int], phase: int) -> float:
-    """Compute time of the slowest worker with these shares, in seconds."""
+    """Return the slowest worker's compute time with these shares, in seconds."""
     return max(n * each for n, each in zip(shares, seconds_per_sample(phase), strict=True))
 
 
 def reaction(shares: list[list[int]], phase: int) -> int | None:
-    """Steps of a phase that were trained before the shares suited it; None if they never did."""
+    """Return a phase's steps before the shares suited it; None if they never did."""
     steps = len(shares) // len(PHASES)
     for step, each in enumerate(shares[phase * steps : (phase + 1) * steps]):
         if slowest(each, phase) <= TOLERANCE * optimum(phase):
@@ -106,7 +106,7 @@ def reaction(shares: list[list[int]], phase: int) -> int | None:
 
 
 def mean_seconds(numbers: dict[str, Any], phase: int) -> float:
-    """Mean time of a phase's steps, those of the reaction included."""
+    """Return the mean time of a phase's steps, including the reaction."""
     steps = len(numbers["shares"]) // len(PHASES)
     pairs = zip(numbers["steps"], numbers["seconds"], strict=True)
     times = [seconds for step, seconds in pairs if step // steps == phase]
@@ -114,7 +114,7 @@ def mean_seconds(numbers: dict[str, Any], phase: int) -> float:
 
 
 def print_table(console: Console, even: dict[str, Any], balanced: dict[str, Any]) -> None:
-    """Prints each phase's step times."""
+    """Print the step times of each phase."""
     table = Table(title="Device speeds are EMULATED")
     for heading in ("mean step time", "even", "balanced", "optimum", "last shares"):
         table.add_column(heading, justify="left" if heading == "mean step time" else "right")
@@ -131,7 +131,7 @@ def print_table(console: Console, even: dict[str, Any], balanced: dict[str, Any]
 
 
 def compare(console: Console, steps_per_phase: int, output: Path) -> None:
-    """Trains both, prints the table and the reactions, draws the picture."""
+    """Train both, print the table and the reactions, draw the picture."""
     from straggler_figure import draw
 
     emulation = Emulation(SPEEDS, SECONDS_PER_SAMPLE)
@@ -180,5 +180,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        # LocalCluster has ended all workers on the way here.
+        # LocalCluster has ended all workers by now.
         sys.exit("Interrupted; all workers have been ended.")

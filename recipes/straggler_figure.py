@@ -1,4 +1,4 @@
-"""The picture of the straggler: step times and shares over the steps."""
+"""The figure of the straggler: step times and shares over the steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ matplotlib.use("Agg")  # No window: the result is a file.
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-# Colours of Okabe and Ito, which differ for colour-blind readers and in print.
+# Okabe and Ito's colours, which are distinct for colour-blind readers and in print.
 EVEN, BALANCED, INK, SHADE = "#8C877B", "#0072B2", "#222222", "#F3EBD8"
 WORKERS = (("#009E73", "-"), ("#D55E00", "-"), ("#CC79A7", "--"))
 
@@ -29,7 +29,7 @@ def draw(
     event: str,
     path: Path,
 ) -> None:
-    """Writes the picture as a PNG.
+    """Write the figure as a PNG.
 
     Args:
         even: "steps" and "seconds" of the even split, and "shares" of all steps.

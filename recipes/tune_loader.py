@@ -1,8 +1,8 @@
-"""Decodes real JPEG files fast enough for the device: before and after, with a picture.
+"""Decode real JPEG files fast enough for the device: before and after, with a figure.
 
 Writes generated photographs to a folder, then trains twice from it: files are "far away" (each
 read waits, as on network storage), the device is a sleep of a few milliseconds. The first training
-leaves everything to AUTOTUNE; the second has `LoaderTuner`, which changes the pipeline while it
+leaves everything to AUTOTUNE; the second uses `LoaderTuner`, which changes the pipeline while it
 runs.
 
     python recipes/tune_loader.py [--steps N] [--latency-milliseconds N] [--plot FILE]
@@ -29,7 +29,7 @@ SIDE, BATCH, DEVICE_SECONDS = 160, 16, 0.010
 
 
 def write_photographs(folder, count):
-    """Smooth random pictures: JPEG decodes them at about the cost of photographs."""
+    """Write smooth random pictures, which cost JPEG about as much to decode as photographs."""
     random = np.random.default_rng(0)
     for number in range(count):
         coarse = random.random((10, 10, 3), np.float32)
@@ -40,7 +40,7 @@ def write_photographs(folder, count):
 
 
 def builder(folder, samples, latency):
-    """What LoaderTuner needs: a function that builds the same data set with other knobs."""
+    """Return what LoaderTuner needs: a function that builds the same data set with other knobs."""
     names = sorted(str(path) for path in folder.glob("*.jpg"))
 
     def far_away(name):

@@ -1,4 +1,4 @@
-"""The picture of the tuned loader: steps/s over the time of training, and the moves."""
+"""The figure of the tuned loader: steps/s over the time of training, and the moves."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ matplotlib.use("Agg")  # No window: the result is a file.
 import numpy as np
 from matplotlib import pyplot as plt
 
-# Colours of Okabe and Ito, which differ for colour-blind readers and in print.
+# Okabe and Ito's colours, which are distinct for colour-blind readers and in print.
 BEFORE, AFTER, INK = "#8C877B", "#0072B2", "#222222"
 WINDOW = 8
 
@@ -24,13 +24,13 @@ WINDOW = 8
 def draw(
     before: Any, after: Any, moves: Sequence[tuple[int, str]], limit: float, path: Path
 ) -> None:
-    """Writes the picture as a PNG.
+    """Write the figure as a PNG.
 
     Args:
         before: end of each step with AUTOTUNE, in seconds from the start, float64.
         after: the same with LoaderTuner.
         moves: step and text of each change.
-        limit: steps/s of the device with its batch at hand.
+        limit: steps/s of the device if every batch is ready.
         path: file to write.
     """
     plt.rcParams.update({"font.size": 12, "text.color": INK, "axes.labelcolor": INK})
@@ -70,7 +70,7 @@ def _at_left(axis: Any) -> Any:
 
 
 def _speeds(ends: Any) -> tuple[Any, Any]:
-    """Steps/s over a window of steps, at its middle."""
+    """Return steps/s over a window of steps, at its middle."""
     window = min(WINDOW, len(ends) - 1)
     spans = ends[window:] - ends[:-window]
     return (ends[window:] + ends[:-window]) / 2, window / np.maximum(spans, 1e-9)

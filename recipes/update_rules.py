@@ -1,4 +1,4 @@
-"""Trains with an update rule on three real worker processes, and on one device: same accuracy?
+"""Train with an update rule on three real worker processes, and on one device: same accuracy?
 
     python recipes/update_rules.py --rule diloco [--seeds 3]
     python recipes/update_rules.py --rule all
@@ -6,11 +6,11 @@
 
 Handwritten digits, emulated devices of speed 2:1:1. Synchronous rules run in LocalTraining: all
 three workers take local steps and exchange at once. Asynchronous ones run in HybridAggregation: the
-fast worker trains with the parameter service beside it, the slow ones exchange with it whenever
-they are ready. Where workers wait for their turn, the first process only holds the service. Prints
-the test accuracy, mean of the seeds. A rule takes about a minute. `--validate` trains without 287
-of the training images and prints the accuracy on those, to choose settings by (`--try` replaces
-some) without a look at the test data.
+fast worker trains and hosts the parameter service, the slow ones exchange with it whenever they are
+ready. If workers wait for their turn, the first process only holds the service. Prints the test
+accuracy, mean of the seeds. A rule takes about a minute. `--validate` trains without 287 of the
+training images and prints the accuracy on those, for choosing settings (`--try` replaces some)
+without a look at the test data.
 """
 
 import argparse
@@ -33,16 +33,16 @@ HIDDEN = 32
 
 @dataclass(frozen=True)
 class Setting:
-    """How a rule trains.
+    """Training setup of a rule.
 
     Args:
         rule: name of the rule.
         rate: learning rate of the workers; not used by rules that send gradients.
-        momentum: of the workers, likewise.
+        momentum: momentum of the workers, likewise.
         config: settings of the rule.
         period: steps between two exchanges, for asynchronous rules; synchronous ones have it as a
             setting.
-        kind: "local", "hybrid", or "service" where workers wait for each other's turn.
+        kind: "local", "hybrid", or "service" if workers wait for each other's turn.
     """
 
     rule: str = ""
@@ -68,7 +68,7 @@ TWO_STAGES = {
     "loss_threshold": 0.2,
 }
 MEASURED = {"loss_threshold": 0.2, "preset_steps": 4}
-# Chosen by hand, from a few values each: by `--validate` where docs/measured/update_rules.md says.
+# Chosen by hand, from a few values each: by `--validate` if docs/measured/update_rules.md says so.
 SETTINGS = {
     "sync_easgd": Setting(
         "sync_easgd", 0.6, 0.0, {"num_workers": 3, "period": 2, "overlap": 1}, kind="local"
@@ -91,7 +91,7 @@ SETTINGS = {
 
 
 def train(directory: Path, rule: str, setting: Setting, seeds: list[int], validates: bool) -> None:
-    """What each worker runs; the same script for all of them."""
+    """Train; every worker runs this same script."""
     if setting.kind == "service":
         hold_the_service_in_the_first_task()
     import keras
@@ -127,7 +127,7 @@ def train(directory: Path, rule: str, setting: Setting, seeds: list[int], valida
 
 
 def callback(setting: Setting) -> Any:
-    """What trains by the rule."""
+    """Return the callback that trains by the rule."""
     import keras_het
 
     named = {"class_name": setting.rule, "config": setting.config}
@@ -137,7 +137,7 @@ def callback(setting: Setting) -> Any:
 
 
 def hold_the_service_in_the_first_task() -> None:
-    """Makes the first worker a task of the job `ps`: no sync group, so that nobody may not wait."""
+    """Make the first worker a task of the job `ps`: without a sync group every worker may wait."""
     config = json.loads(os.environ["TF_CONFIG"])
     config["cluster"]["ps"] = config["cluster"].pop("worker")
     if config["task"]["type"] == "worker":
@@ -146,7 +146,7 @@ def hold_the_service_in_the_first_task() -> None:
 
 
 def accuracies(console: Console, rule: str, setting: Setting, options: Any) -> list[float]:
-    """Accuracy of each seed."""
+    """Return the accuracy for each seed."""
     from workers import run_workers
 
     from keras_het.launch.local.emulation import Emulation
@@ -201,7 +201,7 @@ def compare(rules: list[str], options: Any) -> None:
 
 
 def setting_of(rule: str, options: Any) -> Setting:
-    """The setting of a rule, with what was given on the command line."""
+    """Return the setting of a rule, with the values given on the command line."""
     setting = SETTINGS.get(rule, ONE_DEVICE)
     changed = dict(options.replaced) if rule in SETTINGS else {}
     config = {**setting.config, **changed.pop("config", {})}

@@ -25,7 +25,7 @@ FAST, SLOW = 48, 12  # Samples of a global batch.
 
 
 def one_after_the_other(images: np.ndarray, labels: np.ndarray) -> tf.data.Dataset:
-    """Batches put together from two sources, of digits 0 to 4 and 5 to 9, in this order."""
+    """Concatenate batches from two sources: digits 0 to 4, then 5 to 9."""
     is_low = labels < 5
     low, high = (
         tf.data.Dataset.from_tensor_slices((images[rows], labels[rows])).batch(size, True)
@@ -60,7 +60,7 @@ def main() -> None:
         if strategy.is_chief:
             print(text, flush=True)
 
-    # What right data looks like: types, shapes, the ten labels, pixels from 0 to 1.
+    # What correct data looks like: types, shapes, the ten labels, pixels from 0 to 1.
     statistics = validation.statistics_of_dataset([(images, labels)], categorical=["label"])
     schema = validation.infer_schema(statistics, numeric_ranges=True)
     # Nearly all images have the same darkest and brightest pixels: docs/guides/compare_shards.md.

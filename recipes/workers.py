@@ -1,4 +1,4 @@
-"""Starts the workers of a recipe on this machine and shows what the chief prints."""
+"""Start of a recipe's workers on this machine, and display of the chief's output."""
 
 import json
 import sys
@@ -35,18 +35,18 @@ def run_workers(
     names: Sequence[str],
     num_async_workers: int = 0,
 ) -> list[Results]:
-    """Runs a script as several workers, or alone without an emulation.
+    """Run a script as several workers, or alone without an emulation.
 
     Args:
-        console: where the chief's output is shown.
-        script: what each worker runs; it gets `--directory` for `save`.
-        arguments: further arguments of the script.
+        console: destination of the chief's output.
+        script: the workers' script; it gets `--directory` for `save`.
+        arguments: additional arguments of the script.
         emulation: devices of the workers.
         names: names under which the chief saves results.
         num_async_workers: how many of the workers, the last ones, train outside of the sync group.
 
     Returns:
-        What was saved under these names.
+        The results saved under these names.
     """
 
     def show(worker_index: int, stream: str, line: OutputLine) -> None:
@@ -63,7 +63,7 @@ def run_workers(
             on_line=show,
             keep_lines=200,
         )
-        # Leaving the block ends all workers, also after Ctrl-C.
+        # Leaving the block ends all workers, even after Ctrl-C.
         with cluster:
             results = cluster.wait(timeout=TIMEOUT_SECONDS)
         if any(result.has_failed for result in results):
@@ -72,7 +72,7 @@ def run_workers(
 
 
 def save(directory: Path, name: str, numbers: dict[str, Any], weights: list[np.ndarray]) -> None:
-    """Keeps what a training found; for the chief."""
+    """Save the results of a training; for the chief."""
     np.savez(directory / f"{name}.npz", *weights)
     (directory / f"{name}.json").write_text(json.dumps(numbers))
 
@@ -84,6 +84,6 @@ def _load(directory: Path, name: str) -> Results:
 
 
 def largest_difference(weights: list[np.ndarray], reference: list[np.ndarray]) -> float:
-    """Returns the largest absolute difference between two lists of weights."""
+    """Return the largest absolute difference between two lists of weights."""
     pairs = zip(weights, reference, strict=True)
     return max(float(np.abs(a - b).max()) for a, b in pairs)
