@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-READ_SECONDS = 0.002  # of a record in storage far away
+READ_SECONDS = 0.002  # per record in remote storage
 SIDE, IMAGES, CLASSES, BATCH = 160, 256, 10, 32
 FILES = 8
 ROWS, COLUMNS = 20_000, 32
@@ -16,7 +16,7 @@ AUTOTUNE = tf.data.AUTOTUNE
 
 
 def write_images(folder: Path) -> None:
-    """JPEG files, the same in compressed TFRecord files, and text files of numbers."""
+    """Write JPEG files, the same in compressed TFRecord files, and text files of numbers."""
     random = np.random.default_rng(0)
     names = [folder / f"{number * CLASSES // IMAGES}_{number:04}.jpg" for number in range(IMAGES)]
     for name in names:
@@ -160,7 +160,7 @@ def other_order(folder):
     return tf.data.Dataset.list_files(str(folder / "*.txt")).flat_map(lines).shuffle(50).batch(16)
 
 
-# kind of advice, circumstances: the pipeline that has the weakness, and the one that follows it
+# kind of advice, circumstances: the pipeline with the weakness, and the one that follows the advice
 SPEED = {
     "cacheable_prefix": (decode_each_epoch, decode_once),
     "vectorisable_map": (samples_mapped, batches_mapped),

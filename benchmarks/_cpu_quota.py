@@ -1,4 +1,4 @@
-"""Two workers that compute for real, throttled by CPU quotas of their cgroups or on one core."""
+"""Two workers that really compute, throttled by CPU quotas of their cgroups or on one core."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CASES = {
     "one shared core": ((1.0, 1.0), True),
     "one shared core, quotas 0.6:0.25": ((0.6, 0.25), True),
 }
-PERIOD_MICROSECONDS = 5_000  # short against a step, so that a step does not see single periods
-BATCH = 8192  # so that computing takes longer than exchanging gradients
+PERIOD_MICROSECONDS = 5_000  # short compared to a step, so a step does not see single periods
+BATCH = 8192  # makes computing take longer than exchanging gradients
 TIMEOUT_SECONDS = 400
 
 
 def measure_with_quotas(quick: bool) -> list[dict[str, Any]]:
-    """One row for each case and policy, or one that says why there is none."""
+    """Return one row for each case and policy, or one that says why there is none."""
     reason = why_not()
     if reason:
         return [{"case": "cpu quotas", "policy": "boa", "skipped": reason}]
@@ -38,7 +38,7 @@ def measure_with_quotas(quick: bool) -> list[dict[str, Any]]:
 
 
 def measure_case(case: str, quick: bool) -> list[dict[str, Any]]:
-    """One row for each policy."""
+    """Return one row for each policy."""
     quotas, is_shared = CASES[case]
     steps, rounds = (12, 1) if quick else (60, 5)
     with cpu_quotas(quotas) as groups, tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def row_of(case: str, policy: str, runs: dict[str, list[float]]) -> dict[str, An
 
 
 def why_not() -> str | None:
-    """Why CPU quotas cannot be set here, or None."""
+    """Return why CPU quotas cannot be set here, or None."""
     if len(os.sched_getaffinity(0)) < 2:
         return "fewer than two cores"
     try:
@@ -79,7 +79,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def cpu_quotas(quotas: tuple[float, ...]) -> Iterator[list[Path]]:
-    """Makes one cgroup for each worker; yields the files that take their process ids."""
+    """Make one cgroup per worker; yield the files that take their process ids."""
     version_1 = (CGROUPS / "cpu" / "cpu.cfs_period_us").exists()
     root = CGROUPS / "cpu" if version_1 else CGROUPS
     made: list[Path] = []
@@ -101,7 +101,7 @@ def cpu_quotas(quotas: tuple[float, ...]) -> Iterator[list[Path]]:
 
 
 def worker() -> None:
-    """One of the two workers."""
+    """Run one of the two workers."""
     steps, rounds, folder, core, *groups = sys.argv[1:]
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     import time
@@ -121,7 +121,7 @@ def worker() -> None:
         model.compile("sgd", "mse")
     rows = tf.zeros([BATCH, 256]), tf.zeros([BATCH, 10])
     data = strategy.distribute(tf.data.Dataset.from_tensors(rows).repeat(int(steps)))
-    model.fit(data, verbose=0)  # Traces the step, before this process is slow.
+    model.fit(data, verbose=0)  # Traces the step before this process becomes slow.
     Path(groups[index]).write_text(str(os.getpid()))
     if core:
         for thread in Path("/proc/self/task").iterdir():

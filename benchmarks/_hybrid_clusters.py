@@ -1,4 +1,4 @@
-"""Starts the tasks of the hybrid benchmarks: here, on hosts with limited links, async alone."""
+"""Clusters of the hybrid benchmarks: local, on hosts with limited links, or async only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 @contextlib.contextmanager
 def local_cluster(command: list[str], emulation: Any, num_async: int) -> Iterator[Any]:
-    """Workers on this machine's loopback; the cluster, whose `wait` raises what a worker did."""
+    """Run workers on the loopback; yield the cluster, whose `wait` raises the workers' errors."""
     from keras_het.launch.local.local_cluster import LocalCluster
 
     cluster = LocalCluster(
@@ -35,7 +35,7 @@ def local_cluster(command: list[str], emulation: Any, num_async: int) -> Iterato
 
 
 def wait_for_local(cluster: Any) -> None:
-    """Waits until all workers of a local cluster have ended.
+    """Wait until all workers of a local cluster have ended.
 
     Raises:
         RuntimeError: if one failed.
@@ -51,7 +51,7 @@ def wait_for_local(cluster: Any) -> None:
 def cluster_on_hosts(
     command: list[str], emulation: Any, num_async: int, hosts: Any
 ) -> Iterator[Callable[[], None]]:
-    """Workers on hosts with limited links; a function that waits for them."""
+    """Run workers on hosts with limited links; yield a function that waits for them."""
     from keras_het.launch.local.worker_environment import service_environment, worker_environment
 
     addresses = [f"{hosts.address(index)}:4000" for index in range(len(emulation.speeds))]
@@ -68,7 +68,7 @@ def cluster_on_hosts(
 
 @contextlib.contextmanager
 def served_cluster(command: list[str], emulation: Any, num_async: int) -> Iterator[Any]:
-    """Workers on this machine's loopback, and `keras-het serve`, whose process it gives."""
+    """Run workers on the loopback, and `keras-het serve`, whose process is yielded."""
     from keras_het.launch.local.free_ports import ReservedPorts
     from keras_het.launch.local.worker_environment import worker_environment
 
@@ -95,7 +95,7 @@ def served_cluster(command: list[str], emulation: Any, num_async: int) -> Iterat
 def async_cluster(
     command: list[str], emulation: Any, hosts: Any = None
 ) -> Iterator[Callable[[], None]]:
-    """All workers asynchronous, and a task that holds the center; a function that waits."""
+    """Run all workers asynchronously, and a task with the center; yield a function that waits."""
     from keras_het.launch.local.free_ports import ReservedPorts
     from keras_het.launch.local.worker_environment import worker_environment
 
@@ -103,7 +103,7 @@ def async_cluster(
     ports = ReservedPorts(number + 1)
     ports.close()
     addresses = list(ports.addresses)
-    if hosts is not None:  # the center lives on the first one
+    if hosts is not None:  # the center runs on the first one
         addresses = [f"{hosts.address(index)}:4000" for index in range(number)]
         addresses.append(f"{hosts.address(0)}:4100")
     common = {**os.environ, **QUIET, "no_proxy": "*", **_secret()}
@@ -122,7 +122,7 @@ def async_cluster(
 
 
 def _secret() -> dict[str, str]:
-    """The secret of all tasks, where nobody is told the address of the service."""
+    """Return the secret of all tasks if none is told the address of the service."""
     from keras_het.launch.local.worker_environment import ADDRESS, service_environment
 
     found = service_environment("", os.environ)

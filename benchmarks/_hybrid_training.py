@@ -1,10 +1,10 @@
-"""What each task of the hybrid benchmarks runs: two fits, of which the second is timed.
+"""Task of the hybrid benchmarks: two fits, of which the second is timed.
 
-The task (see `_noisy_task`) needs many samples rather than many steps, as trainings do to which
-machines are added: a synchronous batch of twice the size needs about half the steps. Where that is
-not so, nobody's help pays, whatever the mode. A first short `fit` traces and connects everything;
-the second begins again from the first weights and is timed from its first step. One worker keeps
-its weights every few steps; the first ones that reach the target, evaluated afterwards, tell the
+The task (see `_noisy_task`) needs many samples rather than many steps, like trainings to which
+machines are added: a synchronous batch of twice the size needs about half the steps. Otherwise no
+additional machine pays, whatever the mode. A first short `fit` traces and connects everything; the
+second restarts from the initial weights and is timed from its first step. One worker keeps its
+weights every few steps; the first ones that reach the target, evaluated afterwards, determine the
 time.
 """
 
@@ -24,24 +24,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _noisy_task import HIDDEN, NUM_CLASSES, NUM_INPUTS, TARGET, NoisyTask
 
 BATCH, MOMENTUM = 48, 0.9
-# Of 0.005, 0.007, 0.01 and 0.014 the best one in a simulation with numpy, for the synchronous group
-# and for hybrid; without momentum it is the tenfold.
+# The best of 0.005, 0.007, 0.01 and 0.014 in a simulation with numpy, for the synchronous group and
+# for hybrid; ten times that without momentum.
 RATE, PLAIN_RATE = 0.01, 0.1
 SAMPLES, WARM_UP_BATCHES, STEPS_BETWEEN_LOOKS = 14400, 96, 4
 TIMEOUT_SECONDS = 240
 SERVICE_SECONDS = 5  # for each message to the parameter service
-PERIOD = "1"  # of exchanges, where the mode does not say it, as "hybrid:delta:auto" does
+PERIOD = "1"  # of exchanges, unless the mode specifies it, as "hybrid:delta:auto" does
 
 
 def command(mode: str, seed: int, samples: int, result: Path, *more: str) -> list[str]:
-    """The command of a task.
+    """Return the command of a task.
 
     Args:
-        mode: as the benchmark has it.
-        seed: of the weights.
-        samples: of an epoch.
-        result: file for what was measured; others beside it tell how far training is.
-        more: further arguments.
+        mode: the benchmark's mode.
+        seed: seed of the weights.
+        samples: samples per epoch.
+        result: file for the measurements; others next to it tell how far training is.
+        more: additional arguments.
     """
     script = str(Path(__file__).resolve())
     arguments = ["--mode", mode, "--seed", str(seed), "--samples", str(samples)]
@@ -49,7 +49,7 @@ def command(mode: str, seed: int, samples: int, result: Path, *more: str) -> lis
 
 
 def wait_for(path: Path, least: int = 0) -> None:
-    """Waits until a file is there, and has at least a number in it."""
+    """Wait until a file is there and has at least a number in it."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not path.exists() or (least and int(path.read_text() or 0) < least):
         if time.monotonic() > deadline:
@@ -58,7 +58,7 @@ def wait_for(path: Path, least: int = 0) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains twice and writes what the second training took."""
+    """Train twice and write the measurements of the second training."""
     import keras
 
     import keras_het
@@ -66,7 +66,7 @@ def train(options: argparse.Namespace) -> None:
 
     strategy = keras_het.HeterogeneousStrategy()
     config = strategy.cluster_config
-    # With async workers alone it is the first of them.
+    # With async workers only, it is the first of them.
     tells = strategy.is_chief and not strategy.is_parameter_service
     if not config.has_sync_group:
         tells = strategy.is_async_worker and config.task_index == 0
@@ -83,7 +83,7 @@ def train(options: argparse.Namespace) -> None:
     first_weights = model.get_weights()
 
     class Clock(keras.callbacks.Callback):
-        """Times of the steps from the first one on, and the weights every few steps."""
+        """Records the times of the steps from the first one on, and the weights every few steps."""
 
         def on_train_begin(self, logs: Any = None) -> None:
             self.ends: list[float] = []
@@ -100,7 +100,7 @@ def train(options: argparse.Namespace) -> None:
                     self.seen.append((self.ends[-1] - self.ends[0], self.model.get_weights()))
 
     class Meeting(keras.callbacks.Callback):
-        """Lets training go on after its first step when all async workers are there."""
+        """Lets training continue after its first step once all async workers are present."""
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if strategy.is_async_worker:
@@ -151,7 +151,7 @@ def train(options: argparse.Namespace) -> None:
             "last_accuracy": task.accuracy(model.get_weights()),
             "steps": steps,
         }
-        if options.mode == "auto":  # nothing is said where all stay in the sync group
+        if options.mode == "auto":  # nothing is reported if all stay in the sync group
             result["chosen"] = os.environ.get(CHOSEN_ROLES) or "balanced"
         temporary = options.result.with_suffix(".tmp")
         temporary.write_text(json.dumps(result))

@@ -21,13 +21,13 @@ IO_SECONDS = 0.010
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A case to measure.
 
-    `make(steps)` gives a builder; the consumer sleeps `device_seconds` (the device's part) and
-    spins for `host_seconds` in each step; `burst` steps come at once, then as long a pause. With
+    `make(steps)` returns a builder; the consumer sleeps `device_seconds` (the device's part) and
+    spins for `host_seconds` in each step; `burst` steps run at once, then it pauses as long. With
     `shares` the step runs under `HeterogeneousStrategy` on as many devices of this process, which
-    have these parts of each batch. `is_ordinary`: `LoaderTuner` gets what "autotune" trains with.
-    Beside it `other_programs` compute without end.
+    get these parts of each batch. `is_ordinary`: `LoaderTuner` gets the data set that "autotune"
+    trains with. Meanwhile `other_programs` compute without end.
     """
 
     make: object
@@ -137,9 +137,9 @@ def in_memory(steps, batch=32):
     return build
 
 
-# A step of `fit` itself takes the host about 1.5 ms: with it, a step whose batch is there takes
-# about 4 ms in (a) and (c), and 9 ms in (d), 3 ms of them on the host; a batch of (d) costs about
-# 8 ms of CPU, so that two workers want more than two CPUs.
+# A step of `fit` itself takes the host about 1.5 ms: including it, a step whose batch is ready
+# takes about 4 ms in (a) and (c), and 9 ms in (d), 3 ms of them on the host; a batch of (d) costs
+# about 8 ms of CPU, so two workers want more than two CPUs.
 CASES = {
     "a: blocking I/O": Case(blocking_io, device_seconds=0.0025),
     "b: JPEG decoding": Case(jpeg, device_seconds=0.002),
@@ -158,7 +158,7 @@ CASES = {
 
 
 class Consumer(keras.callbacks.Callback):
-    """The device's and the host's part of a step; keeps when each step ended."""
+    """The device's and the host's part of a step; records when each step ended."""
 
     def __init__(self, case, most_seconds):
         super().__init__()
@@ -183,7 +183,7 @@ class Consumer(keras.callbacks.Callback):
 
 
 def scope_of(case):
-    """The scope in which the model of a case is made."""
+    """Return the scope in which the model of a case is made."""
     if not case.shares:
         return contextlib.nullcontext()
     (cpu,) = tf.config.list_physical_devices("CPU")
@@ -194,10 +194,10 @@ def scope_of(case):
 
 
 def run(name, policy, steps, most_seconds, settings=None, barrier=None):
-    """Trains with one policy in this process; returns what was measured.
+    """Train with one policy in this process; return the measurements.
 
     Policies: "autotune", "fixed", "tuner", "oracle" with its settings, and "ready" for a consumer
-    whose batch is always there.
+    whose batch is always ready.
     """
     tf.config.threading.set_intra_op_parallelism_threads(1)
     case = CASES[name]

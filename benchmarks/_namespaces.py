@@ -5,8 +5,8 @@
         before = hosts.traffic()
         ...
 
-A token bucket at both ends of a virtual cable gives a program on a host what a network card of that
-rate would give it, full duplex, and `traffic` counts what such a card would count: frames, with all
+A token bucket at both ends of a virtual cable limits a program on a host as a network card of that
+rate would, full duplex, and `traffic` counts what such a card would count: frames, with all
 headers. Needs root and Linux; `why_not` says if it does not work here.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 PREFIX = "khet"
 SUBNET = "10.199.0"
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-# Long queues, as TCP would otherwise lose packets where several hosts send to one, and send twice.
+# Long queues: otherwise TCP would lose packets and resend them when several hosts send to one.
 QUEUE_BYTES = 8_000_000
 
 
@@ -42,31 +42,31 @@ class Hosts:
         self.names = tuple(names)
 
     def address(self, index: int) -> str:
-        """IP address of a host."""
+        """Return the IP address of a host."""
         return f"{SUBNET}.{index + 1}"
 
     def command(self, index: int, arguments: Sequence[str]) -> list[str]:
-        """The command that runs `arguments` on a host."""
+        """Return the command that runs `arguments` on a host."""
         return ["ip", "netns", "exec", self.names[index], *arguments]
 
     def enter(self, index: int) -> None:
-        """Moves this process to a host; for a fresh fork, before it starts threads."""
+        """Move this process to a host; for a fresh fork, before it starts threads."""
         with (Path("/run/netns") / self.names[index]).open() as handle:
             library = ctypes.CDLL(None, use_errno=True)
             if library.setns(handle.fileno(), NEW_NETWORK):
                 raise OSError(ctypes.get_errno(), "cannot enter the network namespace")
 
     def set_rate(self, index: int, mbit: float) -> None:
-        """Changes the rate of a host's link, in Mbit/s and direction."""
+        """Change the rate of a host's link, in Mbit/s per direction."""
         for place, device in ((self.names[index], "eth0"), (self._switch, f"port{index}")):
             _limit(place, device, mbit, "replace")
 
     def set_link(self, index: int, up: bool) -> None:
-        """Plugs a host's cable in or out; what is sent meanwhile is lost."""
+        """Plug in or unplug a host's cable; packets sent meanwhile are lost."""
         _ip("-n", self._switch, "link", "set", f"port{index}", "up" if up else "down")
 
     def traffic(self) -> list[tuple[int, int]]:
-        """Bytes that every host has received and sent so far, headers included."""
+        """Return the bytes that every host has received and sent so far, headers included."""
         links = json.loads(_ip("-n", self._switch, "-s", "-j", "link", "show"))
         counts = {link["ifname"]: link["stats64"] for link in links if link}
         ports = [counts[f"port{index}"] for index in range(len(self.names))]
@@ -76,11 +76,11 @@ class Hosts:
 
 @contextlib.contextmanager
 def limited_hosts(rates_mbit: Sequence[float], mtu: int = 1500) -> Iterator[Hosts]:
-    """Makes one host for each rate and removes them at the end.
+    """Make one host for each rate and remove them at the end.
 
     Args:
-        rates_mbit: rate of each host's link, in Mbit/s and direction.
-        mtu: largest packet in bytes; 9000 where the network has jumbo frames.
+        rates_mbit: rate of each host's link, in Mbit/s per direction.
+        mtu: largest packet in bytes; 9000 if the network has jumbo frames.
     """
     _remove_forgotten()
     switch = f"{PREFIX}{os.getpid()}s"
@@ -97,7 +97,7 @@ def limited_hosts(rates_mbit: Sequence[float], mtu: int = 1500) -> Iterator[Host
 
 
 def why_not() -> str | None:
-    """Why hosts with limited links cannot be made here, or None."""
+    """Return why hosts with limited links cannot be made here, or None."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"network namespaces need the programs {missing} (package iproute2)"
@@ -139,7 +139,7 @@ def _limit(place: str, device: str, mbit: float, verb: str) -> None:
 
 
 def _remove_forgotten() -> None:
-    """Removes what a process left that was killed."""
+    """Remove the remains of a killed process."""
     for entry in json.loads(_ip("-j", "netns", "list") or "[]"):
         match = re.fullmatch(rf"{PREFIX}(\d+)(s|h\d+)", entry["name"])
         if match and not Path(f"/proc/{match[1]}").exists():

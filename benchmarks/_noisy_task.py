@@ -1,8 +1,8 @@
-"""A task whose gradients are noisy: labels are drawn from a teacher that is seldom sure.
+"""A task with noisy gradients: labels are drawn from a teacher that is seldom certain.
 
-About half of the labels are not the teacher's best guess, so that a gradient of one sample says
-little and many samples are needed, in few or in many steps. Accuracy is agreement with the best
-guess on inputs that were not trained on.
+About half of the labels are not the teacher's best guess, so the gradient of one sample says little
+and many samples are needed, in few or in many steps. Accuracy is agreement with the best guess on
+inputs not used for training.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class NoisyTask:
         self._test = inputs[num_samples:].astype(np.float32), best[num_samples:]
 
     def batches(self, size: int) -> Any:
-        """Shuffled batches, the same on every worker."""
+        """Return shuffled batches, the same on every worker."""
         import tensorflow as tf
 
         samples = tf.data.Dataset.from_tensor_slices((self.inputs, self.labels))
         return samples.shuffle(len(self.labels), seed=0).batch(size, drop_remainder=True)
 
     def accuracy(self, weights: list[Any]) -> float:
-        """Part of the test inputs for which two dense layers agree with the teacher."""
+        """Return the fraction of test inputs for which two dense layers agree with the teacher."""
         inputs, best = self._test
         _, scores = _forward(weights, inputs)
         return float((scores.argmax(axis=1) == best).mean())
 
     def noise_scale(self, batch: int, steps: int = 100, rate: float = 0.1) -> float:
-        """Gradient noise scale in samples, after some steps of SGD on one device.
+        """Return the gradient noise scale in samples, after some SGD steps on one device.
 
         Args:
             batch: samples of a step, a divisor of all.
-            steps: how many.
+            steps: number of steps.
             rate: learning rate.
         """
         random = np.random.default_rng(1)
@@ -74,14 +74,14 @@ class NoisyTask:
     def noise_scale_of_workers(
         self, shares: list[int], first: int, steps: int, sgd: tuple[float, float], seed: int
     ) -> float:
-        """Gradient noise scale in samples, as workers with equal weights see it in some steps.
+        """Return the gradient noise scale in samples, as workers with equal weights see it.
 
         Args:
             shares: samples of every worker in a step.
             first: steps before those that count.
-            steps: how many count.
+            steps: number of steps that count.
             sgd: learning rate and momentum.
-            seed: of the first weights and of the order of the samples.
+            seed: seed of the initial weights and of the order of the samples.
         """
         random, ends = np.random.default_rng(seed), np.cumsum(shares)
         weights, average = _first_weights(random), SmoothedNoiseScale()

@@ -1,4 +1,4 @@
-"""The form that all benchmarks share: a table on the terminal and flat rows in JSON."""
+"""Common output of all benchmarks: a table on the terminal and flat rows in JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 
 def environment() -> dict[str, Any]:
-    """Returns what a reader must know about the machine."""
+    """Return what a reader needs to know about the machine."""
     return {
         "python": platform.python_version(),
         "tensorflow": tf.__version__,
@@ -30,21 +30,21 @@ def environment() -> dict[str, Any]:
 
 
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = None) -> None:
-    """Prints the rows, one column a field; `columns` names those that matter most."""
+    """Print the rows, one column per field; `columns` names those that matter most."""
     columns = columns or list(rows[0])
     table = Table()
     for name in columns:
         table.add_column(name.replace("_", " "))
     for row in rows:
         table.add_row(*["" if row[name] is None else str(row[name]) for name in columns])
-    # narrower than this a table cannot be read
+    # a narrower table is unreadable
     Console(width=max(Console().width, 120)).print(table)
 
 
 def write_report(
     name: str, rows: Sequence[dict[str, Any]], path: Path | None, about: dict[str, Any]
 ) -> None:
-    """Writes the rows to a file, if one is given."""
+    """Write the rows to a file, if one is given."""
     if path is not None:
         report = {"benchmark": name, "environment": about, "rows": list(rows)}
         path.parent.mkdir(parents=True, exist_ok=True)

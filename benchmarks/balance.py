@@ -10,7 +10,7 @@ same run; in the dynamic case it changes them in the very steps in which the spe
 take turns in every round. `samples_per_s` is that of the second half of a static run (the median
 step) and of the whole of a dynamic one; `whole_run_ratio_to_limit` counts every step but the first.
 
-Two more parts: "cpu quotas", where two worker processes compute for real and one is throttled by a
+Two more parts: "cpu quotas", in which two worker processes really compute and one is throttled by a
 cgroup, and "accuracy", the digits of scikit-learn under the even split and under "boa".
 """
 
@@ -46,18 +46,18 @@ from keras_het.strategy.measure.emulated_device_config import KERAS_HET_EMULATED
 
 MOST_REPLICAS = 4
 POLICIES = ("even", "proportional", "lb_bsp", "lbb", "boa")
-WITHIN = 1.05  # a step this near to the best one is balanced
+WITHIN = 1.05  # a step this close to the best one is balanced
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Devices, and what happens to them.
+    """Devices, and the changes to them.
 
     Args:
         speeds: relative speed of each device.
         batch: samples of a step.
-        milliseconds: of one sample on a device of speed 1.
-        fixed_milliseconds: of every step of a device.
+        milliseconds: time per sample on a device of speed 1.
+        fixed_milliseconds: fixed time of every step of a device.
         upper: largest share of each device, None for no bound.
         slow_steps: first and last step in which the first device is three times slower.
     """
@@ -70,7 +70,7 @@ class Cluster:
     slow_steps: tuple[int, int] | None = None
 
     def models(self, step: int = 0) -> list[LinearTimeModel]:
-        """True time models in a step."""
+        """Return the true time models in a step."""
         factors = [1.0] * len(self.speeds)
         if self.slow_steps and self.slow_steps[0] <= step < self.slow_steps[1]:
             factors[0] = 3.0
@@ -82,7 +82,7 @@ class Cluster:
         ]
 
     def best_shares(self, step: int = 0) -> tuple[int, ...]:
-        """What the solver gives for the true speeds."""
+        """Return the solver's shares for the true speeds."""
         upper = None
         if self.upper is not None:
             upper = [self.batch if most is None else most for most in self.upper]
@@ -90,7 +90,7 @@ class Cluster:
         return tuple(int(share) for share in shares)
 
     def seconds(self, shares: Sequence[int], step: int = 0) -> float:
-        """True compute time of a step."""
+        """Return the true compute time of a step."""
         used = zip(self.models(step), shares, strict=True)
         return max(model.seconds(share) if share else 0.0 for model, share in used)
 
@@ -118,10 +118,10 @@ class Limit:
         self.shares: tuple[int, ...] = ()
 
     def observe(self, step: int, shares: Any, seconds: Any) -> None:
-        """It knows."""
+        """Ignore measurements: the speeds are known."""
 
     def propose(self, step: int) -> BalancePlan | None:
-        """Shares for the step in which they will be in effect."""
+        """Return the shares for the step in which they will be in effect."""
         shares = self._cluster.best_shares(step + self._lookahead + 1)
         if shares == self.shares:
             return None
@@ -153,7 +153,7 @@ class Clock(keras.callbacks.Callback):
 
 
 class Bench:
-    """One cluster: a strategy with emulated devices, trained again under every policy."""
+    """One cluster: a strategy with emulated devices, retrained under every policy."""
 
     def __init__(self, cluster: Cluster, num_steps: int) -> None:
         self.cluster = cluster
@@ -179,7 +179,7 @@ class Bench:
         )
 
     def run(self, policy: str) -> dict[str, Any]:
-        """Trains under a policy; returns what one run shows."""
+        """Train under a policy; return the results of one run."""
         emulated_device.slow_down(0, 1.0)
         self.strategy.set_shares([1] * len(self.cluster.speeds))
         given: Any = Limit(self.cluster, self.lookahead) if policy == "limit" else policy
@@ -222,7 +222,7 @@ def steps_to_balance(cluster: Cluster, shares: Sequence[tuple[int, ...]]) -> int
 
 
 def compare(name: str, num_steps: int, rounds: int) -> list[dict[str, Any]]:
-    """One row for every policy on one cluster."""
+    """Return one row for every policy on one cluster."""
     bench = Bench(CLUSTERS[name], num_steps)
     bench.run("even")  # Traces the step.
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in ("limit", *POLICIES)}
@@ -300,7 +300,7 @@ def main() -> None:
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * MOST_REPLICAS
     )
-    # A sleeping device keeps a thread.
+    # A sleeping device occupies a thread.
     tf.config.threading.set_inter_op_parallelism_threads(4 * MOST_REPLICAS)
     names = [name for name in CLUSTERS if options.only is None or options.only in name]
     if options.quick:

@@ -4,7 +4,7 @@ The peer is one process that batches as many rows as the worker gets on average.
 
 - "one replica": a worker that gets every row;
 - "three replicas": a worker with three replicas of shares 4:2:1, which change every 10 steps;
-- "4 of 7, two workers": a worker of two gets 4/7 of the rows and must keep to the common order;
+- "4 of 7, two workers": a worker of two gets 4/7 of the rows and must follow the common order;
 - "4 of 7, changing": the same, its share changes between 5/7 and 3/7 every 10 steps.
 
 `throughput_ratio` is our rows/s over the peer's, median of interleaved pairs; `map_calls_ratio` is
@@ -34,7 +34,7 @@ from keras.src.trainers.data_adapters import get_data_adapter
 from keras_het.loader import GlobalOrderDataset
 from keras_het.planning import ReplicaLayout
 
-# Replicas of each worker, and the weights of each ten steps in turn.
+# Replicas of each worker, and the weights used for ten steps each, in turn.
 POLICIES = {
     "one replica": ((1,), ((1,),)),
     "three replicas": ((3,), ((4, 2, 1), (1, 2, 4))),
@@ -51,7 +51,7 @@ def slices(steps, batch):
 
 
 def keras_arrays(steps, batch):
-    """What `fit(x, y)` makes of arrays; the batch size is part of the source."""
+    """Return `fit(x, y)`'s data set from arrays; the batch size is part of the source."""
     data = np.random.default_rng(0).random((batch * steps, 256), np.float32)
     labels = np.arange(len(data))
 
@@ -90,7 +90,7 @@ CASES = {
 
 
 def consume(dataset):
-    """Rows/s of this worker's batches, without those up to the second, which pay for the start."""
+    """Return the rows/s of this worker's batches after the second, excluding startup costs."""
     rows, start = 0, None
     for step, (batch, count) in enumerate(dataset):
         if step == 1:
@@ -129,7 +129,7 @@ def ours(source, function, policy, batch):
 
 
 def own_rows(policy, batch):
-    """Rows a step of the measured worker, on average."""
+    """Return the average rows per step of the measured worker."""
     replicas_per_worker, cycle = POLICIES[policy]
     own = sum(sum(weights[: replicas_per_worker[0]]) for weights in cycle)
     return batch * own // sum(map(sum, cycle))
@@ -167,7 +167,7 @@ def compare(case, policy, batch, repeats, most_steps):
 
 
 def map_calls(source, function, policy, batch):
-    """Own calls of the map over rows delivered, in a separate run that counts them."""
+    """Return own map calls per delivered row, in a separate run that counts them."""
     calls = [0]
 
     def count(value):

@@ -1,17 +1,17 @@
-"""Sync EASGD against the original, round-robin EASGD: what packing, a ring and overlap save.
+"""Sync EASGD against the original, round-robin EASGD: savings by packing, a ring and overlap.
 
     python benchmarks/easgd.py [--json FILE] [--quick] [--case TEXT]
 
-Eight workers and a master, each in a network namespace of its own behind a link of limited rate,
-train the same network with `fit` and exchange with the center in every step. Devices are emulated:
-a step waits as long as it would compute. In turn, in the same processes:
+Eight workers and a master, each in its own network namespace behind a link of limited rate, train
+the same network with `fit` and exchange with the center in every step. Devices are emulated: a step
+waits as long as it would compute. In turn, in the same processes:
 
 * `before`: round-robin EASGD. The master (a parameter service) serves one worker at a time, in
-  order; a worker goes on when its answer is there. The turn is handed from worker to worker, so
-  that nobody sends in vain.
+  order; a worker continues when its answer has arrived. The turn is handed from worker to worker,
+  so none sends in vain.
 * `after`: Sync EASGD, one packed sum by ring all-reduce, overlapped with the next step's
   computation (period 1, overlap 1: the authors' Sync EASGD3); also without overlap.
-* `alone`: the same steps without any exchange, which is what computation takes here.
+* `alone`: the same steps without any exchange, which is the cost of computation here.
 
 `communication_share` is the part of a step that is not computation: 1 - alone / step. The links of
 the case "paper" are such that round robin has about the paper's 87 %. Needs root.
@@ -40,7 +40,7 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-# before the forks, so that they need not import TensorFlow
+# before the forks, so they need not import TensorFlow
 import keras
 import numpy as np
 import tensorflow as tf
@@ -97,12 +97,12 @@ def main() -> None:
 
 
 def cases(quick: bool) -> dict[str, float]:
-    """Name of each case to its links, in Mbit/s."""
+    """Return the name of each case with its links, in Mbit/s."""
     return {"paper": 200.0} if quick else {"paper": 67.0, "fast links": 200.0, "slow links": 26.0}
 
 
 def measure(quick: bool, only: str) -> list[dict[str, Any]]:
-    """All rows, from one cluster whose links are changed."""
+    """Return all rows, from one cluster whose links are changed."""
     num_workers, floats, seconds = (3, 25_000, 0.02) if quick else (8, 250_000, 0.25)
     rounds = 1 if quick else 3
     chosen = {name: mbit for name, mbit in cases(quick).items() if name.startswith(only)}
@@ -138,7 +138,7 @@ def row_of(
     seconds: float,
     turns: Sequence[dict[str, float]],
 ) -> dict[str, Any]:
-    """Medians over turns; a turn has the seconds of a step of each mode."""
+    """Return medians over turns; a turn has the seconds per step of each mode."""
     step = {mode: [turn[mode] for turn in turns] for mode in MODES}
 
     def share(mode: str) -> float:
@@ -165,7 +165,7 @@ def row_of(
         "communication_share_without_overlap": share("sync_without_overlap"),
         **{f"{mode}_ms": round(1e3 * statistics.median(step[mode]), 1) for mode in MODES},
         "emulated_compute_ms": 1e3 * seconds,
-        # what the links allow: one at a time, there and back; and a ring
+        # limits of the links: one at a time, there and back; and a ring
         "round_robin_link_ms": round(2e3 * num_workers * link_seconds, 1),
         "ring_link_ms": round(2e3 * (num_workers - 1) / num_workers * link_seconds, 1),
         "num_runs": len(turns),
@@ -178,7 +178,7 @@ class Cluster:
     Args:
         hosts: workers first, then the master.
         num_workers: number of workers.
-        floats: weights of the model, about.
+        floats: approximate number of weights of the model.
         seconds: emulated computation of a step.
     """
 
@@ -224,7 +224,7 @@ class Cluster:
             process.join()
 
     def run(self, mode: str, steps: int) -> float:
-        """Seconds of a step, of the slowest worker."""
+        """Return the seconds per step of the slowest worker."""
         if mode == "round_robin":
             center = self._of_workers("weights", 0)[0]
             self._pipes[-1].send(center)
@@ -243,13 +243,13 @@ class Cluster:
 
 
 def enter(hosts: Hosts, host: int) -> None:
-    """What every forked process does first."""
+    """Set up a forked process; each one calls it first."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
     hosts.enter(host)
 
 
 def width(floats: int) -> int:
-    """Units of the hidden layer of a 64-h-10 perceptron with about so many weights."""
+    """Return the hidden units of a 64-h-10 perceptron with about this many weights."""
     return max(1, (floats - 10) // (64 + 1 + 10))
 
 
@@ -259,7 +259,7 @@ def shapes(floats: int) -> tuple[tuple[int, ...], ...]:
 
 
 def master(hosts: Hosts, host: int, num_workers: int, floats: int, pipe: Any) -> None:
-    """Holds the center of round-robin EASGD."""
+    """Hold the center of round-robin EASGD."""
     enter(hosts, host)
     service = ParameterService(
         f"{hosts.address(host)}:{PORT}",
@@ -284,7 +284,7 @@ def worker(
     turns: Sequence[Any],
     pipe: Any,
 ) -> None:
-    """One of the workers."""
+    """Run one of the workers."""
     enter(hosts, host)
     os.environ["TF_CONFIG"] = json.dumps(config)
     device = {"speed": 1.0, "fixed_seconds": seconds, "seconds_per_sample": 0.0}
@@ -325,10 +325,10 @@ def make_model(strategy: Any, floats: int) -> Any:
 def run_steps(
     strategy: Any, model: Any, mode: str, steps: int, exchange: RoundRobin | None
 ) -> float:
-    """Trains; seconds of a step after the first two."""
+    """Train; return the seconds per step after the first two."""
 
     class Clock(keras.callbacks.Callback):
-        """Ends of steps, with the exchange behind them."""
+        """Records the ends of steps, including the exchange."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -377,7 +377,7 @@ class Alone(keras.callbacks.Callback):
 
 
 class RoundRobin(Alone):
-    """Each step ends with a blocking exchange with the master, when it is this worker's turn.
+    """Ends each step with a blocking exchange with the master, on this worker's turn.
 
     Args:
         model: the model, whose weights are the first center.

@@ -2,20 +2,20 @@
 
     python benchmarks/hybrid.py [--json FILE] [--quick] [--only CASE] [--seeds N] [--mode MODE ...]
 
-Emulated devices train in real processes (`_hybrid_training` says what, and what is timed). Cases:
-two fast and four slow workers (4:4:2:2:2:2) on equal links ("equal_links") and with the slow ones
-behind 50 Mbit/s ("slow_link"); three fast ones and one at an eighth ("one_eighth"); an even cluster
-("even"). Modes: "even" and "balanced" (all in the sync group), "leave_out" (the sync group without
-the slow ones), "hybrid" (the slow ones asynchronous, rule "delta", an exchange after every step),
-"async" (all of them, beside a task that holds the center), "auto" (`roles="auto"`, which chooses
-"balanced", "leave_out" or "hybrid" in a first `fit` that is not timed; `chosen` says what for each
-seed); "hybrid:RULE" and "hybrid:RULE:PERIOD" are others. A row is the median of all seeds.
-`ratio_to_best_other` is the best other mode's time over this one's ("auto" is no other mode);
-`advised` the mode that `keras_het.planning.advise_roles` names for the case's true speeds and links
-and the gradient noise scale that `roles="auto"` expects from the steps in which it measures (median
-of many trainings); `advised_late` that with the noise scale after 100 steps. `step_ms` is the
-median step of the sync group, or of the first async worker. Limited links need root; without,
-"slow_link" is skipped.
+Emulated devices train in real processes (`_hybrid_training` describes what, and what is timed).
+Cases: two fast and four slow workers (4:4:2:2:2:2) on equal links ("equal_links") and with the slow
+ones behind 50 Mbit/s ("slow_link"); three fast ones and one at an eighth ("one_eighth"); an even
+cluster ("even"). Modes: "even" and "balanced" (all in the sync group), "leave_out" (the sync group
+without the slow ones), "hybrid" (the slow ones asynchronous, rule "delta", an exchange after every
+step), "async" (all of them, plus a task that holds the center), "auto" (`roles="auto"`, which
+chooses "balanced", "leave_out" or "hybrid" in a first `fit` that is not timed; `chosen` is the
+choice for each seed); "hybrid:RULE" and "hybrid:RULE:PERIOD" are others. A row is the median of all
+seeds. `ratio_to_best_other` is the best other mode's time over this one's ("auto" does not count as
+another mode); `advised` is the mode that `keras_het.planning.advise_roles` names for the case's
+true speeds and links and the gradient noise scale that `roles="auto"` expects from the steps in
+which it measures (median of many trainings); `advised_late` is the same with the noise scale after
+100 steps. `step_ms` is the median step of the sync group, or of the first async worker. Limited
+links need root; without, "slow_link" is skipped.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Case:
 
     Args:
         speeds: relative speed of each worker's device.
-        num_slow: how many, the last ones, are asynchronous or left out.
-        slow_mbit: rate of their links, None where links are not limited.
+        num_slow: number of workers, the last ones, that are asynchronous or left out.
+        slow_mbit: rate of their links, None if links are not limited.
     """
 
     speeds: tuple[float, ...]
@@ -72,7 +72,7 @@ CASES = {
 
 
 def advised(case: Case, noise_scale: float) -> str:
-    """The mode that planning chooses for the true speeds and links."""
+    """Return the mode that planning chooses for the true speeds and links."""
     from keras_het.planning import ClusterSpeeds, ExchangeSettings, advise_roles
 
     fast = len(case.speeds) - case.num_slow
@@ -90,7 +90,7 @@ def advised(case: Case, noise_scale: float) -> str:
 
 
 def measured_noise_scale(case: Case, task: NoisyTask) -> float:
-    """What `roles="auto"` expects from its steps; median of many trainings."""
+    """Return what `roles="auto"` expects from its steps; median of many trainings."""
     from keras_het.asynchronous.roles.role_choice import MEASURED_STEPS, WARM_UP_STEPS
     from keras_het.planning.noise_scale import EXPECTED_GROWTH
 
@@ -102,7 +102,7 @@ def measured_noise_scale(case: Case, task: NoisyTask) -> float:
 
 
 def advices(case: Case, samples: int) -> dict[str, str]:
-    """The modes that planning chooses with early and with later noise scales."""
+    """Return the modes that planning chooses with early and with later noise scales."""
     task = NoisyTask(max(samples, SAMPLES))  # enough for the steps that are measured
     return {
         "advised": advised(case, measured_noise_scale(case, task)),
@@ -112,7 +112,7 @@ def advices(case: Case, samples: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def hosts_of(case: Case) -> Iterator[Any]:
-    """Hosts with the case's links, or None for this machine's loopback."""
+    """Yield hosts with the case's links, or None for this machine's loopback."""
     if case.slow_mbit is None:
         yield None
         return
@@ -120,13 +120,13 @@ def hosts_of(case: Case) -> Iterator[Any]:
 
     fast = len(case.speeds) - case.num_slow
     rates = [FAST_MBIT] * fast + [case.slow_mbit] * case.num_slow
-    # jumbo frames, as packets cost the two cores that all hosts share time
+    # jumbo frames, because packets cost time on the two cores that all hosts share
     with limited_hosts(rates, mtu=9000) as hosts:
         yield hosts
 
 
 def run(case: Case, mode: str, seed: int, samples: int, hosts: Any) -> dict[str, Any]:
-    """One training; what was measured."""
+    """Run one training; return the measurements."""
     from keras_het.launch.local.emulation import Emulation
 
     speeds = case.speeds[: -case.num_slow] if mode == "leave_out" else case.speeds
@@ -150,7 +150,7 @@ def run(case: Case, mode: str, seed: int, samples: int, hosts: Any) -> dict[str,
 
 
 def measure(name: str, modes: tuple[str, ...], seeds: int, samples: int) -> list[dict[str, Any]]:
-    """All modes of one case, interleaved over the seeds."""
+    """Return all modes of one case, interleaved over the seeds."""
     case = CASES[name]
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     with hosts_of(case) as hosts:
@@ -171,7 +171,7 @@ def measure(name: str, modes: tuple[str, ...], seeds: int, samples: int) -> list
 def _row(
     name: str, mode: str, runs: list[dict[str, Any]], advice: dict[str, str]
 ) -> dict[str, Any]:
-    # who does not reach the target is not left out of the median: that would reward it
+    # a mode that misses the target stays in the median: leaving it out would reward it
     seconds = [math.inf if run["seconds"] is None else run["seconds"] for run in runs]
     return {
         "case": name,

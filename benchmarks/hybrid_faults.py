@@ -2,15 +2,16 @@
 
     python benchmarks/hybrid_faults.py [--json FILE] [--quick] [--runs N]
 
-Three workers of speed 8 train synchronously, one of speed 1 asynchronously (`_hybrid_training` says
-what). Cases: "undisturbed"; "killed" (SIGKILL) and "stopped" (SIGSTOP) soon after it began; "late"
-(it joins when the group is at its 200th step); "stalled" (its cable is out for 30 seconds, on hosts
-in network namespaces; skipped without root), and "on hosts", the same undisturbed; "service lost"
-(`keras-het serve` on a task of its own is stopped soon after it began, until the end, with
-`on_service_loss="continue"`), and "served", the same undisturbed. `step_ms` is the median of all
-steps of the group in all runs, `step_ms_p99` their 99th percentile, `ratio` the median over that of
-the undisturbed case, in the same run. `long_steps` is how many took longer than a second, of all
-runs together: of a lost service one for each run, that of the loss, which lasts `timeout_seconds`.
+Three workers of speed 8 train synchronously, one of speed 1 asynchronously (`_hybrid_training`
+describes what). Cases: "undisturbed"; "killed" (SIGKILL) and "stopped" (SIGSTOP) soon after it
+began; "late" (it joins when the group is at its 200th step); "stalled" (its cable is unplugged for
+30 seconds, on hosts in network namespaces; skipped without root), and "on hosts", the same
+undisturbed; "service lost" (`keras-het serve` on a separate task is stopped soon after it began,
+until the end, with `on_service_loss="continue"`), and "served", the same undisturbed. `step_ms` is
+the median of all steps of the group in all runs, `step_ms_p99` their 99th percentile, `ratio` the
+median over that of the undisturbed case, in the same run. `long_steps` is how many took longer than
+a second, in all runs together: for a lost service one per run, that of the loss, which lasts
+`timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WORKER = len(SPEEDS) - 1
 
 
 def run_here(case: str, samples: int) -> list[float]:
-    """Seconds of the group's steps on this machine's loopback."""
+    """Return the seconds of the group's steps on this machine's loopback."""
     with _training(samples, *([f"--late={LATE_STEP}"] if case == "late" else [])) as (task, result):
         with local_cluster(task, _emulation(), 1) as cluster:
             if case in ("killed", "stopped"):
@@ -56,7 +57,7 @@ def run_here(case: str, samples: int) -> list[float]:
 
 
 def run_on_hosts(case: str, samples: int) -> list[float]:
-    """Seconds of the group's steps on hosts with links."""
+    """Return the seconds of the group's steps on hosts with links."""
     from _namespaces import limited_hosts
 
     with (
@@ -76,7 +77,7 @@ def run_on_hosts(case: str, samples: int) -> list[float]:
 
 
 def run_served(case: str, samples: int) -> list[float]:
-    """Seconds of the group's steps beside a service on a task of its own."""
+    """Return the seconds of the group's steps with a service on a separate task."""
     with (
         _training(samples, "--alone") as (task, result),
         served_cluster(task, _emulation(), 1) as service,
@@ -119,7 +120,7 @@ def _row(case: str, runs: list[list[float]], undisturbed: float | None) -> dict[
 
 
 def measure(cases: tuple[str, ...], run: Any, samples: int, num_runs: int) -> list[dict[str, Any]]:
-    """All cases, the first of which is undisturbed, interleaved over the runs."""
+    """Return all cases, the first of which is undisturbed, interleaved over the runs."""
     found: dict[str, list[list[float]]] = {case: [] for case in cases}
     for _ in range(num_runs):
         for case in cases:

@@ -1,15 +1,15 @@
 """Steps/s of `fit` with the loader controller against AUTOTUNE and the best fixed setting.
 
-The device is a sleep, so that nothing but the input pipeline is measured: no GPU is needed. Each
-run is a process of its own; policies take turns. Policies:
+The device is a sleep, so only the input pipeline is measured: no GPU is needed. Each run is a
+separate process; policies take turns. Policies:
 
 - "autotune": `tf.data.AUTOTUNE` everywhere, nothing of keras_het;
-- "fixed": two threads for two CPUs, and so on: the setting that the controller begins with;
-- "oracle": the best of a grid of fixed settings, found before;
-- "tuner": `LoaderTuner`, from the same beginning as "fixed", its ramp included.
+- "fixed": two threads for two CPUs, and so on: the controller's initial setting;
+- "oracle": the best of a grid of fixed settings, found in advance;
+- "tuner": `LoaderTuner`, from the same start as "fixed", its ramp included.
 
 `idle_fraction` is the part of the time in which the device had no batch: 1 - steps/s times the time
-of a step whose batch is there. Ratios are medians over rounds.
+of a step whose batch is ready. Ratios are medians over rounds.
 
     python benchmarks/loader.py [--case a ...] [--json FILE] [--quick]
 """
@@ -37,20 +37,20 @@ POLICIES = ("autotune", "fixed", "oracle", "tuner")
 THREADS, PREFETCHES = (1, 2, 4, 8, 16, 32), (4, 16)
 QUICK_CASES = "cdf"
 STEPS = 900
-# What never ramps needs no 900 steps.
+# Policies without a ramp do not need 900 steps.
 MOST_SECONDS = {"autotune": 6.0, "fixed": 6.0}
 TIMEOUT_SECONDS = 120
 
 
 def measure(name, policy, steps, most_seconds, settings=None):
-    """One run: the sum over its workers, each a process forked before TensorFlow has started."""
+    """Run once; return the sum over its workers, each forked before TensorFlow has started."""
     with others(CASES[name].other_programs):
         return measure_beside(name, policy, steps, most_seconds, settings)
 
 
 @contextlib.contextmanager
 def others(count):
-    """Programs that compute without end, at the priority of this one."""
+    """Run programs that compute without end, at this one's priority."""
     endless = [sys.executable, "-c", "while True: pass"]
     programs = [subprocess.Popen(endless) for _ in range(count)]
     try:
@@ -62,7 +62,7 @@ def others(count):
 
 
 def measure_beside(name, policy, steps, most_seconds, settings):
-    """The same, while other programs run."""
+    """Measure the same while other programs run."""
     context = multiprocessing.get_context("fork")
     workers = CASES[name].workers
     barrier = context.Barrier(workers) if workers > 1 else None
@@ -91,7 +91,7 @@ def measure_beside(name, policy, steps, most_seconds, settings):
 
 
 def best_setting(name, quick):
-    """The fastest fixed setting of the grid."""
+    """Return the fastest fixed setting of the grid."""
     threads, prefetches = ((2, 16), ()) if quick else (THREADS, PREFETCHES)
     steps, seconds = (16, 1.0) if quick else (240, 1.2)
     if name.startswith("c"):

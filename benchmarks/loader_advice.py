@@ -1,8 +1,9 @@
-"""What each advice of `keras_het.loader.advise` gains: the same pipeline before and after it.
+"""Gain of each advice of `keras_het.loader.advise`: the same pipeline before and after it.
 
 `before` and `after` are batches/s of whole epochs (medians of runs in turns), `advised_gain` is
-what `advise` said about the pipeline before. For the order of files it is the rank correlation of
-the places of the samples in two epochs: 1 is the same order, 0 another random one.
+the gain that `advise` predicted for the pipeline before. For the order of files it is the rank
+correlation of the positions of the samples in two epochs: 1 is the same order, 0 another random
+one.
 
     python benchmarks/loader_advice.py [--only CASE ...] [--json FILE] [--quick]
 """
@@ -32,7 +33,7 @@ ADVISE_SECONDS = 0.5
 
 
 def batches_per_second(dataset, seconds):
-    """Whole epochs in one iterator; the first one, which fills caches, does not count."""
+    """Run whole epochs in one iterator; the first one, which fills caches, does not count."""
     batches = sum(1 for _ in dataset)
     start = time.perf_counter()
     for read, _ in enumerate(dataset.repeat(), start=1):
@@ -93,7 +94,7 @@ def compare_order(kind, builders, folder, rounds):
 
 
 def same_place(dataset):
-    """Correlation of the places of the samples in two epochs."""
+    """Return the correlation of the positions of the samples in two epochs."""
     places = [np.argsort(np.concatenate(list(dataset.as_numpy_iterator()))) for _ in range(2)]
     return float(np.corrcoef(places)[0, 1])
 

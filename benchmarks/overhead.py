@@ -3,11 +3,11 @@
     python benchmarks/overhead.py [--json FILE] [--quick]
 
 Two processes: stock Keras 3 `fit` does not run under MultiWorkerMirroredStrategy, so that strategy
-is driven by a custom training loop of its guide (mode "fit": our `fit` against that loop; mode
+is driven by the custom training loop of its guide (mode "fit": our `fit` against that loop; mode
 "custom_loop": the same loop under both). One process with two devices: `fit` under both.
 
-All clusters are alive for the whole run and take turns in short blocks, so that a drift of the
-machine hits both; a row is the median of the ratios of neighbouring blocks.
+All clusters are alive for the whole run and take turns in short blocks, so a drift of the machine
+affects both; a row is the median of the ratios of neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 def measure(
     topology: str, mode: str, model: str, drivers: tuple[str, str], blocks: int, steps: int
 ) -> dict[str, Any]:
-    """Runs both drivers in turn and returns one row."""
+    """Run both drivers in turn and return one row."""
     groups = [Group(topology, driver, model) for driver in drivers]
     try:
         for group in groups:
@@ -88,7 +88,7 @@ def measure(
 
 
 class Group:
-    """The processes of one strategy, which run a block of steps when told to."""
+    """The processes of one strategy, which run a block of steps on request."""
 
     def __init__(self, topology: str, driver: str, model: str) -> None:
         num_processes = 2 if topology == "two_processes" else 1
@@ -100,7 +100,7 @@ class Group:
         ]
 
     def run(self, steps: int) -> float:
-        """Returns the seconds per step of a block."""
+        """Return the seconds per step of a block."""
         for process in self._processes:
             process.stdin.write(f"{steps}\n")
             process.stdin.flush()
@@ -113,7 +113,7 @@ class Group:
         return float(line)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -138,9 +138,9 @@ def _start(
 
 
 def run_worker(driver: str, model_name: str, topology: str, index: int) -> None:
-    """One process of a group: reads numbers of steps, answers with seconds per step."""
+    """Run one process of a group: it reads numbers of steps, and answers with seconds per step."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What Keras prints must not mix with the answers.
+    os.dup2(2, 1)  # Keras's output must not mix with the answers.
     import tensorflow as tf
 
     if topology == "two_processes" and hasattr(os, "sched_setaffinity"):
@@ -202,7 +202,7 @@ def make_model(name: str) -> Any:
 
 
 def make_dataset(model: Any) -> Any:
-    """One batch again and again: reading data is the subject of benchmarks/data.py."""
+    """Repeat one batch: reading data is the subject of benchmarks/data.py."""
     import numpy as np
     import tensorflow as tf
 
@@ -216,7 +216,7 @@ def fit_block(strategy: Any, model_name: str) -> Any:
     import keras
 
     class Clock(keras.callbacks.Callback):
-        """Times the steps of an epoch but the first."""
+        """Times all steps of an epoch except the first."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 0:

@@ -2,17 +2,17 @@
 
     python benchmarks/parameter_service.py [--json FILE] [--quick] [--size MB]
 
-Clients are processes of their own that exchange as fast as they can: each sends a change of every
+Clients are separate processes that exchange as fast as they can: each sends a change of every
 weight and gets the center back. Peers in the same run, in turn with ours: (a) `remote_variables`,
 the same bytes through variables on a standard `tf.distribute.Server`; (b) `socket`, a raw loopback
 connection that sends and returns the same bytes, the physical limit here; (c) `echo`, the same
-messages to functions that return their argument and do nothing else: what TensorFlow's RPC costs
-by itself. `gb_per_s` counts both directions of all clients. `memory_ratio`: the largest resident
-memory of the service's process, less what it had with TensorFlow loaded and before it made the
-variables, over the variables' bytes; so it has all that serving costs: variables, functions,
-messages and what the allocator keeps. `server_memory_mb` is the whole of that process,
-`client_memory_mb` that of the largest client. Where the processes of all kinds do not fit into
-memory at the same time (`alive_together` false), each kind's are started for its turn alone.
+messages to functions that only return their argument: the cost of TensorFlow's RPC alone.
+`gb_per_s` counts both directions of all clients. `memory_ratio`: the largest resident memory of the
+service's process, minus its memory with TensorFlow loaded and before it made the variables, over
+the variables' bytes; it thus includes all costs of serving: variables, functions, messages and what
+the allocator keeps. `server_memory_mb` is the whole of that process, `client_memory_mb` that of the
+largest client. If the processes of all kinds do not fit into memory at the same time
+(`alive_together` false), each kind's are started for its turn only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from keras_het.launch.local.free_ports import ReservedPorts
 KINDS = ("service", "remote_variables", "socket", "echo")
 SECRET = b"of this benchmark only"
 PROCESS_MB, COPIES = 300, 3.5
-"""What a process has by itself, and of the weights; about."""
+"""Approximate memory of a process itself, and number of copies of the weights."""
 ROUNDS_ALONE = 3
 
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]:
-    """One row: all kinds are alive and take turns, or start for each turn where they do not fit."""
+    """Return one row: all kinds are alive and take turns, or each starts for its turn."""
     rounds, exchanges = (2, 3) if quick else (7, max(2, 400 // size_mb // num_clients))
     together = _fit_together(size_mb, num_clients)
     rounds = rounds if together else min(rounds, ROUNDS_ALONE)
@@ -100,7 +100,7 @@ def measure(size_mb: int, num_clients: int, quick: bool) -> list[dict[str, Any]]
 
 
 def _fit_together(size_mb: int, num_clients: int) -> bool:
-    """Whether the processes of all kinds have room at the same time."""
+    """Tell whether the processes of all kinds fit into memory at the same time."""
     needed = len(KINDS) * (num_clients + 1) * (PROCESS_MB + COPIES * size_mb)
     return bool(needed < psutil.virtual_memory().available / 1e6)
 
@@ -108,7 +108,7 @@ def _fit_together(size_mb: int, num_clients: int) -> bool:
 def _take_turns(
     size_mb: int, num_clients: int, rounds: int, exchanges: int
 ) -> tuple[list[list[float]], tuple[float, float, float]]:
-    """Seconds of an exchange of each kind in each round; memory of the service, see `Group`."""
+    """Return each kind's seconds per exchange in each round; memory of the service, see `Group`."""
     with contextlib.ExitStack() as closing:
         groups = []
         for kind in KINDS:
@@ -123,7 +123,7 @@ def _take_turns(
 def _take_turns_alone(
     size_mb: int, num_clients: int, rounds: int, exchanges: int
 ) -> tuple[list[list[float]], tuple[float, float, float]]:
-    """As `_take_turns`; in its turn each kind has the machine to itself."""
+    """Do the same as `_take_turns`, but each kind has the machine to itself in its turn."""
     times: list[list[float]] = []
     memory = []
     for _ in range(rounds):
@@ -147,13 +147,13 @@ class Group:
         self._closing = contextlib.ExitStack()
 
     def start(self, kind: str, size_mb: int, num_clients: int) -> None:
-        """Returns when all processes are ready."""
+        """Return when all processes are ready."""
         ports = ReservedPorts(1 + num_clients)
         self._closing.callback(ports.close)
         ports.release()
         addresses = list(ports.addresses)
         self._server = self._process(f"{kind}-server", size_mb, *addresses)
-        # The service says what its process had before it made the variables.
+        # The service reports its process's memory before it made the variables.
         self._before_mb = float(_read(self._server).partition(" ")[2] or 0)
         for index in range(num_clients):
             client = self._process(f"{kind}-client", size_mb, index, *addresses)
@@ -168,24 +168,24 @@ class Group:
         return process
 
     def run(self, exchanges: int) -> float:
-        """Seconds for one exchange of every client, all at the same time."""
+        """Return the seconds for one exchange of every client, all at the same time."""
         for client in self._clients:
             client.stdin.write(f"{exchanges}\n")
             client.stdin.flush()
         return max(float(_read(client)) for client in self._clients) / exchanges
 
     def memory_mb(self) -> tuple[float, float, float]:
-        """Largest so far of the server, and of the largest client; the server's without weights."""
+        """Return the peak of the server and of the largest client; the server's without weights."""
         clients = [_memory_mb(client.pid, "VmHWM") for client in self._clients]
         return _memory_mb(self._server.pid, "VmHWM"), max(clients), self._before_mb
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         self._closing.close()
 
 
 def _memory_mb(pid: int | str, name: str) -> float:
-    """A process's resident memory by Linux: VmRSS that of now, VmHWM the largest so far."""
+    """Return a process's resident memory on Linux: VmRSS is the current one, VmHWM the peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024 / 1e6
@@ -209,7 +209,7 @@ def _read(process: subprocess.Popen[str]) -> str:
 
 
 def _serve_blocks(run: Any) -> None:
-    """The client's side of `Group.run`."""
+    """Run the client's side of `Group.run`."""
     print("ready", flush=True)
     for line in sys.stdin:
         start = time.perf_counter()
@@ -234,7 +234,7 @@ def service_server(size_mb: str, address: str, *_: str) -> None:
 
     compute_without_splitting()
     tf.config.list_logical_devices()  # its own memory is not the service's
-    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is that of now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present
     before = _memory_mb("self", "VmRSS")
     service = ParameterService(address, Partitions(((_elements(size_mb),),)), Delta(), SECRET, 4)
     service.start()

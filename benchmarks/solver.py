@@ -27,7 +27,7 @@ SAMPLES_PER_REPLICA = 128
 
 
 def problem(replicas, mode, seed):
-    """A solver without arguments, and the times it works on, for devices up to 100:1 apart."""
+    """Return a solver without arguments, and its times, for devices up to 100:1 apart."""
     random = np.random.default_rng(seed)
     total = SAMPLES_PER_REPLICA * replicas
     fixed = random.uniform(0, 0.02, replicas)
@@ -47,7 +47,7 @@ def problem(replicas, mode, seed):
 
 
 def check(shares, times, total):
-    """An optimum leaves no room: within a hair less time there is no place for all samples."""
+    """Check an optimum: within slightly less time there is no place for all samples."""
     longest = np.where(shares > 0, times(shares), 0.0).max() * (1 - 1e-9)
     low, high = np.zeros_like(shares), np.full_like(shares, total)
     while (low < high).any():
@@ -65,7 +65,7 @@ def measure(replicas, mode, repeats):
         shares = solve()
         milliseconds.append((time.perf_counter() - start) * 1e3)
         optimal = optimal and check(shares, times, total)
-    milliseconds = milliseconds[1:]  # the first one pays for numpy's start
+    milliseconds = milliseconds[1:]  # the first one includes numpy's startup
     return {
         "case": f"{replicas} replicas",
         "mode": mode,

@@ -1,6 +1,6 @@
-"""What it costs a step of `fit` that its input wait is measured.
+"""Cost of measuring the input wait of a step of `fit`.
 
-- "own code": Python of the meter in a step that does nothing on batches that are there, in
+- "own code": Python of the meter in a step that does nothing, with its batches ready, in
   microseconds. "tf.data" is an ordinary data set, "other" the data path of a strategy.
 - "fit": a step of about 1 ms with and without the callback, in one process and in turns; the median
   of the ratios of neighbouring blocks. `controller="fixed"` only measures; "tuner" may act as well.
@@ -46,7 +46,7 @@ def step_that_does_nothing(data):
 
 
 def own_code(kind, blocks, steps):
-    """Times metered steps and plain ones that do nothing; returns a row."""
+    """Time metered steps and plain ones that do nothing; return a row."""
     dataset = tf.data.Dataset.range(4).repeat()
     iterator = iter(dataset) if kind == "tf.data" else itertools.repeat(1)
     tuner, model = only_measuring(), keras.Sequential()
@@ -86,7 +86,7 @@ def own_code(kind, blocks, steps):
 
 
 class Clock(keras.callbacks.Callback):
-    """Times the steps of an epoch but the first ones."""
+    """Times all steps of an epoch except the first ones."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == WARM_UP_STEPS - 1:
@@ -104,7 +104,7 @@ def make_model():
 
 
 def fit(kind, blocks, steps):
-    """Times `fit` in short blocks with and without the callback; returns a row for each policy."""
+    """Time `fit` in short blocks with and without the callback; return a row for each policy."""
     if kind == "strategy":
         with keras_het.HeterogeneousStrategy(["CPU:0"]).scope():
             model = make_model()

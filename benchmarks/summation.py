@@ -2,10 +2,10 @@
 
     python benchmarks/summation.py [--json FILE] [--quick] [--case TEXT] [--mbit-per-s RATE]
 
-Four workers and up to four spare machines, each in a network namespace of its own behind a link of
+Four workers and up to four spare machines, each in its own network namespace behind a link of
 limited rate (jumbo frames of 9000 bytes), sum a vector in turn by (a) the summation service, (b)
 TensorFlow's ring all-reduce between the workers, (c) the spare machines alone, as parameter servers
-do. `bytes_ratio` is what the busiest link carried, counted at its ends with all headers, over the
+do. `bytes_ratio` is the traffic of the busiest link, counted at its ends with all headers, over the
 formula's; `predicted_speedup` is the formula's, D/n^2 for equal links. Needs root.
 """
 
@@ -32,7 +32,7 @@ os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 from _namespaces import Hosts, limited_hosts, why_not
 from _report import environment, print_table, write_report
 
-import keras_het  # before the forks, so that they need not import TensorFlow
+import keras_het  # before the forks, so they need not import TensorFlow
 from keras_het.planning import plan_summation
 from keras_het.strategy.cluster.cluster_config import read_cluster_config
 from keras_het.summation import Summation, start_machine
@@ -76,7 +76,7 @@ def skipped(reason: str) -> dict[str, Any]:
 
 
 def cases(quick: bool) -> list[tuple[str, tuple[float, ...], tuple[float, ...]]]:
-    """Name of each case and relative rates of the links of workers and spare machines."""
+    """Return the name of each case and the relative link rates of workers and spare machines."""
     counts = range(NUM_WORKERS + 1)
     equal = [(f"equal links, k={k}", (1.0,) * NUM_WORKERS, (1.0,) * k) for k in counts]
     unequal = [(f"unequal links, k={k}", UNEQUAL_WORKERS, UNEQUAL_SPARE[:k]) for k in counts]
@@ -90,7 +90,7 @@ def measure(
     mbit_per_s: float | None,
     quick: bool,
 ) -> dict[str, Any]:
-    """One row: all kinds take turns on the same hosts."""
+    """Return one row: all kinds take turns on the same hosts."""
     megabytes, default, rounds = (1, 200.0, 1) if quick else (8, 80.0, 5)
     mbit = mbit_per_s or default
     kinds = [kind for kind in KINDS if spare or kind != "servers"]
@@ -148,8 +148,8 @@ class Cluster:
     Args:
         hosts: workers first, then spare machines.
         workers: relative rates of the workers' links.
-        spare: the same of the spare machines.
-        megabytes: of the vector.
+        spare: relative rates of the spare machines' links.
+        megabytes: size of the vector.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Cluster:
             process.join()
 
     def run(self, kind: str) -> tuple[float, list[int]]:
-        """Seconds of one sum, and bytes on each host's link in its busier direction."""
+        """Return the seconds per sum, and bytes on each host's link in its busier direction."""
         before = self._hosts.traffic()
         for pipe in self._workers:
             pipe.send(kind)
@@ -210,7 +210,7 @@ class Cluster:
 
 
 def enter(hosts: Hosts, host: int, config: str) -> None:
-    """What every forked process does first."""
+    """Set up a forked process; each one calls it first."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
     hosts.enter(host)
     os.environ["TF_CONFIG"] = config
@@ -219,7 +219,7 @@ def enter(hosts: Hosts, host: int, config: str) -> None:
 
 
 def machine(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pipe: Any) -> None:
-    """A spare machine."""
+    """Run a spare machine."""
     enter(hosts, host, config)
     service = start_machine(read_cluster_config())
     pipe.send("ready")
@@ -228,7 +228,7 @@ def machine(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pi
 
 
 def worker(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pipe: Any) -> None:
-    """One of the workers."""
+    """Run one of the workers."""
     enter(hosts, host, config)
     import tensorflow as tf
 
@@ -255,7 +255,7 @@ def worker(hosts: Hosts, host: int, config: str, rates: Any, megabytes: int, pip
 
 
 def sums(strategy: Any, has_spare: bool) -> dict[str, Any]:
-    """One function for each kind."""
+    """Return one function for each kind."""
     import tensorflow as tf
 
     operations = strategy.extended._host_cross_device_ops
