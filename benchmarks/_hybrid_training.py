@@ -83,7 +83,7 @@ def train(options: argparse.Namespace) -> None:
     first_weights = model.get_weights()
 
     class Clock(keras.callbacks.Callback):
-        """Records the times of the steps from the first one on, and the weights every few steps."""
+        """Times of the steps from the first one on, and the weights every few steps."""
 
         def on_train_begin(self, logs: Any = None) -> None:
             self.ends: list[float] = []
@@ -100,7 +100,7 @@ def train(options: argparse.Namespace) -> None:
                     self.seen.append((self.ends[-1] - self.ends[0], self.model.get_weights()))
 
     class Meeting(keras.callbacks.Callback):
-        """Lets training continue after its first step once all async workers are present."""
+        """Pause after the first step of training until all async workers are present."""
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if strategy.is_async_worker:

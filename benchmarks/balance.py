@@ -136,7 +136,7 @@ class Limit:
 
 
 class Clock(keras.callbacks.Callback):
-    """Times steps and slows the first device down."""
+    """Timer of steps, which also slows the first device down."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__()

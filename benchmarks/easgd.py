@@ -328,7 +328,7 @@ def run_steps(
     """Train; return the seconds per step after the first two."""
 
     class Clock(keras.callbacks.Callback):
-        """Records the ends of steps, including the exchange."""
+        """Ends of steps, including the exchange."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -377,7 +377,7 @@ class Alone(keras.callbacks.Callback):
 
 
 class RoundRobin(Alone):
-    """Ends each step with a blocking exchange with the master, on this worker's turn.
+    """Local steps that each end with a blocking exchange with the master, on this worker's turn.
 
     Args:
         model: the model, whose weights are the first center.

@@ -216,7 +216,7 @@ def fit_block(strategy: Any, model_name: str) -> Any:
     import keras
 
     class Clock(keras.callbacks.Callback):
-        """Times all steps of an epoch except the first."""
+        """Timer of all steps of an epoch except the first."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 0:

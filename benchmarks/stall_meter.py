@@ -86,7 +86,7 @@ def own_code(kind, blocks, steps):
 
 
 class Clock(keras.callbacks.Callback):
-    """Times all steps of an epoch except the first ones."""
+    """Timer of all steps of an epoch except the first ones."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == WARM_UP_STEPS - 1:

@@ -63,7 +63,7 @@ def train(directory: Path, mode: str, rule: str, seed: int) -> None:
     used: dict[str, list[int]] = {}
 
     class Notes(keras.callbacks.Callback):
-        """Records each worker's samples, and the time without the first epoch's tracing."""
+        """Record of each worker's samples, and of the time without the first epoch's tracing."""
 
         started = ended = 0.0
 

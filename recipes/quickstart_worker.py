@@ -19,7 +19,7 @@ import keras_het
 
 
 class PrintEpochs(keras.callbacks.Callback):
-    """Prints one line per epoch."""
+    """Printout of one line per epoch."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         values = ", ".join(f"{name} {value:.4f}" for name, value in (logs or {}).items())

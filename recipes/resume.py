@@ -36,7 +36,7 @@ def train(backups: Path, result: Path, kill_after: int | None) -> None:
     import keras_het
 
     class Kill(keras.callbacks.Callback):
-        """Ends this process as out-of-memory or a lost machine would."""
+        """End of this process, as by lack of memory or loss of the machine."""
 
         steps = 0
 

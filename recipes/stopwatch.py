@@ -7,7 +7,7 @@ import keras
 
 
 class Stopwatch(keras.callbacks.Callback):
-    """Measures the time from the end of a step to the end of the next one within an epoch.
+    """Timer from the end of a step to the end of the next one within an epoch.
 
     Attributes:
         seconds: time by (epoch, batch). The first steps of the first epoch are excluded: tracing

@@ -40,7 +40,7 @@ def train(directory: Path, steps_per_phase: int) -> None:
     from keras_het.strategy.exact import emulated_device
 
     class Weather(keras.callbacks.Callback):
-        """Changes the speed of the emulated device; on real machines this is unnecessary."""
+        """Change of the emulated device's speed; on real machines this is unnecessary."""
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             if batch % steps_per_phase == 0:

@@ -9,7 +9,7 @@ import keras
 
 
 class BatchEnds:
-    """Records the time at which the last callback of a `fit` has seen the end of a batch.
+    """Record of the time at which the last callback of a `fit` has seen the end of a batch.
 
     The end of an epoch reaches one callback after the other: the work of earlier ones at that
     point, for example writing a checkpoint, is no part of the last step. Keras appends its

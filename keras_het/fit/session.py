@@ -226,7 +226,7 @@ class SessionCallback(keras.callbacks.Callback):
 
 
 class _First(keras.callbacks.Callback):
-    """Runs before the user's callbacks.
+    """The callback that runs before the user's.
 
     Args:
         session: the session of the `fit`.

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 
 class ShorterEpochs:
-    """Suppresses Keras's warning that data ran out while at least one object expects that.
+    """Suppression of Keras's warning that data ran out while at least one object expects that.
 
     Keras assumes that all epochs have as many steps as its data has batches, or as the first epoch
     has steps. Several callbacks may expect fewer at the same time, and end in any order.

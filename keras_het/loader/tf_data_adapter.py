@@ -144,47 +144,47 @@ def upstream_of(node: Dataset) -> Iterator[Dataset]:
 
 
 def is_none(spec: Any) -> bool:
-    """Whether `spec` is the spec of a None in an element."""
+    """Tell whether `spec` is the spec of a None in an element."""
     return type(spec).__name__ == "NoneTensorSpec"
 
 
 def is_map(node: Dataset) -> bool:
-    """Whether `node` is a `map`, sequential or parallel."""
+    """Tell whether `node` is a `map`, sequential or parallel."""
     return isinstance(node, (*_MAPS, AppliedMap))
 
 
 def is_batch(node: Dataset) -> bool:
-    """Whether `node` is a `batch`, sequential or parallel, of dense elements."""
+    """Tell whether `node` is a `batch`, sequential or parallel, of dense elements."""
     return isinstance(node, _BATCHES)
 
 
 def is_prefetch(node: Dataset) -> bool:
-    """Whether `node` is a `prefetch`."""
+    """Tell whether `node` is a `prefetch`."""
     return isinstance(node, prefetch_op._PrefetchDataset)
 
 
 def is_prefetch_or_options(node: Dataset) -> bool:
-    """Whether `node` changes neither the elements nor which of them pass."""
+    """Tell whether `node` changes neither the elements nor which of them pass."""
     return isinstance(node, (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset))
 
 
 def is_options(node: Dataset) -> bool:
-    """Whether `node` only sets options."""
+    """Tell whether `node` only sets options."""
     return isinstance(node, dataset_ops._OptionsDataset)
 
 
 def commutes_with_map(node: Dataset) -> bool:
-    """Whether a one-to-one `map` may swap places with `node` without changing the result."""
+    """Tell whether a one-to-one `map` may swap places with `node` without changing the result."""
     return type(node) in _REBUILT_BY
 
 
 def is_reshuffled(node: Dataset) -> bool:
-    """Whether `node` is a `shuffle` whose order differs between iterations."""
+    """Tell whether `node` is a `shuffle` whose order differs between iterations."""
     return isinstance(node, shuffle_op._ShuffleDataset) and bool(node._reshuffle_each_iteration)
 
 
 def counts_iterators(node: Dataset) -> bool:
-    """Whether `node` yields other elements, or another order of them, for each iterator."""
+    """Tell whether `node` yields other elements, or another order of them, for each iterator."""
     is_random = isinstance(node, random_op._RandomDataset) and bool(node._rerandomize)
     return is_random or is_reshuffled(node)
 
@@ -195,7 +195,7 @@ def first_reshuffled(dataset: Dataset) -> Dataset | None:
 
 
 def is_shuffle(node: Dataset) -> bool:
-    """Whether `node` is a `shuffle`."""
+    """Tell whether `node` is a `shuffle`."""
     return isinstance(node, shuffle_op._ShuffleDataset)
 
 
@@ -205,7 +205,7 @@ def shuffle_seeds(node: Dataset) -> tuple[int | None, int | None]:
 
 
 def is_file_cache(node: Dataset) -> bool:
-    """Whether `node` is a `cache` in files, or its function makes one."""
+    """Tell whether `node` is a `cache` in files, or its function makes one."""
     name = getattr(node, "_filename", None) if "Cache" in type(node).__name__ else None
     if name is not None and tensor_util.constant_value(name) not in (None, b"", ""):
         return True
@@ -217,7 +217,7 @@ def is_file_cache(node: Dataset) -> bool:
 
 
 def writes_files(node: Dataset) -> bool:
-    """Whether reading from `node` writes files, or may."""
+    """Tell whether reading from `node` writes files, or may."""
     writers = ("_SnapshotDataset", "_LegacySnapshotDataset", "_SaveDataset")
     return is_file_cache(node) or type(node).__name__ in writers
 
@@ -228,12 +228,12 @@ def _may_name_files(name: tf.Tensor) -> bool:
 
 
 def is_repeat(node: Dataset) -> bool:
-    """Whether `node` is a `repeat`."""
+    """Tell whether `node` is a `repeat`."""
     return isinstance(node, repeat_op._RepeatDataset)
 
 
 def is_nondeterministic(node: Dataset) -> bool:
-    """Whether `node` was explicitly given `deterministic=False`."""
+    """Tell whether `node` was explicitly given `deterministic=False`."""
     return getattr(node, "_deterministic", None) == "false"
 
 
@@ -346,7 +346,7 @@ def parallel_calls(node: Dataset, autotuned: int | None = None) -> int | None:
 
 
 def keras_array_indices(node: Dataset) -> bool:
-    """Whether `node` is the `map` in which Keras gathers rows of arrays at batches of indices."""
+    """Tell whether `node` is the `map` in which Keras gathers array rows at batches of indices."""
     if not is_map(node) or not _is_keras_function(
         node, "trainers.data_adapters.array_data_adapter", "grab_batch"
     ):
@@ -416,7 +416,7 @@ def with_keras_indices(node: Dataset, indices: Dataset) -> Dataset:
 
 
 def keras_class_weight(node: Dataset) -> bool:
-    """Whether `node` is the row-wise `map` in which Keras turns classes into sample weights."""
+    """Tell whether `node` is Keras's row-wise `map` from classes to sample weights."""
     return is_map(node) and _is_keras_function(
         node, "trainers.data_adapters.tf_dataset_adapter", "class_weights_map_fn"
     )
@@ -485,14 +485,14 @@ def _packed(spec: Any, flat: Iterator[Any]) -> Any:
 
 
 def draws_from_generator(node: Dataset) -> bool:
-    """Whether `node` is `Dataset.from_generator`."""
+    """Tell whether `node` is `Dataset.from_generator`."""
     return isinstance(node, flat_map_op._FlatMapDataset) and bool(
         operations_in_functions(node) & GENERATOR_OPERATIONS
     )
 
 
 def is_keras_generator(node: Dataset) -> bool:
-    """Whether `node` draws from a Python generator that was given to `fit` itself.
+    """Tell whether `node` draws from a Python generator that was given to `fit` itself.
 
     It can be drawn from only once.
     """
@@ -500,7 +500,7 @@ def is_keras_generator(node: Dataset) -> bool:
 
 
 def is_keras_py_dataset(node: Dataset) -> bool:
-    """Whether `node` draws from a `keras.utils.PyDataset`.
+    """Tell whether `node` draws from a `keras.utils.PyDataset`.
 
     Keras tells it when an epoch begins and ends, and its iterators share one queue of batches.
     """

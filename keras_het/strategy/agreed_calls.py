@@ -145,7 +145,7 @@ def _with_step_watch(model: Any, callbacks: Any) -> Any:
 
 
 class _StepWatch(keras.callbacks.Callback):
-    """Ends the training when one worker alone stops it; runs after the user's callbacks."""
+    """Last callback of a `fit`, which ends the training when one worker alone stops it."""
 
     _epoch = 0
     _batches = 0

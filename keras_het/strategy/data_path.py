@@ -18,7 +18,7 @@ from keras_het.training_strategy import TrainingStrategy
 
 
 class DataPath:
-    """Builds the strategy's data sets, and remembers the one that is being iterated.
+    """Factory of the strategy's data sets, which remembers the one being iterated.
 
     Args:
         strategy: the `HeterogeneousStrategy`.
@@ -204,7 +204,7 @@ def refuse_own_batches(what: str) -> None:
 
 
 class _Wrapper:
-    """Wraps one data set's batches for the train step."""
+    """Wrapper of one data set's batches for the train step."""
 
     def __init__(self, data_path: DataPath, dataset: Any = None) -> None:
         self._data_path = data_path

@@ -231,7 +231,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     @property
     def layout(self) -> ReplicaLayout:
-        """How many replicas every worker has, and which belong to this worker."""
+        """The number of replicas of every worker, and those of this worker."""
         layout: ReplicaLayout = self.extended.layout
         return layout
 

@@ -26,7 +26,7 @@ _TYPES_TO_GATHER_AS = {
 
 
 class HierarchicalAllReduce(private_api.CollectiveAllReduce):
-    """Sums over the local devices, all-reduces with one member per worker, copies back.
+    """Sum over the local devices, all-reduce with one member per worker, copy back.
 
     TensorFlow's `CollectiveAllReduce` makes every device a member of the collective group and
     requires the same number of devices in every process. Here a worker is one member, whatever

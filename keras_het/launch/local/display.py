@@ -16,7 +16,7 @@ _ERASE_LINE = "\r\x1b[2K"
 
 
 class Display:
-    """Prints the workers' lines, in colour on a terminal and plain otherwise.
+    """Printer of the workers' lines, in colour on a terminal and plain otherwise.
 
     Standard output and standard error stay separate. A state of a progress bar is redrawn in place
     on a terminal and omitted otherwise. An error that several workers have, or that only says that

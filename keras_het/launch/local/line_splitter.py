@@ -24,7 +24,7 @@ class OutputLine:
 
 
 class LineSplitter:
-    r"""Cuts a stream of UTF-8 bytes at `\n`, `\r\n` and `\r`.
+    r"""Splitter of a stream of UTF-8 bytes at `\n`, `\r\n` and `\r`.
 
     A terminal shows only the last of several texts separated by `\r`; to keep progress bars
     readable in files, every earlier one is marked as not final. Backspaces are dropped: Keras

@@ -37,7 +37,7 @@ _OTHER_FILES = 64
 
 
 class LocalCluster:
-    """Starts the same command as several workers, with TF_CONFIG on 127.0.0.1 and free ports.
+    """The same command as several workers, with TF_CONFIG on 127.0.0.1 and free ports.
 
     Every worker leads a process group. All groups are killed when the cluster closes, and by a
     small watchdog program if this process is killed before it can.
@@ -292,7 +292,7 @@ class LocalCluster:
             self._escalation.begin([*gentler, signal.SIGTERM, signal.SIGKILL])
 
     def _is_needed(self, result: WorkerResult) -> bool:
-        """Whether the others cannot continue without this worker."""
+        """Tell whether the others cannot continue without this worker."""
         return result.index < self.num_workers - self.num_async_workers
 
     def _end_running(self, signal_number: int) -> None:

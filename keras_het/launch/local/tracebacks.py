@@ -73,7 +73,7 @@ def uncaught_error(lines: Sequence[str]) -> UncaughtError | None:
 
 
 class TracebackFolder:
-    """Decides which of the workers' standard error is shown: each error once, effects in one line.
+    """Filter of the workers' standard error: each error is shown once, effects in one line.
 
     A traceback is held back until its error is known. If that only says that another worker is
     gone, or if another worker has shown the same error, only the error is shown.

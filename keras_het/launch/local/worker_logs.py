@@ -12,7 +12,7 @@ from keras_het.launch.local.worker_process import Stream
 
 
 class WorkerLogs:
-    """Writes `worker-N.log` for each worker: both streams, in the order in which lines arrive.
+    """Log `worker-N.log` of each worker: both streams, in the order in which lines arrive.
 
     Args:
         directory: Destination; created if necessary. Older logs of the same name are overwritten.

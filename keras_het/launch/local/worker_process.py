@@ -16,7 +16,7 @@ from keras_het.launch.local.tracebacks import TRACEBACK
 
 
 class Escalation:
-    """Sends one signal after the other until no worker is left.
+    """Sequence of signals, sent one after the other until no worker is left.
 
     Args:
         send: Sends a signal to all workers that still run.

@@ -33,7 +33,7 @@ class Cost:
 
 
 class _Run:
-    """Runs a data set repeatedly; timing starts at the first element.
+    """Repeated run of a data set; timing starts at the first element.
 
     Buffers fill before that; elements that follow soon may come out of them, and do not count.
     """

@@ -69,7 +69,7 @@ def name(node: Dataset) -> str:
 
 
 def is_file_reader(node: Dataset) -> bool:
-    """Whether an operation opens the files that its input names."""
+    """Tell whether an operation opens the files that its input names."""
     if type(node).__name__.removesuffix("V2") in _FILE_READERS:
         return True
     if not kind(node).endswith(("Interleave", "FlatMap")):
@@ -79,12 +79,12 @@ def is_file_reader(node: Dataset) -> bool:
 
 
 def is_work(node: Dataset) -> bool:
-    """Whether an operation computes or reads."""
+    """Tell whether an operation computes or reads."""
     return kind(node).removeprefix("Parallel") in _WORK
 
 
 def is_own(node: Dataset) -> bool:
-    """Whether an operation belongs to this package and only passes elements on."""
+    """Tell whether an operation belongs to this package and only passes elements on."""
     return type(node).__module__.startswith("keras_het.") and not adapter.is_map(node)
 
 
@@ -102,12 +102,12 @@ def may_change(node: Dataset) -> bool:
 
 
 def is_cache(node: Dataset) -> bool:
-    """Whether an operation keeps its elements for later epochs."""
+    """Tell whether an operation keeps its elements for later epochs."""
     return kind(node) in ("Cache", "Snapshot", "Save", "Load")
 
 
 def ends_early(node: Dataset) -> bool:
-    """Whether an operation may end before the one that it reads from."""
+    """Tell whether an operation may end before the one that it reads from."""
     if kind(node) == "TakeWhile":
         return True
     if kind(node) != "Take":

@@ -20,7 +20,7 @@ from keras_het.loader.input.global_order import GlobalOrderDataset
 
 
 class _FitReached(BaseException):
-    """Ends the script; no `except Exception` of the script stops it."""
+    """Signal that ends the script; no `except Exception` of the script stops it."""
 
 
 @dataclasses.dataclass

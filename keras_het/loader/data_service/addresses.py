@@ -1,4 +1,4 @@
-"""Addresses of dispatchers, and checks of whether they answer."""
+"""Addresses of dispatchers, and checks that they answer."""
 
 from __future__ import annotations
 

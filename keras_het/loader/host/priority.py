@@ -82,7 +82,6 @@ class LoaderPriority:
 
     Args:
         nice: nice value of threads that yield; 0 leaves them alone.
-        nice: nice value of threads that give way; 0 leaves them alone.
         load: load of others, measured here by default.
     """
 

@@ -11,7 +11,7 @@ from keras_het.loader.input.data_pass import DataPass, Element
 
 
 class Claims(Protocol):
-    """Tells, batch by batch in order, which ones belong to this process."""
+    """Decisions, batch by batch in order, on which ones belong to this process."""
 
     @property
     def passes_before(self) -> tuple[bool, ...]:
@@ -55,7 +55,7 @@ class Claims(Protocol):
 
 
 class BatchSource(Protocol):
-    """Yields the global batches of a pass one by one, cut if they are wanted."""
+    """Source of the global batches of a pass, one by one, cut if they are wanted."""
 
     def order(self, wanted: bool) -> None:
         """Announce whether the next unannounced batch will be wanted."""
@@ -72,7 +72,7 @@ class BatchSource(Protocol):
 
 
 class ClaimedPass(DataPass):
-    """Delivers the batches of this process and skips the others.
+    """A pass that delivers the batches of this process and skips the others.
 
     A batch may be delivered in several parts, each a separate step, for a worker with less memory
     or patience than the sync group.

@@ -125,7 +125,7 @@ class DistributedSteps(adapter.DistributedDataset):
 
     @property
     def content(self) -> Mapping[str, str]:
-        """What tells this data from other data, equal on all workers; reads no element."""
+        """Properties that identify this data, equal on all workers; reads no element."""
         return {}
 
     @property

@@ -23,7 +23,7 @@ from keras_het.planning.replica_layout import ReplicaLayout
 
 
 class FilePass(DataPass):
-    """Takes as many of the worker's own samples as its share requires at each step.
+    """A pass that takes as many of the worker's own samples as its share requires at each step.
 
     Args:
         chunks: batches of a few of the worker's own samples, in order.

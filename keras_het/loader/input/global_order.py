@@ -132,7 +132,7 @@ class GlobalOrderDataset(DistributedSteps):
 
     @functools.cached_property
     def content(self) -> Mapping[str, str]:
-        """What tells this data from other data, equal on all workers; reads no element."""
+        """Properties that identify this data, equal on all workers; reads no element."""
         return describe_content(self._source[0], self.form)
 
     @property
@@ -142,7 +142,7 @@ class GlobalOrderDataset(DistributedSteps):
 
     @property
     def reason(self) -> str:
-        """Why the data set is in this mode."""
+        """The reason for this mode."""
         return self.form.reason
 
     @property
@@ -197,7 +197,7 @@ class GlobalOrderDataset(DistributedSteps):
         return self._passes.before(run.number)
 
     def has_lost_count(self, run: DataPass) -> bool:
-        """Whether it is unknown which orders of its shuffles a running pass takes.
+        """Tell whether it is unknown which orders of its shuffles a running pass takes.
 
         That is so if a pass takes several, and one was left half-way, or another input of the data
         set began one meanwhile. If a shuffle reads from another, which takes its order with the

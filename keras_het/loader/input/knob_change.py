@@ -100,7 +100,7 @@ class KnobChange(abc.ABC):
 
 
 class SlicedPreparation(KnobChange):
-    """Hands over the running iterator of whole batches."""
+    """Handover of the running iterator of whole batches."""
 
     def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
         form = self._tuning.moved_form(self.knobs)
@@ -117,7 +117,7 @@ class SlicedPreparation(KnobChange):
 
 
 class JoiningPreparation(KnobChange):
-    """Lets another pipeline catch up with the running one, and then continue in its place."""
+    """Takeover by another pipeline that first catches up with the running one."""
 
     # steps by which the other pipeline gets ahead; more if the running one was quicker
     _margin = 0

@@ -12,7 +12,7 @@ from keras_het.loader.order.share_queue import ShareQueue
 
 
 class NextPipeline:
-    """Catches up with a running pass, without the work that only the user of a row does.
+    """A pipeline that catches up with a running pass, without work for own rows only.
 
     Args:
         pipeline: data set of ((batch of each local replica), sizes, fingerprint), which skips the

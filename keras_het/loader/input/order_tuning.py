@@ -74,7 +74,7 @@ class OrderTuning:
         return data
 
     def refusal(self) -> str | None:
-        """Why nothing can be changed, None if something can."""
+        """The reason why nothing can be changed, None if something can."""
         data, form = self.data, self.data.form
         if isinstance(data.running, ClaimedPass):
             return "async workers take a part of its batches"
@@ -93,7 +93,7 @@ class OrderTuning:
 
     @property
     def weight(self) -> float:
-        """How much the steps of this worker count among the jobs of a host.
+        """The weight of this worker's steps among the jobs of a host.
 
         A worker with a larger share prepares more samples for the same step. If batches are cut,
         each worker prepares all of them.

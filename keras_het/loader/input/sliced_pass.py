@@ -22,7 +22,7 @@ Sizes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SlicedPass(DataPass):
-    """Runs the user's pipeline unchanged and cuts each batch on request.
+    """A pass that runs the user's pipeline unchanged and cuts each batch on request.
 
     A cut shares the batch's memory, so it costs the same whatever the size of the rows.
 

@@ -73,7 +73,7 @@ class PipelineReport:
 
     @property
     def occupancy(self) -> float | None:
-        """How full the last buffer is, from 0 to 1; None if there is none."""
+        """Fill level of the last buffer, from 0 to 1; None if there is none."""
         sizes = [stage for stage in self.stages if stage.buffer_size and stage.name == "Prefetch"]
         return min(sizes[0].buffered / sizes[0].buffer_size, 1.0) if sizes else None  # type: ignore[operator]
 

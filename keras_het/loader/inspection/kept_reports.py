@@ -15,7 +15,7 @@ _CUT_DEPTH = 3
 
 
 class KeptReports:
-    """Looks at a running pipeline now and then, so that something is known once it is gone.
+    """Occasional looks at a running pipeline, for a report once it is gone.
 
     TensorFlow forgets its records when an iterator is handed over, or ends.
 

@@ -20,7 +20,7 @@ from keras_het.loader.iterators.replayable import draws_an_order
 
 
 class SpareIterators:
-    """Hands out iterators in the order in which they were begun, as one thread would make them.
+    """Iterators handed out in the order in which they were begun, as one thread would make them.
 
     A shuffle takes the order of a pass when its iterator is made, so unused spares must be the next
     ones to be used: they are kept.
@@ -138,7 +138,6 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         draw different numbers later on.
 
         Args:
-            knobs: its settings.
             knobs: its settings.
         """
         with iterator_adapter.separate_operation_seeds(self._seeds):

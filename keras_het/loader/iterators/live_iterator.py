@@ -15,7 +15,7 @@ from keras_het.loader.iterators.held_iterator import hold_functions_of, release
 
 
 class LiveIterator:
-    """Reads batches and times the wait for them; its pipeline may change between two batches.
+    """Timed reader of batches, whose pipeline may change between two of them.
 
     Args:
         given: the iterator that the loop holds.

@@ -1,4 +1,4 @@
-"""Checks of whether a second read of a pipeline yields the same elements in the same order."""
+"""Checks that a second read of a pipeline yields the same elements in the same order."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _takes_a_place(node: adapter.Dataset) -> bool:
 
 
 def _interleaves_in_any_order(node: adapter.Dataset) -> bool:
-    """Whether `node` is a parallel interleave with deterministic=False, which only its graph tells.
+    """Tell whether `node` is a parallel interleave with deterministic=False, from its graph.
 
     Reference:
         https://www.tensorflow.org/api_docs/python/tf/raw_ops/DatasetToGraphV2

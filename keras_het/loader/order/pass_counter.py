@@ -11,7 +11,7 @@ Pass = bool | int
 
 
 class PassCounter:
-    """Numbers the passes over one data set, or over all that read from one shuffle.
+    """Counter of the passes over one data set, or over all that read from one shuffle.
 
     A reshuffling `shuffle` has a new order for each iterator that is made, used or not, and Keras
     makes one at the end of each epoch that it does not use: on one device the epochs have the
@@ -101,7 +101,7 @@ _STEPS_BEFORE = 4
 
 
 class PassEnd:
-    """Counts the steps of a pass whose number of steps is known."""
+    """Step counter of a pass whose number of steps is known."""
 
     def __init__(self) -> None:
         self._left: int | None = None

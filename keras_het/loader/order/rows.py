@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 def is_sliceable(leaf: Any) -> bool:
-    """Whether a leaf of a batch has rows (None and `Optional` leaves have none)."""
+    """Tell whether a leaf of a batch has rows (None and `Optional` leaves have none)."""
     return isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
 
 

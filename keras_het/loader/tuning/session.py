@@ -80,7 +80,7 @@ class Move:
 
 
 class TuningSession:
-    """Tunes the pipeline of one `fit`.
+    """Tuner of the pipeline of one `fit`.
 
     Args:
         make_controller: makes the controller once the pipeline is known.

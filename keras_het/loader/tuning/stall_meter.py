@@ -8,7 +8,7 @@ import numpy as np
 
 
 class StallMeter:
-    """Keeps the time and the input wait of the latest steps, and their sums.
+    """Time and input wait of the latest steps, and their sums.
 
     The wait is exact: it is the time between requesting a batch and receiving it. On a device that
     works asynchronously it is an upper bound of the device's idle time.

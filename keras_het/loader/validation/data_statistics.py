@@ -31,7 +31,7 @@ _COMPRESSIONS = {".gz": "GZIP", ".zlib": "ZLIB"}
 
 
 class StatisticsBuilder:
-    """Accumulates the statistics of data that arrives in pieces; memory stays bounded.
+    """Accumulator of statistics for data that arrives in pieces; memory stays bounded.
 
     Args:
         name: name of the data set in reports.

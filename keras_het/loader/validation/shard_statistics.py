@@ -13,7 +13,7 @@ from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, statist
 
 
 class ShardStatistics:
-    """Accumulates the statistics of each local replica's share of the global batches.
+    """Accumulator of statistics for each local replica's share of the global batches.
 
     Args:
         strategy: any `tf.distribute.Strategy`; with `keras_het.HeterogeneousStrategy` the replicas

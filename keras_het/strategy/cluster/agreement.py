@@ -303,12 +303,12 @@ def has_equal_value(extended: Any, value: Any, name: str) -> bool:
 
 
 class Patience:
-    """Ends the wait for workers that continue a loop which this one has left.
+    """Limit on the wait for workers that continue a loop which this one has left.
 
     Their step needs this worker, which waits for them elsewhere: neither would ever end.
 
     Args:
-        message: what all workers are told.
+        message: the message for all workers.
         abort: makes the collectives of all workers fail with a message.
     """
 

@@ -76,7 +76,7 @@ class WorkerLostError(RuntimeError):
 
 
 class PeerWatch:
-    """Asks some other workers for a sign of life, and aborts pending collectives if one is gone.
+    """Watch over some other workers, which aborts pending collectives if one is gone.
 
     A worker that waits in a collective for a dead one would wait for minutes, or fail with a
     message about sockets. The watch makes every pending collective fail and knows which worker was
@@ -249,9 +249,9 @@ def name_lost_workers(watch: PeerWatch, function: Callable[..., object]) -> Call
         watch: the watch of this process.
         function: function that runs collectives.
 
+    Returns:
         The function; it raises `WorkerLostError` instead of TensorFlow's error about a broken
         connection, and passes on every other error.
-        connection, and passes every other error on.
     """
 
     @functools.wraps(function)

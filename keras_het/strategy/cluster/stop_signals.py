@@ -43,7 +43,7 @@ class Stoppable(Protocol):
 
 
 class StopSignals:
-    """Receives the signals of this process; keeps handlers that the user installed."""
+    """Receiver of this process's signals, which keeps handlers that the user installed."""
 
     def __init__(self) -> None:
         self._is_leaving = False

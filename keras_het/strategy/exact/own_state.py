@@ -234,7 +234,7 @@ def _in_own_row(step: ExactStep, value: Any) -> Any:
 
 
 class _Reader:
-    """Reads off the graph what the step has assigned to a variable; starts on first use.
+    """Reader of the step's assignments to variables from the graph; starts on first use.
 
     Args:
         step: the running step, after the model's own step.

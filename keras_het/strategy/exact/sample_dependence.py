@@ -74,7 +74,7 @@ class Combination:
 
 
 class SampleDependence:
-    """Reads the graph that one replica's step has traced.
+    """Reader of the graph that one replica's step has traced.
 
     Args:
         rows: tensors with the samples of the replica.

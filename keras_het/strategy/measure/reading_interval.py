@@ -14,7 +14,7 @@ _MOST_STEPS = 64
 
 
 class ReadingInterval:
-    """Tells after which executions the measurements should be read.
+    """Schedule of the executions after which the measurements should be read.
 
     Measured steps wait in a ring, so none is lost. The interval depends only on compute times,
     which are identical bit by bit on all workers, so all read, and change shares, after the same

@@ -16,7 +16,7 @@ from keras_het import private_api
 
 
 class StepClock:
-    """Times one replica's part of one step, in the graph.
+    """Timer of one replica's part of one step, in the graph.
 
     Args:
         inputs: the replica's batch; time starts when it is available. The step must compute on
