@@ -8,7 +8,7 @@ quantity that leaves the replica is combined as
 
 which is the one device's mean, whatever the shares. A quantity that is not a mean over samples (a
 loss with reduction "sum", a mean over unmasked time steps) is first brought into that form, see
-`exact_losses`.
+`losses`.
 """
 
 from __future__ import annotations

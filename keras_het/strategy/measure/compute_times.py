@@ -47,7 +47,7 @@ class StepTimes:
 
 
 class ControlChannel:
-    """Carries the chief's decisions to all workers, with the sums of the step after them.
+    """The path of the chief's decisions to all workers: with the sums of the step after them.
 
     Workers that decided for themselves could round differently, and cut a batch differently.
 
@@ -62,7 +62,7 @@ class ControlChannel:
             self._batch = tf.Variable(tf.zeros([2]), trainable=False)
 
     def send_shares(self, shares: Sequence[int]) -> None:
-        """Tells all workers which shares they should use; for the chief.
+        """Tell all workers which shares they should use; for the chief.
 
         Args:
             shares: samples of each replica, each below 2**24; zeros for no decision.
@@ -70,7 +70,7 @@ class ControlChannel:
         self._shares.assign(np.asarray(shares, np.float32))
 
     def send_batch(self, global_batch_size: int, rate_factor: float) -> None:
-        """Tells all workers which global batch they should use; for the chief.
+        """Tell all workers which global batch they should use; for the chief.
 
         Args:
             global_batch_size: samples, below 2**24; 0 for no decision.
@@ -103,7 +103,7 @@ class ControlChannel:
 
 
 class ComputeTimes:
-    """Keeps the latest steps in a ring in host memory, which the train step writes.
+    """Ring of the latest steps in host memory, written by the train step.
 
     Args:
         num_replicas: replicas over all workers.
