@@ -76,7 +76,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         state = self._folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
         if state:
-            strategy.training_state.restored = {
+            strategy._training_state.restored = {
                 name.removeprefix(_SERVICE): values for name, values in state.items()
             }
         size = position.get("global_batch_size")
@@ -135,14 +135,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Delete the backup, unless it is to be kept."""
-        if (request := self._strategy().stop_request) is not None:
+        if (request := self._strategy()._stop_request) is not None:
             request.end_if_agreed()
         super().on_train_end(logs)
         self.model._initial_epoch = None
 
     def _save_if_it_ends(self) -> None:
         """Save if a signal ends all workers before the next step."""
-        request = self._strategy().stop_request
+        request = self._strategy()._stop_request
         if request is not None and request.is_agreed:
             self._save_model()
 
@@ -174,7 +174,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def _service_state(self) -> dict[str, np.ndarray]:
         """Versions and rule state of a parameter service; the last saved ones if it is lost."""
-        state = self._strategy().training_state.export
+        state = self._strategy()._training_state.export
         arrays = state() if state is not None else {}
         if arrays is None:
             return {n: v for n, v in self._folder.state().items() if n.startswith(_SERVICE)}

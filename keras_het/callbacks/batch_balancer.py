@@ -141,7 +141,7 @@ class BatchBalancer(SessionCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Start measuring."""
         strategy = heterogeneous_strategy(self.model, self)
-        fit = self.fit_session
+        fit = self._fit_session
         others = [each for each in fit.callbacks if each is not self] if fit is not None else []
         if any(isinstance(each, BatchBalancer) for each in others):
             raise ValueError(

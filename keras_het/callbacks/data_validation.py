@@ -104,7 +104,7 @@ class DataValidation(SessionCallback):
         """Mark the next batches as the first ones."""
         self._forget()
         self.anomalies, self._is_checked = [], False
-        fit = self.fit_session
+        fit = self._fit_session
         if fit is not None:
             fit.add_layer(Rank.VALIDATE_DATA, functools.partial(self._step, fit))
             fit.on_end(self._forget)

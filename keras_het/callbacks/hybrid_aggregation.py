@@ -200,8 +200,8 @@ class HybridAggregation(SessionCallback):
             self._send_gradients(self._participant)
         self._starts = True
         self._begins_pass = False
-        strategy.take_claimed_batches(self._participant.data, self._claims)
-        self._fit = fit = self.required_session()
+        strategy._take_claimed_batches(self._participant.data, self._claims)
+        self._fit = fit = self._required_session()
         fit.add_layer(Rank.COUNT_SAMPLES, self._count_samples)
         fit.before_inner(self._refuse_fit_within)
         fit.before_callbacks("on_epoch_end", self._end_epoch)
@@ -325,9 +325,9 @@ class HybridAggregation(SessionCallback):
         """Restore model and strategy to their original state."""
         self._shorter_epochs.end()
         strategy = heterogeneous_strategy(self.model, self)
-        strategy.take_claimed_batches(None, None)
+        strategy._take_claimed_batches(None, None)
         # A training without an epoch leaves its backup unused; the next one must not get it.
-        strategy.training_state.forget_center()
+        strategy._training_state.forget_center()
         if self._user_optimizer is not None:
             self.model.optimizer, self._user_optimizer = self._user_optimizer, None
             self.model.make_train_function(force=True)
@@ -339,11 +339,11 @@ class HybridAggregation(SessionCallback):
         if chosen and strategy.is_chief:
             _logger.warning("Roles were chosen from measurements: %s", chosen)
         self._choice = None
-        may_choose = strategy.training_state.role_trials_left > 0 and not chosen
+        may_choose = strategy._training_state.role_trials_left > 0 and not chosen
         may_choose = may_choose and strategy.num_workers > 1 and not strategy.num_async_workers
         if may_choose:
             self._last_batch = -1
-            strategy.training_state.role_trials_left -= 1
+            strategy._training_state.role_trials_left -= 1
             self._choice = RoleChoice(self.model, strategy, self._options, *self._measured)
         return may_choose
 
@@ -354,7 +354,7 @@ class HybridAggregation(SessionCallback):
             return
         self._choice = None
         strategy = heterogeneous_strategy(self.model, self)
-        strategy.training_state.role_trials_left = 0
+        strategy._training_state.role_trials_left = 0
         if strategy.is_chief:
             _logger.warning("Measured for roles: %s", plan)
         if any(role != "sync" for role in plan.roles):

@@ -124,7 +124,7 @@ class LoaderTuner(SessionCallback):
         self.moves = session.moves
         self._ends = BatchEnds(self.model)
         self.replicas = local_replicas(self.model)
-        self._fit = fit = self.fit_session
+        self._fit = fit = self._fit_session
         if fit is not None:
             fit.add_layer(Rank.TUNE_LOADER, functools.partial(self._train_step, fit, session))
             fit.before_inner(self._before_inner)
@@ -259,7 +259,7 @@ class LoaderTuner(SessionCallback):
         self.predict_meter.add(time.perf_counter() - self._asked, wait, len(batches))
         return result
 
-    def keep_host(self) -> None:
+    def _keep_host(self) -> None:
         """Keep this training's part of the host during a long validation."""
         if self._session is not None:
             self._session.share.heartbeat()
@@ -407,7 +407,7 @@ class _Evaluation:
 
     def step(self, step: StepFunction, iterator: Any) -> Any:
         """Time one of its steps."""
-        self._tuner.keep_host()
+        self._tuner._keep_host()
         start = time.perf_counter()
         if self._live is None or self._live.given is not iterator:
             self._live = LiveIterator(iterator)

@@ -90,7 +90,7 @@ class LocalTraining(SessionCallback):
         check_keeps_weights(self.model.optimizer, self)
         self._rule_of_training = rule
         self._exchange = None
-        fit = self.required_session()
+        fit = self._required_session()
         self._steps = LocalSteps(fit, strategy)
         fit.before_callbacks("on_epoch_end", self._end_epoch)
         fit.before_callbacks("on_train_end", self._end_training)
@@ -109,10 +109,10 @@ class LocalTraining(SessionCallback):
     def _start(self, strategy: TrainingStrategy) -> None:
         """Start from the current weights, which a backup may have restored in the meantime."""
         self._exchange = PeriodicExchange(self.model, strategy, self._rule_of_training)
-        if strategy.training_state.restored is not None:
-            self._exchange.restore(strategy.training_state.restored)
-            strategy.training_state.restored = None
-        strategy.training_state.export = self._exchange.saved
+        if strategy._training_state.restored is not None:
+            self._exchange.restore(strategy._training_state.restored)
+            strategy._training_state.restored = None
+        strategy._training_state.export = self._exchange.saved
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Exchange if it is due."""
@@ -155,7 +155,7 @@ class LocalTraining(SessionCallback):
         if self._steps is not None:
             self._steps.leave()
         # A training without an epoch leaves its backup unused; the next one must not get it.
-        strategy.training_state.forget_center()
+        strategy._training_state.forget_center()
         self._exchange = self._steps = None
 
 

@@ -205,18 +205,18 @@ class SessionCallback(keras.callbacks.Callback):
         install_sessions()
 
     @property
-    def fit_session(self) -> FitSession | None:
+    def _fit_session(self) -> FitSession | None:
         """The session of the `fit` in which Keras has called this callback; None outside of one."""
         session = FitSession.of(self.model)
         return session if session is not None and session.loop == "fit" else None
 
-    def required_session(self) -> FitSession:
+    def _required_session(self) -> FitSession:
         """The session of the `fit`.
 
         Raises:
             RuntimeError: outside of `fit`.
         """
-        session = self.fit_session
+        session = self._fit_session
         if session is None:
             raise RuntimeError(
                 f"{type(self).__name__} works within fit. Received: a call of its methods outside "

@@ -122,7 +122,7 @@ class Fragment:
         sent = self._weights.read(), self._statistics.read()
         samples = tf.constant(float(self.samples), tf.float32)
         self.samples = self.steps = 0
-        run = self._strategy.name_lost_workers(self._run)
+        run = self._strategy._name_lost_workers(self._run)
         combined = executor.submit(run, sent, samples)
         self._pending = _Pending(sent, step + self._rule.overlap, combined)
 

@@ -61,7 +61,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if getattr(self, "_distribute_strategy", None) is strategy:
             move_optimizer(strategy, self)
         is_first = name not in _called.setdefault(self, set())
-        call = strategy.name_lost_workers(original)
+        call = strategy._name_lost_workers(original)
         if name in _ON_BATCHES and not is_first:
             return call(self, *args, **kwargs)
         _called[self].add(name)

@@ -190,10 +190,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         install_sessions()
         install_agreement(self)
         # Stops at a step boundary after a signal; None if the signal ends the process itself.
-        self.stop_request: StopRequest | None = None
+        self._stop_request: StopRequest | None = None
         if self.num_workers > 1 or self.is_async_worker or self.num_async_workers:
-            self.stop_request = StopRequest(self.extended.worker_devices[0], self.barrier)
-            stop_signals.add(self.stop_request)
+            self._stop_request = StopRequest(self.extended.worker_devices[0], self.barrier)
+            stop_signals.add(self._stop_request)
             stop_signals.install()
             install_loops()
 
@@ -214,17 +214,12 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             f"[{devices}] here, shares [{shares}]>"
         )
 
-    @property
-    def training_state(self) -> TrainingState:
-        """State that the callbacks of a training leave for each other."""
-        return self._training_state
-
     def _begin_watching(self, membership: Membership, patience_seconds: float) -> None:
         stop_signals.install(private_api.abort_collectives)
         self._peer_watch = watch_peers(membership, patience_seconds)
         install_report(self._peer_watch)
 
-    def stop_watching(self) -> None:
+    def _stop_watching(self) -> None:
         """Stop reporting workers that are gone; at the end of the script."""
         if self._peer_watch is not None:
             self._peer_watch.stop()
@@ -268,7 +263,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._cluster_config is not None and self._cluster_config.is_parameter_service
 
     @property
-    def first_seed_stream(self) -> int:
+    def _first_seed_stream(self) -> int:
         """First of this group's streams of random numbers; async workers draw from others."""
         if self._cluster_config is None or not self.is_async_worker:
             return 0
@@ -423,7 +418,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         self._data_path.resume(passes, step)
 
-    def take_claimed_batches(self, dataset: Any, source: Callable[[], Any] | None) -> None:
+    def _take_claimed_batches(self, dataset: Any, source: Callable[[], Any] | None) -> None:
         """Make passes that start from now on take only some of the global batches.
 
         Args:
@@ -434,7 +429,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._data_path.claim(dataset, source)
 
     @property
-    def data_to_be_trained(self) -> Any:
+    def _data_to_be_trained(self) -> Any:
         """Return the distributed data set that a `fit` starting now will iterate."""
         return self._data_path.to_be_trained()
 
@@ -464,7 +459,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         if self.num_workers == 1:
             return np.zeros([1, agreement.NUM_NOTES], np.int64)
-        compare = self.name_lost_workers(agreement.agree)
+        compare = self._name_lost_workers(agreement.agree)
         with contextlib.ExitStack() as stack:
             if leaves_loop is not None:
                 stack.enter_context(agreement.Patience(leaves_loop, self.extended.end_of_all))
@@ -515,9 +510,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         model = private_api.model_of_step(step) if kind is not None else None
         if kind is None:
             self._warn_that_nothing_waits()
-        elif self.stop_request is not None:
-            self.stop_request.watch_steps(
-                private_api.model_of_prediction(step), f"{kind}_function", self.steps_carry_wishes
+        elif self._stop_request is not None:
+            self._stop_request.watch_steps(
+                private_api.model_of_prediction(step), f"{kind}_function", self._steps_carry_wishes
             )
         if kind is None and len(self.layout.local_replicas) > 1 and not _is_traced_apart(fn):
             with keras_hooks():
@@ -541,7 +536,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             "those of fit, do. Its times say nothing about devices of different speed."
         )
 
-    def name_lost_workers(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _name_lost_workers(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Make a function that runs collectives report which worker was lost.
 
         Args:
@@ -551,7 +546,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return function if watch is None else name_lost_workers(watch, function)
 
     @property
-    def steps_carry_wishes(self) -> bool:
+    def _steps_carry_wishes(self) -> bool:
         """Whether a step traced now has a collective of all workers."""
         return self.num_workers > 1 and not self.extended.reduces_within_worker
 

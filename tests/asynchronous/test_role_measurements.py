@@ -65,7 +65,7 @@ class FakeStrategy:
     """Two workers of one device each, of which one step was measured."""
 
     layout = SimpleNamespace(replicas_per_worker=(1, 1))
-    data_to_be_trained = SimpleNamespace(cardinality=40, takes_keras_arrays=False)
+    _data_to_be_trained = SimpleNamespace(cardinality=40, takes_keras_arrays=False)
     extended = SimpleNamespace(gather_over_workers=lambda values: values)
 
     def __init__(self):

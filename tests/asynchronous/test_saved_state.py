@@ -132,7 +132,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
 ):
     service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
     center, backup = leader_of(client, goes_on=True), BackupAndRestore(str(tmp_path))
-    strategy = SimpleNamespace(training_state=TrainingState(center.exported))
+    strategy = SimpleNamespace(_training_state=TrainingState(center.exported))
     monkeypatch.setattr(backup, "_strategy", lambda: strategy)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd")
@@ -147,7 +147,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
         assert center._is_lost
         np.testing.assert_equal(found, before)
     center._return.stop()
-    strategy.training_state.export = None  # a training without a service
+    strategy._training_state.export = None  # a training without a service
     assert backup._service_state() == {}
 
 

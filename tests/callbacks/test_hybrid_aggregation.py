@@ -509,12 +509,12 @@ def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, cpu_devices, task, 
     strategy = strategy_of(monkeypatch, task, worker=1, **{"async": 1})
     model = make_model(strategy)
     before, optimizer = flat(model), model.optimizer
-    strategy.training_state.restored = {"of": np.zeros(1)}
+    strategy._training_state.restored = {"of": np.zeros(1)}
     hybrid = HybridAggregation(rule)
     model.fit(data(), epochs=2, initial_epoch=2, verbose=0, callbacks=[hybrid])
     np.testing.assert_array_equal(flat(model), before)
     assert model.optimizer is optimizer and hybrid.participant is None
-    assert strategy.training_state.restored is None
+    assert strategy._training_state.restored is None
 
 
 @pytest.mark.full

@@ -122,9 +122,9 @@ def test_what_was_restored_is_not_that_of_a_later_training(cpu_devices):
     callback = LocalTraining("diloco")
     with strategy.scope():
         callback.set_model(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
-    strategy.training_state.restored = {"local_training/step": np.array(5)}
+    strategy._training_state.restored = {"local_training/step": np.array(5)}
     callback._end_training()
-    assert strategy.training_state.restored is None
+    assert strategy._training_state.restored is None
 
 
 def test_a_failed_training_is_in_no_later_backup(cpu_devices):
@@ -143,9 +143,9 @@ def test_a_failed_training_is_in_no_later_backup(cpu_devices):
 
     with pytest.raises(RuntimeError, match="on purpose"):
         model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[Fails()])
-    strategy.training_state.export = dict  # of the failed training, which nobody took back
+    strategy._training_state.export = dict  # of the failed training, which nobody took back
     model.fit(x, x[:, :1], batch_size=BATCH, verbose=0)
-    assert strategy.training_state.export is None
+    assert strategy._training_state.export is None
 
 
 @pytest.mark.parametrize("loop", ["fit", "train_on_batch"])

@@ -210,7 +210,7 @@ class SeesFirst(SessionCallback):
     """Has a word before all other callbacks."""
 
     def on_train_begin(self, logs=None):
-        session = self.required_session()
+        session = self._required_session()
         session.before_callbacks("on_epoch_end", lambda epoch, logs: logs.update(added=epoch))
         session.before_callbacks("on_train_end", lambda logs: logs.update(ended=True))
 

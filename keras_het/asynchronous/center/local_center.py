@@ -40,10 +40,10 @@ class LocalCenter(Center):
             self._weights.prepare_local_exchange()
         if self._state is not None:
             self._state.set_partitions(vectors.state.read())
-        if leader.strategy.training_state.restored is not None:
-            self._weights.set_state(leader.strategy.training_state.restored)
-            leader.strategy.training_state.restored = None
-        leader.strategy.training_state.export = self._weights.state
+        if leader.strategy._training_state.restored is not None:
+            self._weights.set_state(leader.strategy._training_state.restored)
+            leader.strategy._training_state.restored = None
+        leader.strategy._training_state.export = self._weights.state
         self._seen = vectors.weights.read()
         self._parts.start()
         _logger.info("The parameter service answers on %s.", address)

@@ -48,14 +48,14 @@ class RemoteCenter(Center):
         self._waits = group.rule.uses_gradients
         strategy = group.strategy
         self._parts = RemoteParts(group, addresses, tasks)
-        saved, strategy.training_state.restored = strategy.training_state.restored, None
+        saved, strategy._training_state.restored = strategy._training_state.restored, None
         self._parts.bring_center(saved)
         self._weights = CenterClient(self._parts.weights, group.rule)
         self._state: CenterClient | None = None
         if self._parts.state is not None:
             self._state = CenterClient(self._parts.state, group.state_rule)
         self._adopt_center()
-        strategy.training_state.export = self.exported
+        strategy._training_state.export = self.exported
         seconds = self._options.timeout_seconds
         self.ledger = LeaderLedger(LedgerClient(addresses[0], group.credential, LEADER, seconds))
         self._pending: Pending | None = None

@@ -139,13 +139,13 @@ class Participant(abc.ABC):
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
         self.vectors = ModelVectors(model, strategy, options.partition_size)
-        strategy.training_state.num_hybrid_runs += 1
-        self.run: int = strategy.training_state.num_hybrid_runs
+        strategy._training_state.num_hybrid_runs += 1
+        self.run: int = strategy._training_state.num_hybrid_runs
         self.secret = read_secret()
         self.credential = credential(self.secret, self.service_fingerprint)
         self.num_clients = first_async_client(strategy) + strategy.num_async_workers
         self.state_rule = StatisticsAveraging(alpha=1.0 / self.num_clients)
-        self.data = data = strategy.data_to_be_trained
+        self.data = data = strategy._data_to_be_trained
         self.num_batches = int(data.cardinality)
         self.fingerprint = int(data.fingerprint or 0)
         self.first_pass = len(data.position[0])

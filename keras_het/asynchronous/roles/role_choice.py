@@ -63,7 +63,7 @@ class RoleChoice:
         noise_scale: float | None = None,
     ) -> None:
         self._model, self._strategy, self._options = model, strategy, options
-        data = strategy.data_to_be_trained
+        data = strategy._data_to_be_trained
         self._num_batches = None
         # For arrays, this is known once there are async workers.
         if data is not None and not data.takes_keras_arrays:
@@ -106,7 +106,7 @@ class RoleChoice:
                 WARM_UP_STEPS,
                 self._measured_steps,
                 self._steps,
-                self._strategy.training_state.role_trials_left,
+                self._strategy._training_state.role_trials_left,
             )
         self._strategy.stop_measuring(self._model)
 

@@ -67,7 +67,7 @@ def leave_together(strategy: Callable[[], Any]) -> None:
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     thread.join(_LONGEST_WAIT_SECONDS)
-    live.stop_watching()  # a worker that exits first is not lost
+    live._stop_watching()  # a worker that exits first is not lost
 
 
 def _failed() -> bool:

@@ -172,7 +172,7 @@ def _known(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def loop(model: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = getattr(model, "distribute_strategy", None)
-        request = getattr(strategy, "stop_request", None)
+        request = getattr(strategy, "_stop_request", None)
         if request is None:
             return original(model, *args, **kwargs)
         with request.loop(model):

@@ -69,7 +69,7 @@ def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, 
         step = _make_step(strategy, replica_data, sizes)
         step.state_before = state_before(step, model)
         step.remarks = remarks
-        step.seed_stream += strategy.first_seed_stream
+        step.seed_stream += strategy._first_seed_stream
         step.values_of_model = {id(variable.value) for variable in model.variables}
         if may_defer_update:
             step.deferrable_optimizer = model.optimizer
@@ -109,7 +109,7 @@ def run_predict_step(strategy: TrainingStrategy, run: Run, function: Any, data: 
     def replica_step(replica_data: Any, sizes: Any) -> Any:
         step = _make_step(strategy, replica_data, sizes)
         step.is_prediction = True
-        step.seed_stream += strategy.first_seed_stream
+        step.seed_stream += strategy._first_seed_stream
         replica_data = _start_clock(strategy, step, replica_data)
         if model is not None:
             step.state_before, step.remarks = state_before(step, model), remarks
@@ -256,7 +256,7 @@ def _wishes(strategy: TrainingStrategy, step: ExactStep, logs: Any) -> list[Any]
 
 
 def _carried_request(strategy: TrainingStrategy) -> StopRequest | None:
-    return strategy.stop_request if strategy.steps_carry_wishes else None
+    return strategy._stop_request if strategy._steps_carry_wishes else None
 
 
 def _tensors(structure: Any) -> list[Any]:
