@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 400
 
 
 def measure_with_quotas(quick: bool) -> list[dict[str, Any]]:
-    """Return one row for each case and policy, or one that says why there is none."""
+    """Return one row per case and policy, or a single row with the reason for skipping them."""
     reason = why_not()
     if reason:
         return [{"case": "cpu quotas", "policy": "boa", "skipped": reason}]
