@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,10 +23,15 @@ class DataPath:
 
     Args:
         strategy: the `HeterogeneousStrategy`.
+        weights: share weight of each replica of all workers.
+
+    Attributes:
+        weights: the same; a change counts from the next step to be ordered.
     """
 
-    def __init__(self, strategy: TrainingStrategy) -> None:
+    def __init__(self, strategy: TrainingStrategy, weights: tuple[float, ...]) -> None:
         self._strategy = weakref.ref(strategy)
+        self.weights = weights
         self._latest: weakref.ref[Any] | None = None
         self.latest_shares: tuple[int, ...] = ()
         self.samples_delivered = 0
@@ -94,7 +100,7 @@ class DataPath:
         dataset = kind(
             *sources,
             layout=self._get_strategy().layout,
-            weights=lambda: self._get_strategy().shares,
+            weights=lambda: self.weights,
             wrap=_Wrapper(self),
             **options,
         )
@@ -135,19 +141,19 @@ class DataPath:
     def _is_compared(self) -> bool:
         return self.claims_source is None and self._get_strategy().num_workers > 1
 
-    @property
+    @functools.cached_property
     def layout(self) -> ReplicaLayout:
         """The strategy's layout."""
         layout: ReplicaLayout = self._get_strategy().layout
         return layout
 
-    @property
+    @functools.cached_property
     def devices(self) -> tuple[str, ...]:
         """Names of this worker's devices."""
         devices: tuple[str, ...] = self._get_strategy().extended.worker_devices
         return devices
 
-    @property
+    @functools.cached_property
     def own_replicas(self) -> slice:
         """This worker's places among the shares of all replicas."""
         local = self.layout.local_replicas

@@ -167,13 +167,12 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if membership.config is not None or membership.num_workers > 1:
             leave_quickly()
         self._cluster_config = membership.config
-        self._data_path = DataPath(self)
+        self._data_path = DataPath(self, share_weights(shares, self.layout))
         self._compute_times = ComputeTimes(self.num_replicas_in_sync)
         self._training_state = TrainingState()
-        self._weights = share_weights(shares, self.layout)
         warn_of_emulated_devices(self._emulated_devices, len(self.layout.local_replicas))
         if self.num_workers > 1:
-            agreement.check_agreement(self.extended, self._weights, summation)
+            agreement.check_agreement(self.extended, self.shares, summation)
             agreement.share_random_seed(self.extended)
             watch = self._peer_watch or watch_peers(membership, patience)
             share_news(watch)
@@ -293,7 +292,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     @property
     def shares(self) -> tuple[float, ...]:
         """The share weight of every replica."""
-        return self._weights
+        return self._data_path.weights
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """Change the share weights from a later step on.
@@ -307,7 +306,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         Raises:
             ValueError: if the number of weights is not the number of replicas, or all are zero.
         """
-        self._weights = share_weights(shares, self.layout)
+        self._data_path.weights = share_weights(shares, self.layout)
 
     def distribute(
         self, dataset: tf.data.Dataset, global_batch_size: int | None = None, **options: Any

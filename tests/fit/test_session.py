@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import keras_het
 from keras_het.fit.session import FitSession, Rank, SessionCallback, install_sessions
 
 X = np.ones((8, 3), "float32")
@@ -251,3 +255,32 @@ def test_one_that_needs_a_session_says_so(model):
     callback.set_model(model)
     with pytest.raises(RuntimeError, match="SeesFirst works within fit"):
         callback.on_train_begin()
+
+
+def test_a_steady_step_passes_few_files(cpu_devices):
+    """A newcomer can read what a batch goes through."""
+    folder = str(Path(keras_het.__file__).parent)
+    files = set()
+
+    def note(frame, event, arg):
+        del arg
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            files.add(frame.f_code.co_filename)
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            del logs
+            sys.setprofile(note if batch == 9 else None)
+
+    strategy = keras_het.HeterogeneousStrategy(devices=cpu_devices[:2])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    rows = np.ones((96, 4), np.float32)
+    data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).batch(8)
+    before = sys.getprofile()
+    try:
+        model.fit(data, callbacks=[Watch()], verbose=0)
+    finally:
+        sys.setprofile(before)
+    assert 1 <= len(files) <= 8, sorted(files)

@@ -42,6 +42,7 @@ class DistributedSteps(adapter.DistributedDataset):
         passes: counts the passes over the source, which other instances may have started.
 
     Attributes:
+        passes_started: number of passes started; a look at the first element starts one.
         samples_delivered: samples of all of its batches so far, over all replicas.
         replica_spec: specs of the batch of one replica.
         may_be_looked_at: whether Keras may draw an element before the first epoch begins.
@@ -72,7 +73,7 @@ class DistributedSteps(adapter.DistributedDataset):
         self._looked_at: DataPass | None = None
         self._last: DataPass | None = None
         self._last_fingerprint: int | None = None
-        self._runs_started = 0
+        self.passes_started = 0
 
     @property
     def element_spec(self) -> Any:
@@ -132,11 +133,6 @@ class DistributedSteps(adapter.DistributedDataset):
     def was_looked_at(self) -> bool:
         """Whether the first element of the next pass was looked at, and nothing since."""
         return self._looked_at is not None
-
-    @property
-    def passes_started(self) -> int:
-        """Number of passes started; a look at the first element starts one."""
-        return self._runs_started
 
     def __len__(self) -> int:
         if self._steps < 0:
@@ -248,7 +244,7 @@ class DistributedSteps(adapter.DistributedDataset):
     def _open(self, number: int) -> DataPass:
         run, self._looked_at = self._looked_at, None
         if run is None:
-            self._runs_started += 1
+            self.passes_started += 1
             number = self._passes.start(self._pass_to_start(number))
             shuffle = self._shuffle()
             if shuffle is not None:
@@ -265,7 +261,7 @@ class DistributedSteps(adapter.DistributedDataset):
 
     def _drop(self, run: DataPass) -> None:
         # With a single step a look and a whole epoch are the same; only the first is a look.
-        single = self._steps == 1 and self._runs_started > 1
+        single = self._steps == 1 and self.passes_started > 1
         # The same may hold for the rest of a resumed pass; Keras executes nothing during a look.
         single |= run.first_step > 0 and run.ended and run.was_executed
         if self._steps < 0 and run.ended and run.first_step == 0 and run.delivered == 1:

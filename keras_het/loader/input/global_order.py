@@ -318,7 +318,7 @@ class GlobalOrderDataset(DistributedSteps):
             self.lookahead,
             self.form.batch_size or 0,
             give_back=functools.partial(_keep_idle, idle, self.form, pipeline, orders),
-            epoch_steps=_nothing if self.form.reads_ahead else self.epoch_steps,
+            epoch_steps=None if self.form.reads_ahead else self.epoch_steps,
             **arguments,
         )
 
@@ -369,7 +369,7 @@ class GlobalOrderDataset(DistributedSteps):
         try:
             stream = fresh_copy(self.form.stream)
         except ValueError:
-            if self._runs_started or self._passes.gone_by:
+            if self.passes_started or self._passes.gone_by:
                 raise
             stream = self.form.stream
         if stream is not self.form.stream:
@@ -406,10 +406,6 @@ def _check_arguments(dataset: Any, global_batch_size: int | None, lookahead: int
         raise ValueError(f"global_batch_size must be 1 or more. Received: {global_batch_size}.")
     if lookahead < 0:
         raise ValueError(f"lookahead must be zero or more steps. Received: {lookahead}.")
-
-
-def _nothing() -> None:
-    """No bound."""
 
 
 def _keep_idle(

@@ -32,7 +32,7 @@ class PipelinePass(DataPass):
         keep_alive: an object that holds the functions that `pipeline` calls.
         give_back: called when the iterator is gone and the pipeline can run again.
         epoch_steps: returns the steps of an epoch, beyond which nothing is ordered before the next
-            one begins; None for no such bound.
+            one begins; it, or its result, is None for no such bound.
 
     Attributes:
         latest_weights: share weights of the step that was ordered last.
@@ -52,7 +52,7 @@ class PipelinePass(DataPass):
         wants_fingerprint: bool,
         give_back: Callable[[], None],
         keep_alive: Any,
-        epoch_steps: Callable[[], int | None] = lambda: None,
+        epoch_steps: Callable[[], int | None] | None = None,
     ) -> None:
         super().__init__(number, first_step, num_steps)
         self._lookahead = lookahead
@@ -152,7 +152,7 @@ class PipelinePass(DataPass):
 
     def _order_until(self, steps: int) -> None:
         """Order the steps of this run up to a given number, but not those of a later epoch."""
-        length = self._epoch_steps()
+        length = self._epoch_steps() if self._epoch_steps is not None else None
         if length:
             at = self.first_step + self.delivered
             steps = min(steps, at - at % length + length - self.first_step)
