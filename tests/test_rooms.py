@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "keras_het"
 # A room may import from those above it.
 ROOMS = [
     *("planning", "planning.times", "planning.balance", "planning.roles", "planning.loader"),
+    "planning.diagnosis",
     ".",
     *("fit", "rpc"),
     *("loader", "loader.host", "loader.order", "loader.iterators", "loader.inspection"),
@@ -22,7 +23,9 @@ ROOMS = [
     *("asynchronous", "asynchronous.rules", "asynchronous.parameter_service"),
     *("asynchronous.exchange", "asynchronous.center", "asynchronous.hybrid", "asynchronous.roles"),
     "local_training",
+    "telemetry",
     "callbacks",
+    "tensorboard",
     *("launch.local", "launch"),
 ]
 MOST_FILES = 17

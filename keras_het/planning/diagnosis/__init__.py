@@ -1,0 +1,1 @@
+"""What a recording of steps says: which device is slow, why, and what that costs."""

@@ -1,0 +1,154 @@
+"""The times of a training's steps, and what is known of its devices: the input of a diagnosis."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+PHASES = ("compute", "input", "sync", "other")
+"""The four parts of a step's wall time, in the order of the log's rows."""
+
+HARDWARE: Mapping[str, str] = {
+    "hw.gpu.utilization": "1",
+    "hw.gpu.memory.usage": "By",
+    "hw.gpu.memory.limit": "By",
+    "hw.power": "W",
+    "keras_het.gpu.power_limit": "W",
+    "hw.temperature": "Cel",
+    "keras_het.gpu.clock": "Hz",
+    "keras_het.gpu.clock_limit": "Hz",
+    "keras_het.gpu.throttle_reasons": "",
+    "keras_het.cpu.budget": "{cpu}",
+    "keras_het.cpu.throttled": "1",
+    "process.cpu.usage": "{cpu}",
+    "process.memory.usage": "By",
+    "process.disk.io": "By/s",
+    "system.cpu.utilization": "1",
+    "system.memory.usage": "By",
+    "system.memory.limit": "By",
+    "system.disk.io": "By/s",
+    "system.network.io": "By/s",
+}
+"""Sampled quantities and their units; names are OpenTelemetry's, or begin with "keras_het".
+
+Utilizations are between 0 and 1. `keras_het.cpu.budget` is the number of CPUs that the worker may
+use (affinity and cgroup quota), `process.cpu.usage` the number that its process keeps busy,
+`keras_het.cpu.throttled` the part of the time in which a cgroup quota stopped it, and
+`keras_het.gpu.throttle_reasons` NVML's bit mask of clock event reasons. System values are the
+machine's, or the cgroup's where it has a limit. All replicas of a worker have its process's values.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The device of a replica.
+
+    Args:
+        name: what messages call it, such as "worker 1 GPU 0".
+        worker: index of its worker.
+        kind: "GPU" or "CPU".
+        host: name of its machine.
+        model: name of the product, such as "NVIDIA A100-SXM4-40GB"; empty if unknown.
+    """
+
+    name: str
+    worker: int
+    kind: str = "CPU"
+    host: str = ""
+    model: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change that was made to a running training.
+
+    Args:
+        step: first step after the decision.
+        kind: "shares", "loader" or another word for what changed.
+        text: the change and its reason, for people.
+    """
+
+    step: int
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """Times of consecutive steps, of T rows and N replicas; NaN where a value is unknown.
+
+    The four times of a replica add up to the wall time of its step. A row may stand for several
+    steps (the median of each value) where old ones were thinned.
+
+    Args:
+        devices: the devices of the replicas.
+        steps: int64 of shape [T], number of the step (the first one) of each row, ascending.
+        compute: float64 of shape [T, N], seconds of forward and backward pass.
+        input: float64 of shape [T, N], seconds of waiting for the batch.
+        sync: float64 of shape [T, N], seconds in the step's collective: waiting for other replicas
+            and transfer.
+        other: float64 of shape [T, N], the rest in seconds: update, callbacks, Python.
+        shares: float64 of shape [T, N], samples.
+        hardware: by name of a quantity (OpenTelemetry's where one exists), float64 of shape [S, N].
+        hardware_steps: int64 of shape [S], the step before which each row of `hardware` was taken.
+        changes: what was changed meanwhile, in the order of steps.
+
+    Raises:
+        ValueError: if shapes do not match.
+    """
+
+    devices: tuple[Device, ...]
+    steps: Integers
+    compute: Floats
+    input: Floats
+    sync: Floats
+    other: Floats
+    shares: Floats
+    hardware: Mapping[str, Floats] = dataclasses.field(default_factory=dict)
+    hardware_steps: Integers = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    changes: tuple[Change, ...] = ()
+
+    def __post_init__(self) -> None:
+        expected = (len(self.steps), len(self.devices))
+        for name in (*PHASES, "shares"):
+            _check_shape(name, getattr(self, name), expected)
+        expected = (len(self.hardware_steps), len(self.devices))
+        for name, values in self.hardware.items():
+            _check_shape(name, values, expected)
+
+    @property
+    def wall(self) -> Floats:
+        """Wall time of each replica's steps in seconds, float64 of shape [T, N]."""
+        return self.compute + self.input + self.sync + self.other
+
+    def between(self, first: int, last: int) -> Recording:
+        """Return the rows of some steps, with the hardware and the changes of that time.
+
+        Args:
+            first: the first step.
+            last: the step after the last one.
+        """
+        rows = (self.steps >= first) & (self.steps < last)
+        sampled = (self.hardware_steps >= first) & (self.hardware_steps < last)
+        return dataclasses.replace(
+            self,
+            steps=self.steps[rows],
+            **{name: getattr(self, name)[rows] for name in (*PHASES, "shares")},
+            hardware={name: values[sampled] for name, values in self.hardware.items()},
+            hardware_steps=self.hardware_steps[sampled],
+            changes=tuple(each for each in self.changes if first <= each.step < last),
+        )
+
+
+def _check_shape(name: str, values: Floats, expected: tuple[int, int]) -> None:
+    if np.shape(values) != expected:
+        raise ValueError(
+            f"{name} needs one row for each step or sample and one column for each device. "
+            f"Received: shape {np.shape(values)}; expected: {expected}."
+        )

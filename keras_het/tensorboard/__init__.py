@@ -1,0 +1,1 @@
+"""The TensorBoard plugin: reads logs, and imports neither TensorFlow nor Keras."""
