@@ -27,11 +27,13 @@ class DataPath:
 
     Attributes:
         weights: the same; a change counts from the next step to be ordered.
+        on_input_wait: called at every step with the seconds it waited for its batch, if not None.
     """
 
     def __init__(self, strategy: TrainingStrategy, weights: tuple[float, ...]) -> None:
         self._strategy = weakref.ref(strategy)
         self.weights = weights
+        self.on_input_wait: Callable[[float], None] | None = None
         self._latest: weakref.ref[Any] | None = None
         self.latest_shares: tuple[int, ...] = ()
         self.samples_delivered = 0
@@ -124,6 +126,8 @@ class DataPath:
     def on_step(self, dataset: Any, is_new_pass: bool) -> None:
         """Compare the workers' data in the first step of a pass; called with every step."""
         self._latest = weakref.ref(dataset)
+        if self.on_input_wait is not None:
+            self.on_input_wait(dataset.input_wait_seconds)
         if is_new_pass and self._is_compared:
             shares = str(list(self.latest_shares))
             agreement.check_same_pass(self._get_strategy(), dataset, shares)

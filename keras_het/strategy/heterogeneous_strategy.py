@@ -168,7 +168,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             leave_quickly()
         self._cluster_config = membership.config
         self._data_path = DataPath(self, share_weights(shares, self.layout))
-        self._compute_times = ComputeTimes(self.num_replicas_in_sync)
+        self._compute_times = ComputeTimes(self.layout)
         self._training_state = TrainingState()
         warn_of_emulated_devices(self._emulated_devices, len(self.layout.local_replicas))
         if self.num_workers > 1:
@@ -352,6 +352,10 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def compute_times(self) -> ComputeTimes:
         """The compute times of the latest training steps, if `measure_compute_times` is on."""
         return self._compute_times
+
+    def _measure_phases(self, model: keras.Model, sampled: int) -> None:
+        self._data_path.on_input_wait = self._compute_times.phases.note_input_wait
+        self._compute_times.phases.begin(model, sampled)
 
     def measure_compute_times(
         self, model: Any = None, gradients: bool = False, stops: bool = False
@@ -561,7 +565,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             self.num_replicas_in_sync > 1
             or self.is_async_worker
             or self._emulated_devices is not None
-            or self._compute_times.is_measuring
+            or self._compute_times.needs_clock
             # its `cond` must not merge replicas, not even one
             or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         )

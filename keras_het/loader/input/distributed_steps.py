@@ -44,6 +44,7 @@ class DistributedSteps(adapter.DistributedDataset):
     Attributes:
         passes_started: number of passes started; a look at the first element starts one.
         samples_delivered: samples of all of its batches so far, over all replicas.
+        input_wait_seconds: time that the latest step waited for its element.
         replica_spec: specs of the batch of one replica.
         may_be_looked_at: whether Keras may draw an element before the first epoch begins.
         epoch_steps: returns the steps per epoch that Keras was given, None if it was not.
@@ -60,6 +61,7 @@ class DistributedSteps(adapter.DistributedDataset):
         draws_once: bool = False,
     ) -> None:
         self.samples_delivered = 0
+        self.input_wait_seconds = 0.0
         self._steps = np.int64(cardinality)
         self._wrap: Wrap = wrap.bound_to(self) if hasattr(wrap, "bound_to") else wrap
         to_element = getattr(self._wrap, "element_spec", lambda spec: spec)

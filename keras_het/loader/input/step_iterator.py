@@ -136,6 +136,8 @@ class StepIterator(private_api.IteratorInterface):
                 raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
             raise
         self.input_wait_seconds = time.perf_counter() - start
+        if self.source is not None:
+            self.source.input_wait_seconds = self.input_wait_seconds
         self._first_of_execution = False
         self._delivered += 1
         self.samples += int(sizes.sum())

@@ -60,7 +60,7 @@ def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, 
     if strategy.extended.reduces_within_worker:
         _check_is_not_measured(strategy)
     # A plain batch may lie between two steps of a `fit`, and only the times of `fit` are wanted.
-    is_measuring = strategy.compute_times.is_measuring and find_sizes(data) is not None
+    is_measuring = strategy.compute_times.needs_clock and find_sizes(data) is not None
     if strategy.num_replicas_in_sync > 1:
         refuse_compiled_batch(model, data)
     data = share_out(strategy, data)
@@ -208,9 +208,10 @@ def _synchronise(strategy: TrainingStrategy, step: ExactStep, model: Any, logs: 
     # A test step has no gradients that could wait for the emulated device.
     computed = emulated_device.wait_until_computed(step, _tensors(logs))
     times = _compute_time(strategy, step)
+    phases = _phases(strategy, step)
     wishes = _wishes(strategy, step, logs)
     with tf.control_dependencies(computed):
-        values = [*summands, *times, *wishes]
+        values = [*summands, *times, *phases, *wishes]
         logs, summed, gradients = cluster_logs(step, logs, values)
     if step.pending_update is not None:
         step.pending_update.finish(step, gradients)
@@ -222,11 +223,18 @@ def _synchronise(strategy: TrainingStrategy, step: ExactStep, model: Any, logs: 
         if step.may_have_no_samples:
             value = tf.where(step.total > 0, value, before[id(change.variable)])
         change.variable.assign(value)
-    if times and step.clock and step.replica_id == strategy.layout.local_replicas.start:
+    is_first = step.replica_id == strategy.layout.local_replicas.start
+    if times and step.clock and is_first:
         waited = step.clock.seconds_since_stop(times)
         strategy.compute_times.record(step.sizes, times[0], waited, step.global_gradient_square)
+    if phases and step.clock:
+        place = len(summands) + len(times)
+        position = step.replica_id - strategy.layout.local_replicas.start
+        if is_first:
+            strategy.compute_times.phases.record(summed[place])
+        strategy.compute_times.phases.finish_step(position, step.samples, step.clock, summed)
     request = _carried_request(strategy)
-    if request and wishes and step.replica_id == strategy.layout.local_replicas.start:
+    if request and wishes and is_first:
         request.record(summed[-1])
     return logs
 
@@ -234,13 +242,30 @@ def _synchronise(strategy: TrainingStrategy, step: ExactStep, model: Any, logs: 
 def _compute_time(strategy: TrainingStrategy, step: ExactStep) -> list[Any]:
     """This replica's measurement, to be summed over all; empty unless it was requested."""
     times = strategy.compute_times
-    if not step.is_measured or step.sizes is None or step.clock is None:
-        return []
-    if step.clock.seconds is None:  # no gradients: not a step that trains
+    if not times.is_measuring or not _is_timed(step) or step.clock is None:
         return []
     return [
         times.contribution(step.replica_id, step.sizes, step.clock.seconds, step.gradient_square)
     ]
+
+
+def _phases(strategy: TrainingStrategy, step: ExactStep) -> list[tf.Tensor]:
+    """Where this replica's time went, to be summed over all; empty unless it was requested."""
+    phases = strategy.compute_times.phases
+    if not phases.is_measuring or not _is_timed(step):
+        return []
+    position = step.replica_id - strategy.layout.local_replicas.start
+    return [phases.contribution(step.replica_id, position)]
+
+
+def _is_timed(step: ExactStep) -> bool:
+    # without gradients it is not a step that trains
+    return (
+        step.is_measured
+        and step.sizes is not None
+        and step.clock is not None
+        and step.clock.seconds is not None
+    )
 
 
 def _wishes(strategy: TrainingStrategy, step: ExactStep, logs: Any) -> list[Any]:

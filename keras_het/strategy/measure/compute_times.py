@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_het.planning.replica_layout import ReplicaLayout
+from keras_het.strategy.measure.phase_times import PhaseTimes
+
 CAPACITY = 256
 _ROWS = 8
 
@@ -106,14 +109,16 @@ class ComputeTimes:
     """Ring of the latest steps in host memory, written by the train step.
 
     Args:
-        num_replicas: replicas over all workers.
+        layout: the replicas.
 
     Attributes:
         control: the chief's decisions, which travel with the measurements.
+        phases: where the whole time of the steps goes, measured separately.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
+    def __init__(self, layout: ReplicaLayout) -> None:
+        self._num_replicas = num_replicas = layout.num_replicas
+        self.phases = PhaseTimes(num_replicas, len(layout.local_replicas))
         self.control = ControlChannel(num_replicas)
         self._read = 0
         self.is_measuring = False
@@ -126,6 +131,11 @@ class ComputeTimes:
                 tf.zeros([CAPACITY, _ROWS, num_replicas], tf.float64), trainable=False
             )
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    @property
+    def needs_clock(self) -> bool:
+        """Whether the training steps that are traced now read the clock."""
+        return self.is_measuring or self.phases.is_measuring
 
     def begin(self, model: Any, gradients: bool, stops: bool) -> None:
         """Make training steps measure, see `HeterogeneousStrategy.measure_compute_times`."""

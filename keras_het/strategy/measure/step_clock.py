@@ -43,8 +43,7 @@ class StepClock:
             values: the values that the replica is about to hand to a collective.
         """
         end = self._end_time = self._time_when_ready(_tensors(values))
-        waits = tf.add_n(self._waits) if self._waits else tf.constant(0, tf.float64)
-        self.seconds = tf.maximum(end - self.start_time - waits, 0)
+        self.seconds = tf.maximum(end - self.start_time - self.seconds_in_collectives(), 0)
 
     def seconds_since_stop(self, results: Sequence[Any]) -> Any:
         """Time from `stop` until other values are available, float64 scalar.
@@ -53,6 +52,18 @@ class StepClock:
             results: of the collective that the values entered.
         """
         return self._time_when_ready(_tensors(results)) - self._end_time
+
+    def seconds_in_collectives(self) -> Any:
+        """Time that the step's collectives took so far, float64 scalar: waits and transfers."""
+        return tf.add_n(self._waits) if self._waits else tf.constant(0, tf.float64)
+
+    def time_when_ready(self, values: Sequence[Any]) -> Any:
+        """The time at which values are available, float64 scalar, in seconds since the epoch.
+
+        Args:
+            values: the values.
+        """
+        return self._time_when_ready(_tensors(values))
 
     def collective_starts(self, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Record when a collective inside the step has the values that it sums.

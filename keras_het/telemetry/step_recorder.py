@@ -1,0 +1,174 @@
+"""The latest steps of a training, read from the strategy and kept in memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.planning.diagnosis.recording import HARDWARE, Change, Device, Recording
+from keras_het.strategy.measure.phase_times import PARTS
+from keras_het.training_strategy import TrainingStrategy
+
+_LONGEST_NAMES = 4096
+
+
+class StepRecorder:
+    """Rows of the latest steps, and the hardware's samples of that time.
+
+    Args:
+        strategy: the strategy of the training, which measures phases.
+        devices: the devices of all replicas.
+        keep_steps: steps that are kept.
+
+    Attributes:
+        devices: the devices of all replicas.
+        offset: what is added to a measured step's number, counted from 0, to get the training's.
+        changes: what was changed, oldest first.
+    """
+
+    def __init__(
+        self, strategy: TrainingStrategy, devices: Sequence[Device], keep_steps: int
+    ) -> None:
+        self.devices = tuple(devices)
+        self._phases = strategy.compute_times.phases
+        self._lock = threading.Lock()
+        self._keep = keep_steps
+        self.offset = 0
+        self.changes: list[Change] = []
+        self._steps = np.zeros(0, np.int64)
+        self._rows = np.zeros((0, PARTS, len(devices)))
+        self._samples: list[tuple[int, np.ndarray]] = []
+        self._epoch_start = 0
+
+    def begin(self, step: int) -> None:
+        """Start with the step that comes next; earlier ones belong to another `fit`.
+
+        Args:
+            step: its number in the training.
+        """
+        self._phases.read_new()
+        self.offset = self._epoch_start = step - self._phases.count
+
+    def begin_epoch(self) -> None:
+        """Start the step clock and the epoch's averages again."""
+        self._phases.restart_clock()
+        self._epoch_start = int(self._steps[-1]) + 1 if len(self._steps) else self._epoch_start
+
+    def read(self) -> tuple[int, np.ndarray]:
+        """Read the steps since the last call, for any thread.
+
+        Returns:
+            The number of the first of them, and their rows: float32 of shape [steps, PARTS,
+            num_replicas], NaN for replicas of which this worker knows nothing.
+        """
+        with self._lock:
+            first, rows = self._phases.read_new()
+            first += self.offset
+            if not len(rows):
+                return first, rows
+            # a replica of a group that this worker does not sum with
+            unknown = ~rows[:, :4].any(axis=1, keepdims=True)
+            rows = np.where(unknown, np.nan, rows)
+            numbers = np.arange(first, first + len(rows))
+            self._steps = np.concatenate([self._steps, numbers])[-self._keep :]
+            self._rows = np.concatenate([self._rows, rows])[-self._keep :]
+            return first, rows
+
+    def sample(self) -> tuple[int, np.ndarray]:
+        """Keep what was sampled last on all workers.
+
+        Returns:
+            The number of the next step, and the samples: float32 of shape [num_replicas, H].
+        """
+        step, samples = self._phases.count + self.offset, self._phases.samples()
+        with self._lock:
+            self._samples = [*self._samples[-self._keep :], (step, samples)]
+        return step, samples
+
+    def recording(self) -> Recording:
+        """Return what is kept."""
+        with self._lock:
+            rows, steps, samples = self._rows, self._steps, list(self._samples)
+        sampled = np.array([each for _, each in samples]).reshape(
+            -1, len(self.devices), len(HARDWARE)
+        )
+        return Recording(
+            self.devices,
+            steps,
+            *(rows[:, part] for part in range(PARTS)),
+            hardware={name: sampled[:, :, place] for place, name in enumerate(HARDWARE)},
+            hardware_steps=np.array([step for step, _ in samples], np.int64),
+            changes=tuple(self.changes),
+        )
+
+    def logs(self, since: int | None = None) -> dict[str, float]:
+        """Return the few numbers that matter, for Keras's logs; empty if no step is known.
+
+        Args:
+            since: number of the first step that counts; by default the first of the epoch.
+
+        Returns:
+            "samples_per_second"; "slowest_replica", the number of the replica that is ready for
+            the collective last; "slowest_replica_wait", the seconds that the one which is ready
+            first waits for it in a step; "input_wait", the seconds that the replica which waits
+            longest for its batch waits in a step.
+        """
+        first = self._epoch_start if since is None else since
+        with self._lock:
+            rows = self._rows[self._steps >= first]
+        rows = rows[:, :, ~np.isnan(rows).all(axis=(0, 1))] if len(rows) else rows
+        if not rows.size:
+            return {}
+        wall = rows[:, :4].sum(axis=1).mean(axis=1)
+        ready = rows[:, :2].sum(axis=1).mean(axis=0)
+        sync = np.median(rows[:, 2], axis=0)
+        return {
+            "samples_per_second": float(rows[:, 4].sum() / max(wall.sum(), 1e-9)),
+            "slowest_replica": float(np.argmax(ready)),
+            "slowest_replica_wait": float(sync.max() - sync.min()),
+            "input_wait": float(rows[:, 1].mean(axis=0).max()),
+        }
+
+
+def devices_of(strategy: TrainingStrategy, models: Sequence[str]) -> list[Device]:
+    """Return the devices of all replicas; every worker must call it.
+
+    Args:
+        strategy: the strategy.
+        models: product names of this worker's devices, empty where unknown.
+    """
+    counts = strategy.layout.replicas_per_worker
+    own = json.dumps(list(models)).encode()[:_LONGEST_NAMES]
+    padded = np.zeros([1, _LONGEST_NAMES], np.uint8)
+    padded[0, : len(own)] = np.frombuffer(own, np.uint8)
+    if strategy.num_workers > 1:
+        padded = strategy.extended.gather_over_workers(padded)
+    kinds = {
+        tf.DeviceSpec.from_string(each).device_type for each in strategy.extended.worker_devices
+    }
+    kind = sorted(kinds)[0]  # a collective group has one
+    config = strategy.cluster_config
+    hosts = [address.rpartition(":")[0] for address in config.workers] if config else []
+    if config and config.chief:
+        hosts.insert(0, config.chief.rpartition(":")[0])
+    found = []
+    for worker, count in enumerate(counts):
+        try:
+            names = json.loads(padded[worker].tobytes().rstrip(b"\0"))
+        except ValueError:  # too long
+            names = []
+        for local in range(count):
+            found.append(
+                Device(
+                    f"worker {worker} {kind} {local}",
+                    worker,
+                    kind,
+                    hosts[worker] if worker < len(hosts) else "",
+                    names[local] if local < len(names) else "",
+                )
+            )
+    return found
