@@ -11,7 +11,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.core.framework import model_pb2
@@ -23,13 +23,16 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGrap
 FuncGraph = func_graph.FuncGraph
 UnchangedElementsDataset = dataset_ops.UnaryUnchangedStructureDataset
 
+SeedState: TypeAlias = tuple[int, tuple[int, ...], float | None]
+"""State of a `random.Random`."""
 
-def data_set_variant(dataset: Any) -> Any:
+
+def data_set_variant(dataset: tf.data.Dataset) -> tf.Tensor:
     """Return the tensor that represents a `tf.data.Dataset` in TensorFlow's runtime."""
     return dataset._variant_tensor
 
 
-def free_graph_with(mapped: Any) -> None:
+def free_graph_with(mapped: tf.data.Dataset) -> None:
     """Free the graphs of a mapped data set together with it, not at some later garbage collection.
 
     A graph and its operations refer to each other. Python's collector examines long-lived objects
@@ -42,7 +45,7 @@ def free_graph_with(mapped: Any) -> None:
     weakref.finalize(mapped, _dismantle, graph).atexit = False
 
 
-def _dismantle(graph: Any) -> None:
+def _dismantle(graph: func_graph.FuncGraph) -> None:
     functions = graph._functions.values()
     inner: list[Any] = [getattr(function, "graph", None) for function in functions]
     inner = [each for each in inner if isinstance(each, CondBranchFuncGraph)]
@@ -55,12 +58,12 @@ def _dismantle(graph: Any) -> None:
         _dismantle(each)
 
 
-def iterated_data_set(iterator: Any) -> Any:
+def iterated_data_set(iterator: tf.data.Iterator) -> tf.data.Dataset | None:
     """Return the data set that a `tf.data.Iterator` was made from, None if unknown."""
     return getattr(iterator, "_dataset", None)
 
 
-def save_iterator(iterator: Any) -> Any:
+def save_iterator(iterator: tf.data.Iterator) -> tf.Tensor:
     """Save the state of a `tf.data.Iterator`, buffers included, in memory.
 
     Tensors are shared, not copied. Waits for pending calls.
@@ -74,7 +77,7 @@ def save_iterator(iterator: Any) -> Any:
     )
 
 
-def restore_iterator(iterator: Any, state: Any) -> None:
+def restore_iterator(iterator: tf.data.Iterator, state: tf.Tensor) -> None:
     """Make a new `tf.data.Iterator` continue where another was saved.
 
     Args:
@@ -84,12 +87,12 @@ def restore_iterator(iterator: Any, state: Any) -> None:
     tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
 
 
-def restart_iterator(iterator: Any, dataset: Any) -> None:
+def restart_iterator(iterator: tf.data.Iterator, dataset: tf.data.Dataset) -> None:
     """Switch a `tf.data.Iterator` to another data set of the same element structure."""
     tf.raw_ops.MakeIterator(dataset=dataset._variant_tensor, iterator=iterator._iterator_resource)
 
 
-def iterator_model(iterator: Any) -> Any:
+def iterator_model(iterator: tf.data.Iterator) -> model_pb2.ModelProto | None:
     """Return the model by which AUTOTUNE tunes an iterator, a `ModelProto`.
 
     Returns:
@@ -138,7 +141,7 @@ def _keeps_operation_seeds() -> bool:
     return False
 
 
-def operation_seed_state() -> Any:
+def operation_seed_state() -> SeedState | None:
     """Return the state of the sequence from which operations without an explicit seed take one.
 
     Returns:
@@ -148,7 +151,7 @@ def operation_seed_state() -> Any:
 
 
 @contextlib.contextmanager
-def separate_operation_seeds(state: Any) -> Iterator[None]:
+def separate_operation_seeds(state: SeedState | None) -> Iterator[None]:
     """Make operations created by this thread take their seeds from a separate sequence.
 
     The process has one sequence for all its threads. Saving it before and restoring it after would

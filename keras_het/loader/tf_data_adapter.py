@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import tensorflow as tf
@@ -35,7 +35,9 @@ from tensorflow.python.distribute import input_lib
 from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import gen_dataset_ops
 
-Dataset = Any
+from keras_het.loader.nested import Batch, Spec
+
+Dataset: TypeAlias = tf.data.Dataset
 """A `tf.data.Dataset`: an operation node with its inputs."""
 
 DistributedDataset = input_lib.DistributedDataset
@@ -77,7 +79,7 @@ _MOST_COMPARED = 1000
 _MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
 _BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
 # Rows pass through these unchanged, and which rows do does not depend on their content.
-_REBUILT_BY: dict[type, Callable[[Any, Dataset], Dataset]] = {
+_REBUILT_BY: dict[type, Callable[[Dataset, Dataset], Dataset]] = {
     repeat_op._RepeatDataset: lambda node, source: source.repeat(node._count),
     take_op._TakeDataset: lambda node, source: source.take(node._count),
     skip_op._SkipDataset: lambda node, source: source.skip(node._count),
@@ -91,7 +93,7 @@ _REBUILT_BY: dict[type, Callable[[Any, Dataset], Dataset]] = {
 }
 
 
-def constant(tensor: Any) -> Any:
+def constant(tensor: tf.Tensor) -> Any:
     """Return the Python value of a data set node's tensor, or None if it has none yet."""
     value = tensor_util.constant_value(tensor)
     return None if value is None else value.item()
@@ -122,7 +124,7 @@ def constants_of(node: Dataset) -> dict[str, Any]:
     return found
 
 
-def _small_constant(leaf: Any) -> Any:
+def _small_constant(leaf: object) -> Any:
     if not isinstance(leaf, tf.Tensor) or leaf.dtype in (tf.resource, tf.variant):
         return None
     if (leaf.shape.num_elements() or _MOST_COMPARED + 1) > _MOST_COMPARED:
@@ -143,7 +145,7 @@ def upstream_of(node: Dataset) -> Iterator[Dataset]:
         yield from upstream_of(source)
 
 
-def is_none(spec: Any) -> bool:
+def is_none(spec: tf.TypeSpec) -> bool:
     """Tell whether `spec` is the spec of a None in an element."""
     return type(spec).__name__ == "NoneTensorSpec"
 
@@ -322,7 +324,7 @@ class AppliedMap(dataset_ops.UnaryDataset):
         return [self._map_func]
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Spec:
         """Structure of the elements, that of the original map."""
         return self._map_func.output_structure
 
@@ -371,7 +373,7 @@ class KerasArrays(NamedTuple):
         is_shuffled: whether every epoch has another order of samples.
     """
 
-    arrays: Any
+    arrays: Batch
     samples: int
     batch_size: int
     is_shuffled: bool
@@ -441,7 +443,7 @@ def tensors_of(node: Dataset) -> list[tf.Tensor]:
     return list(node._tensors) if is_source else []
 
 
-def element_reader(iterator: Any) -> Callable[[], Any]:
+def element_reader(iterator: tf.data.Iterator) -> Callable[[], Any]:
     """Return a function that yields an eager iterator's next element, or raises StopIteration.
 
     For structures of tuples, dicts and dense tensors it avoids most of the Python of
@@ -455,7 +457,7 @@ def element_reader(iterator: Any) -> Callable[[], Any]:
     types = [leaf.dtype for leaf in leaves]
     shapes = [leaf.shape for leaf in leaves]
 
-    def read() -> Any:
+    def read() -> Batch:
         try:
             flat = tf.raw_ops.IteratorGetNext(
                 iterator=handle, output_types=types, output_shapes=shapes
@@ -467,7 +469,7 @@ def element_reader(iterator: Any) -> Callable[[], Any]:
     return read
 
 
-def _is_plain(spec: Any) -> bool:
+def _is_plain(spec: Spec) -> bool:
     if type(spec) is tuple:
         return all(map(_is_plain, spec))
     if type(spec) is dict:
@@ -475,7 +477,7 @@ def _is_plain(spec: Any) -> bool:
     return type(spec) is tf.TensorSpec
 
 
-def _packed(spec: Any, flat: Iterator[Any]) -> Any:
+def _packed(spec: Spec, flat: Iterator[tf.Tensor]) -> Batch:
     if type(spec) is tuple:
         return tuple([_packed(part, flat) for part in spec])
     if type(spec) is dict:
@@ -511,13 +513,13 @@ def _drawn_function(node: Dataset) -> str:
     """Qualified name of the source of `node`, if it is a `Dataset.from_generator`, else ""."""
     if not draws_from_generator(node):
         return ""
-    function: Any = map_function(node)
+    function: object = map_function(node)
     for name in ("get_iterator_id_fn", "generator_state"):
         function = _closed_over(function, name)
     return str(getattr(getattr(function, "_generator", None), "__qualname__", ""))
 
 
-def _closed_over(function: Any, name: str) -> Any:
+def _closed_over(function: object, name: str) -> Any:
     """Return the value of a variable in a function's closure, None if it has none."""
     # what a user gives to flat_map may be any callable, with empty cells
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())

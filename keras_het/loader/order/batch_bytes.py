@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
+
+from keras_het.loader.nested import Batch, Leaf
 
 _BYTES_OF_A_STRING = 24
 """TensorFlow's overhead for each string, in addition to its characters."""
 
 
-def count_bytes(batch: Any) -> int:
+def count_bytes(batch: Batch) -> int:
     """Size of a batch's tensors: dense, ragged and sparse ones, strings, and those in Optionals.
 
     Args:
@@ -19,7 +19,7 @@ def count_bytes(batch: Any) -> int:
     return sum(_bytes_of(leaf) for leaf in tf.nest.flatten(batch))
 
 
-def _bytes_of(leaf: Any) -> int:
+def _bytes_of(leaf: Leaf) -> int:
     if isinstance(leaf, tf.experimental.Optional):
         return count_bytes(leaf.get_value()) if leaf.has_value() else 0
     parts = tf.nest.flatten(leaf, expand_composites=True)

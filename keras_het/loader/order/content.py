@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import ArrayLike
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.order import rows as row_functions
@@ -16,7 +17,7 @@ from keras_het.loader.order.pipeline_form import PipelineForm
 _MOST_ROWS = 16
 
 
-def describe_content(dataset: Any, form: PipelineForm) -> dict[str, str]:
+def describe_content(dataset: tf.data.Dataset, form: PipelineForm) -> dict[str, str]:
     """Describe what tells a pipeline's data from other data.
 
     Nothing of the passes that a training sees is read: neither their orders nor sources that can be
@@ -45,14 +46,14 @@ def describe_content(dataset: Any, form: PipelineForm) -> dict[str, str]:
     return found
 
 
-def _arrays(upstream: list[Any]) -> Iterator[tf.Tensor]:
+def _arrays(upstream: list[tf.data.Dataset]) -> Iterator[tf.Tensor]:
     for node in upstream:
         for tensor in adapter.tensors_of(node):
             if tensor.dtype not in (tf.resource, tf.variant) and tensor.shape.rank:
                 yield tensor
 
 
-def _chooses_rows(node: Any) -> bool:
+def _chooses_rows(node: tf.data.Dataset) -> bool:
     is_alike = adapter.is_prefetch_or_options(node) or adapter.is_map(node)
     return (adapter.commutes_with_map(node) or adapter.is_batch(node)) and not is_alike
 
@@ -81,11 +82,11 @@ def _first_mapped_sample(form: PipelineForm) -> str | None:
     return None
 
 
-def _can_be_read_again(node: Any) -> bool:
+def _can_be_read_again(node: tf.data.Dataset) -> bool:
     return type(node).__name__.strip("_") in _PURE and not _may_be_noticed(node)
 
 
-def _may_be_noticed(node: Any) -> bool:
+def _may_be_noticed(node: tf.data.Dataset) -> bool:
     """Tell whether one more read could change later elements, or differ each time."""
     kinds = adapter.operations_in_functions(node)
     return (
@@ -170,7 +171,7 @@ def _sampled_bytes(array: Any) -> bytes:
     return b"".join(_bytes(array[int(row)]) for row in rows)
 
 
-def _bytes(rows: Any) -> bytes:
+def _bytes(rows: ArrayLike) -> bytes:
     values = np.asarray(rows)
     if values.dtype.kind in "OUS":
         # only the last part of a file's path, which may be in a different folder on each machine

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 Pass = bool | int
 """Whether a pass was iterated; the number of its steps if it was left before its end."""
@@ -32,7 +35,7 @@ class PassCounter:
         self.unfinished: set[int] = set()
         self.inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._reserved = 0
-        self._places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
 
     def reserve(self) -> int:
         """Number a pass whose iterator is being made."""
@@ -56,7 +59,7 @@ class PassCounter:
         self.unfinished.add(len(self.gone_by) - 1)
         return len(self.gone_by) - 1
 
-    def catch_up(self, shuffle: Any, number: int) -> list[Pass]:
+    def catch_up(self, shuffle: tf.data.Dataset, number: int) -> list[Pass]:
         """Bring a copy of the shuffle to the pass `number`, which starts now.
 
         Args:
@@ -70,7 +73,7 @@ class PassCounter:
         self._places[shuffle] = max(place, number + 1)
         return self.gone_by[place:number]
 
-    def is_at(self, shuffle: Any, number: int) -> None:
+    def is_at(self, shuffle: tf.data.Dataset, number: int) -> None:
         """Record that the next pass of a copy of the shuffle is the one with this number."""
         self._places[shuffle] = number
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.nested import Spec
 from keras_het.loader.order.replay import starts_once
 
 Dataset = adapter.Dataset
@@ -52,7 +53,7 @@ class PipelineForm:
     gathers_indices: bool
     options: tf.data.Options
     arrays: tuple[tf.Tensor, ...] = ()
-    sample_spec: Any = None
+    sample_spec: Spec | None = None
     autotuned_calls: int | None = None
     reads_ahead: bool = True
 
@@ -191,7 +192,7 @@ class _OwnWork:
     stream: Dataset
     maps: tuple[Dataset, ...]
     arrays: tuple[tf.Tensor, ...] = ()
-    sample_spec: Any = None
+    sample_spec: Spec | None = None
 
     @property
     def reasons(self) -> list[str]:
@@ -233,7 +234,7 @@ def _rebuilt(source: Dataset, nodes: list[Dataset]) -> Dataset:
     return source
 
 
-def _batchable(element_spec: Any) -> bool:
+def _batchable(element_spec: Spec) -> bool:
     specs = [spec for spec in tf.nest.flatten(element_spec) if not adapter.is_none(spec)]
     dense = [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
     return (

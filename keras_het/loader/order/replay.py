@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import tensorflow as tf
 
@@ -95,5 +94,4 @@ def nests_shuffles(node: Dataset) -> bool:
     Args:
         node: the end of the pipeline.
     """
-    shuffles: list[Any] = [each for each in adapter.upstream_of(node) if adapter.is_shuffle(each)]
-    return len(shuffles) > 1
+    return sum(map(adapter.is_shuffle, adapter.upstream_of(node))) > 1

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
 
+from keras_het.loader.nested import Batch, Leaf, Spec
 
-def is_sliceable(leaf: Any) -> bool:
+_Same = TypeVar("_Same", bound=Batch)
+_Rows: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor"
+
+
+def is_sliceable(leaf: Leaf) -> bool:
     """Tell whether a leaf of a batch has rows (None and `Optional` leaves have none)."""
     return isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
 
 
-def count_rows(batch: Any) -> tf.Tensor:
+def count_rows(batch: Batch) -> tf.Tensor:
     """Count the rows of a batch, int64 scalar; fail if the leaves disagree.
 
     Args:
@@ -32,7 +37,7 @@ def count_rows(batch: Any) -> tf.Tensor:
         return tf.identity(counts[0])
 
 
-def slice_rows(batch: Any, start: Any, count: Any) -> Any:
+def slice_rows(batch: _Same, start: tf.Tensor | int, count: tf.Tensor | int) -> _Same:
     """Return rows `start` to `start + count` of every leaf.
 
     Args:
@@ -48,7 +53,7 @@ def slice_rows(batch: Any, start: Any, count: Any) -> Any:
     )
 
 
-def split_rows(batch: Any, sizes: Any, parts: int) -> tuple[Any, ...]:
+def split_rows(batch: _Same, sizes: tf.Tensor, parts: int) -> tuple[_Same, ...]:
     """Cut a batch into consecutive parts.
 
     Args:
@@ -65,7 +70,7 @@ def split_rows(batch: Any, sizes: Any, parts: int) -> tuple[Any, ...]:
     return tuple(slice_rows(batch, starts[part], sizes[part]) for part in range(parts))
 
 
-def count_rows_eagerly(batch: Any) -> int:
+def count_rows_eagerly(batch: Batch) -> int:
     """Count the rows of a batch outside of any graph; dense tensors need no operation.
 
     Args:
@@ -89,7 +94,7 @@ def count_rows_eagerly(batch: Any) -> int:
     return int(counts[0])
 
 
-def cut_eagerly(batch: Any, sizes: Any) -> list[Any]:
+def cut_eagerly(batch: _Same, sizes: tf.Tensor) -> list[_Same]:
     """Cut a batch outside of any graph; a dense part shares the batch's memory where TF can.
 
     Args:
@@ -107,14 +112,14 @@ def cut_eagerly(batch: Any, sizes: Any) -> list[Any]:
     return [tf.nest.pack_sequence_as(batch, [cut[part] for cut in cuts]) for part in range(parts)]
 
 
-def _cut_leaf(leaf: Any, sizes: Any, parts: int) -> Any:
+def _cut_leaf(leaf: Leaf, sizes: tf.Tensor, parts: int) -> list[Leaf]:
     if not is_sliceable(leaf):
         return [leaf] * parts
     with tf.device("CPU:0"):
         return tf.raw_ops.SplitV(value=leaf, size_splits=sizes, axis=0, num_split=parts)
 
 
-def hash_rows(batch: Any) -> tf.Tensor:
+def hash_rows(batch: Batch) -> tf.Tensor:
     """Hash all values of a batch, the same in every process, int64 scalar."""
     hashes = [
         tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(component), 2**62)
@@ -126,7 +131,7 @@ def hash_rows(batch: Any) -> tf.Tensor:
     return tf.strings.to_hash_bucket_fast(joined, 2**62)
 
 
-def check_batched(element_spec: Any) -> None:
+def check_batched(element_spec: Spec) -> None:
     """Refuse elements that have no rows to share out.
 
     Args:
@@ -148,7 +153,7 @@ def check_batched(element_spec: Any) -> None:
         )
 
 
-def relax_rows(element_spec: Any) -> Any:
+def relax_rows(element_spec: Spec) -> Spec:
     """Return the same specs with an unknown number of rows.
 
     Args:
@@ -160,7 +165,7 @@ def relax_rows(element_spec: Any) -> Any:
     return tf.nest.map_structure(_relax, element_spec)
 
 
-def _relax(spec: Any) -> Any:
+def _relax(spec: tf.TypeSpec) -> tf.TypeSpec:
     if isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None:
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
     if isinstance(spec, tf.SparseTensorSpec) and spec.shape.rank is not None:
@@ -171,7 +176,7 @@ def _relax(spec: Any) -> Any:
     return spec
 
 
-def _rows_of(leaf: Any) -> tf.Tensor:
+def _rows_of(leaf: _Rows) -> tf.Tensor:
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(out_type=tf.int64)
     if isinstance(leaf, tf.SparseTensor):
@@ -179,7 +184,7 @@ def _rows_of(leaf: Any) -> tf.Tensor:
     return tf.shape(leaf, out_type=tf.int64)[0]
 
 
-def _slice_leaf(leaf: Any, start: Any, count: Any) -> Any:
+def _slice_leaf(leaf: _Rows, start: tf.Tensor | int, count: tf.Tensor | int) -> _Rows:
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start : start + count]
     # static dimensions stay visible to the model that receives the batch
@@ -191,7 +196,7 @@ def _slice_leaf(leaf: Any, start: Any, count: Any) -> Any:
     return tf.SparseTensor(cut.indices, cut.values, size)
 
 
-def concat_rows(batches: list[Any]) -> Any:
+def concat_rows(batches: list[_Same]) -> _Same:
     """Join batches one after the other.
 
     Args:
@@ -206,7 +211,7 @@ def concat_rows(batches: list[Any]) -> Any:
     return tf.nest.map_structure(lambda *leaves: _concat_leaves(leaves), *filled)
 
 
-def _concat_leaves(leaves: tuple[Any, ...]) -> Any:
+def _concat_leaves(leaves: tuple[Leaf, ...]) -> Leaf:
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(leaves), expand_nonconcat_dims=True)
     return tf.concat(list(leaves), 0) if is_sliceable(leaves[0]) else leaves[0]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.shares import apportion
 
 
@@ -28,7 +28,7 @@ class ShareQueue:
 
     def __init__(self, num_replicas: int, lookahead: int, admits: bool = False) -> None:
         self._num_replicas = num_replicas
-        self._latest: tuple[Any, list[tf.Tensor]] | None = None
+        self._latest: tuple[tuple[tuple[float, ...], int, bool], list[tf.Tensor]] | None = None
         with tf.init_scope(), tf.device("CPU:0"):
             self._queue = tf.queue.FIFOQueue(
                 lookahead + 2,
@@ -74,7 +74,7 @@ class ShareQueue:
         with tf.device("CPU:0"):
             return [tf.constant(part) for part in (values, shares, header)]
 
-    def take(self) -> Any:
+    def take(self) -> list[tf.Tensor]:
         """Wait for the next order, inside a pipeline, and return it for `sizes`."""
         return self._queue.dequeue()
 
@@ -92,7 +92,7 @@ class ShareQueue:
         admissions = tf.data.Dataset.range(tf.int64.max).map(lambda _: self._admissions.dequeue())
         return tf.data.Dataset.choose_from_datasets([batches], admissions)
 
-    def sizes(self, order: Any, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def sizes(self, order: list[tf.Tensor], rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Apply an order to a batch, inside a pipeline.
 
         Args:
@@ -128,7 +128,7 @@ class ShareQueue:
         return [self._queue] if self._admissions is None else [self._queue, self._admissions]
 
 
-def _sizes(rows: Any, weights: Any) -> Any:
+def _sizes(rows: int | np.int64, weights: FloatArray) -> IntArray:
     if not weights.any():
         return np.zeros(len(weights), np.int64)
     return np.asarray(apportion(int(rows), weights.tolist()), np.int64)
