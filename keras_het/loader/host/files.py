@@ -108,7 +108,7 @@ def ignore(path: Path, error: BaseException, what: str = "what it holds") -> Non
     logger.log(level, "%s: %s cannot be read and does not count (%r).", path, what, error)
 
 
-def write_json(path: Path, values: Any) -> None:
+def write_json(path: Path, values: object) -> None:
     """Replace a file, and whatever else is in its place, with one that holds `values`.
 
     A process that is killed meanwhile leaves the old file or the new one.

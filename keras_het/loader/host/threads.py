@@ -7,7 +7,10 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 _TASKS = Path("/proc/self/task")
 _creating = threading.Lock()
@@ -83,7 +86,7 @@ class LoaderThreads:
         return is_permitted
 
 
-def start(dataset: Any) -> Any:
+def start(dataset: tf.data.Dataset) -> tf.data.Iterator:
     """Return a new iterator; `threads_of` gives its threads if it has a private pool.
 
     Args:
@@ -97,13 +100,13 @@ def start(dataset: Any) -> Any:
     return with_threads(iterator, threads)
 
 
-def with_threads(iterator: Any, threads: LoaderThreads) -> Any:
+def with_threads(iterator: tf.data.Iterator, threads: LoaderThreads) -> tf.data.Iterator:
     """Return the same iterator, with these threads as the result of `threads_of`."""
     iterator.keras_het_threads = threads
     return iterator
 
 
-def threads_of(iterator: Any) -> LoaderThreads | None:
+def threads_of(iterator: object) -> LoaderThreads | None:
     """Return the threads of an iterator's own pool, None without one or if unknown."""
     return getattr(iterator, "keras_het_threads", None)
 

@@ -6,7 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -18,6 +18,9 @@ from keras_het.loader.iterators.held_iterator import hold_functions_of
 from keras_het.loader.iterators.knobs import Build, Knobs
 from keras_het.loader.iterators.replayable import draws_an_order
 
+_Spare: TypeAlias = "tuple[tf.data.Dataset, tf.data.Iterator]"
+"""An iterator, after the data set that it iterates."""
+
 
 class SpareIterators:
     """Iterators handed out in the order in which they were begun, as one thread would make them.
@@ -27,10 +30,10 @@ class SpareIterators:
     """
 
     def __init__(self) -> None:
-        self._waiting: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
+        self._waiting: collections.deque[concurrent.futures.Future[_Spare]] = collections.deque()
 
     def begin(
-        self, make: Callable[[], Any], count: int, executor: concurrent.futures.Executor
+        self, make: Callable[[], _Spare], count: int, executor: concurrent.futures.Executor
     ) -> None:
         """Start making iterators until there are `count`.
 
@@ -47,7 +50,7 @@ class SpareIterators:
         while self._waiting:
             self._waiting.popleft().cancel()
 
-    def take(self) -> Any:
+    def take(self) -> _Spare | None:
         """Return the next spare, waiting for one that is being made; None if there is none."""
         while self._waiting:
             future = self._waiting.popleft()
@@ -86,7 +89,7 @@ def pipeline(build: Build, knobs: Knobs | None = None) -> AdjustablePipeline:
     return AdjustablePipeline(build, knobs, build_tuned(build, knobs), seeds)
 
 
-def build_tuned(build: Build, knobs: Knobs) -> Any:
+def build_tuned(build: Build, knobs: Knobs) -> tf.data.Dataset:
     """The data set of `build` with the options of the knobs."""
     dataset = build(knobs)
     if not isinstance(dataset, tf.data.Dataset):
@@ -111,7 +114,13 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         knobs: settings of the iterators made from now on.
     """
 
-    def __init__(self, build: Build, knobs: Knobs, dataset: Any, seeds: Any = None) -> None:
+    def __init__(
+        self,
+        build: Build,
+        knobs: Knobs,
+        dataset: tf.data.Dataset,
+        seeds: iterator_adapter.SeedState | None = None,
+    ) -> None:
         self.build = build
         self._seeds = seeds
         self.knobs = self._first_knobs = knobs
@@ -126,11 +135,11 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         super().__init__(dataset, iterator_adapter.data_set_variant(dataset))
 
     @property
-    def current(self) -> Any:
+    def current(self) -> tf.data.Dataset:
         """The data set that is iterated with the present knobs."""
         return self._current
 
-    def build_again(self, knobs: Knobs) -> Any:
+    def build_again(self, knobs: Knobs) -> tf.data.Dataset:
         """Build the data set with other knobs; works in any thread.
 
         Shuffles without a seed get those of the first build under the same global seed. The
@@ -143,7 +152,7 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         with iterator_adapter.separate_operation_seeds(self._seeds):
             return build_tuned(self.build, knobs)
 
-    def to_look_at(self) -> Any:
+    def to_look_at(self) -> tf.data.Dataset:
         """Return the pipeline with the present knobs, for an iterator outside of training.
 
         It is a separate build, so it takes no order from the sequence of a shuffle, and need not be
@@ -151,7 +160,7 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         """
         return self._current if self._is_direct else self.build_again(self.knobs)
 
-    def adopt(self, knobs: Knobs, dataset: Any) -> None:
+    def adopt(self, knobs: Knobs, dataset: tf.data.Dataset) -> None:
         """Make iterators from now on those of another build.
 
         The sequence of orders of a shuffle is that of the original data set: every iterator begins
@@ -170,7 +179,7 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         if self._is_direct:
             self._spares.clear()
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> tf.data.Iterator:
         if not tf.executing_eagerly():
             return super().__iter__()
         dataset, iterator = self._spares.take() or (None, None)
@@ -195,7 +204,7 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         if self._can_have_spares:
             self._spares.begin(self._make, count, executor)
 
-    def _make(self) -> tuple[Any, Any]:
+    def _make(self) -> _Spare:
         """Make an iterator; return the data set that it iterates, then the iterator."""
         dataset = self._current
         if dataset is self._original or self._is_direct:
@@ -203,12 +212,12 @@ class AdjustablePipeline(iterator_adapter.UnchangedElementsDataset):
         return dataset, hand_over(iter(self._original), dataset)
 
 
-def pipeline_of(iterator: Any) -> AdjustablePipeline | None:
+def pipeline_of(iterator: object) -> AdjustablePipeline | None:
     """Return the adjustable pipeline that an iterator was made from, None for any other."""
     return getattr(iterator, "keras_het_pipeline", None)
 
 
-def plain_pipeline(dataset: Any) -> AdjustablePipeline:
+def plain_pipeline(dataset: tf.data.Dataset) -> AdjustablePipeline:
     """Wrap an ordinary data set as an adjustable one, with only some knobs.
 
     These are its private thread pool, in which calls with AUTOTUNE may outnumber the cores, and the
@@ -223,7 +232,7 @@ def plain_pipeline(dataset: Any) -> AdjustablePipeline:
         (node,) = adapter.inputs_of(node)
     size = prefetch_size(dataset)
 
-    def build(knobs: Knobs) -> Any:
+    def build(knobs: Knobs) -> tf.data.Dataset:
         if size is None:
             return dataset
         (source,) = adapter.inputs_of(node)
@@ -235,7 +244,7 @@ def plain_pipeline(dataset: Any) -> AdjustablePipeline:
     return AdjustablePipeline(build, knobs, build_tuned(build, knobs))
 
 
-def prefetch_size(dataset: Any) -> int | None:
+def prefetch_size(dataset: tf.data.Dataset) -> int | None:
     """Number of batches in the `prefetch` at the end of a data set.
 
     Args:

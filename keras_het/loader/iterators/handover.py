@@ -6,8 +6,6 @@ pipeline: no element is lost, repeated or reordered. Both must consist of the sa
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from keras_het.loader import iterator_adapter
@@ -29,7 +27,7 @@ class HandoverError(RuntimeError):
     """A pipeline cannot be handed over; the running one continues unharmed."""
 
 
-def why_not(dataset: Any) -> str | None:
+def why_not(dataset: tf.data.Dataset) -> str | None:
     """Return why a data set can never be handed over, None if there is no known reason.
 
     Args:
@@ -52,7 +50,7 @@ def why_not(dataset: Any) -> str | None:
     return None
 
 
-def has_memory_cache(dataset: Any) -> bool:
+def has_memory_cache(dataset: tf.data.Dataset) -> bool:
     """Tell whether elements of a data set are cached in memory.
 
     A handover is still exact then, but the cache starts over.
@@ -60,7 +58,7 @@ def has_memory_cache(dataset: Any) -> bool:
     return any("Cache" in type(node).__name__ for node in adapter.upstream_of(dataset))
 
 
-def difference(running: Any, other: Any) -> str | None:
+def difference(running: tf.data.Dataset, other: tf.data.Dataset) -> str | None:
     """Return why one data set cannot continue another, None if there is no known reason.
 
     Args:
@@ -83,7 +81,9 @@ def difference(running: Any, other: Any) -> str | None:
     return None
 
 
-def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
+def hand_over(
+    iterator: tf.data.Iterator, dataset: tf.data.Dataset, prepared: tf.data.Iterator | None = None
+) -> tf.data.Iterator:
     """Move a running iterator to another pipeline.
 
     Waits for pending calls. The caller releases the old iterator.
@@ -119,28 +119,28 @@ def hand_over(iterator: Any, dataset: Any, prepared: Any = None) -> Any:
     return with_threads(new, threads)
 
 
-def was_handed_over(iterator: Any) -> bool:
+def was_handed_over(iterator: tf.data.Iterator) -> bool:
     """Tell whether an iterator continues another: TensorFlow then shows no model of it."""
     return getattr(iterator, "keras_het_was_handed_over", False)
 
 
-def _operations(dataset: Any) -> list[Any]:
+def _operations(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     # options are not an operation of an iterator
     return [node for node in adapter.upstream_of(dataset) if not _is_transparent(node)]
 
 
-def _is_transparent(node: Any) -> bool:
+def _is_transparent(node: tf.data.Dataset) -> bool:
     return adapter.is_options(node) or (
         isinstance(node, iterator_adapter.UnchangedElementsDataset)
         and (type(node).__module__.startswith("keras_het."))
     )
 
 
-def _kind(node: Any) -> str:
+def _kind(node: tf.data.Dataset) -> str:
     return type(node).__name__.removeprefix("_").removesuffix("Dataset")
 
 
-def _node_difference(old: Any, new: Any) -> str | None:
+def _node_difference(old: tf.data.Dataset, new: tf.data.Dataset) -> str | None:
     if adapter.is_batch(old):
         return _batch_difference(old, new)
     before, after = adapter.constants_of(old), adapter.constants_of(new)
@@ -151,7 +151,7 @@ def _node_difference(old: Any, new: Any) -> str | None:
     return None
 
 
-def _batch_difference(old: Any, new: Any) -> str | None:
+def _batch_difference(old: tf.data.Dataset, new: tf.data.Dataset) -> str | None:
     sizes = [adapter.batch_arguments(node) for node in (old, new)]
     if sizes[0] == sizes[1]:
         return None

@@ -9,14 +9,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import LoaderThreads, start, threads_of
 
+if TYPE_CHECKING:
+    import tensorflow as tf
 
-def hold_functions_of(iterator: Any, holder: Any) -> None:
+
+def hold_functions_of(iterator: tf.data.Iterator, holder: object) -> None:
     """Keep the functions of a pipeline until after its iterator is gone.
 
     TensorFlow crashes if the garbage collector takes the functions of a pipeline before the
@@ -31,7 +34,7 @@ def hold_functions_of(iterator: Any, holder: Any) -> None:
     weakref.finalize(iterator, _condemned.append, key).atexit = False
 
 
-_held: dict[int, Any] = {}
+_held: dict[int, object] = {}
 _condemned: list[int] = []
 _keys = itertools.count()
 
@@ -41,7 +44,7 @@ _LONGEST_WAIT_SECONDS = 30.0
 _NAME = "keras_het-iterator_release"
 
 
-def start_thread(work: Callable[..., Any], *arguments: Any) -> None:
+def start_thread(work: Callable[..., None], *arguments: object) -> None:
     """Call a function in a separate thread.
 
     A thread that returns from TensorFlow while the interpreter shuts down would abort the process
@@ -68,7 +71,7 @@ def _wait_for_all() -> None:
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-def release(iterator: Any) -> threading.Event:
+def release(iterator: tf.data.Iterator) -> threading.Event:
     """End a `tf.data.Iterator` in another thread.
 
     Ending one may block until AUTOTUNE's next round, up to seconds, and up to a minute for one that
@@ -88,7 +91,7 @@ def release(iterator: Any) -> threading.Event:
     return done
 
 
-def _work(iterator: Any, done: threading.Event) -> None:
+def _work(iterator: tf.data.Iterator, done: threading.Event) -> None:
     with contextlib.suppress(Exception):
         dataset = iterator_adapter.iterated_data_set(iterator)
         if dataset is not None:
@@ -109,7 +112,12 @@ class HeldIterator:
         threads: threads of the pipeline's own pool, None if it has none.
     """
 
-    def __init__(self, pipeline: Any, keep_alive: Any = None, iterator: Any = None) -> None:
+    def __init__(
+        self,
+        pipeline: tf.data.Dataset,
+        keep_alive: object = None,
+        iterator: tf.data.Iterator | None = None,
+    ) -> None:
         if iterator is None:
             iterator = start(pipeline)
         self.threads: LoaderThreads | None = threads_of(iterator)
@@ -118,7 +126,7 @@ class HeldIterator:
         self._iterator = iterator
 
     @property
-    def iterator(self) -> Any:
+    def iterator(self) -> tf.data.Iterator:
         """The `tf.data.Iterator`."""
         return self._iterator
 
@@ -133,7 +141,7 @@ class HeldIterator:
         start_thread(_release, held, after)
 
 
-def _release(held: list[Any], after: Callable[[], None]) -> None:
+def _release(held: list[object], after: Callable[[], None]) -> None:
     held.clear()
     with contextlib.suppress(Exception):
         after()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -62,5 +62,5 @@ class Knobs:
         return options
 
 
-Build = Callable[[Knobs], Any]
+Build: TypeAlias = "Callable[[Knobs], tf.data.Dataset]"
 """Builds a `tf.data.Dataset`; the same elements and operations whatever the knobs are."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.host.threads import start, threads_of
-from keras_het.loader.iterators.adjustable_pipeline import pipeline_of
+from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline, pipeline_of
 from keras_het.loader.iterators.handover import hand_over
 from keras_het.loader.iterators.held_iterator import hold_functions_of, release
+from keras_het.loader.nested import StepInput
 
 
 class LiveIterator:
@@ -28,10 +30,12 @@ class LiveIterator:
         end: last error or StopIteration that `take` met.
     """
 
-    def __init__(self, given: Any, nice: int = 0) -> None:
-        self.given = self.iterator = given
+    def __init__(self, given: Iterator[StepInput], nice: int = 0) -> None:
+        self.given: Iterator[StepInput] | None = given
+        self.iterator: Iterator[StepInput] | None = given
         self.input_wait_seconds = 0.0
         self._nice = nice
+        self._read: Callable[[], StepInput]
         self._use(given)
 
     @property
@@ -40,11 +44,11 @@ class LiveIterator:
         return isinstance(self.given, tf.data.Iterator)
 
     @property
-    def pipeline(self) -> Any:
+    def pipeline(self) -> AdjustablePipeline | None:
         """The adjustable pipeline that the given iterator was made from, or None."""
         return pipeline_of(self.given)
 
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int) -> list[StepInput]:
         """Return the next batches, fewer at the end.
 
         Args:
@@ -53,7 +57,7 @@ class LiveIterator:
         Raises:
             StopIteration: if there is none.
         """
-        batches: list[Any] = []
+        batches: list[StepInput] = []
         start = time.perf_counter()
         try:
             for _ in range(count):
@@ -65,7 +69,7 @@ class LiveIterator:
             self.input_wait_seconds = time.perf_counter() - start
         return batches
 
-    def move_to(self, dataset: Any, prepared: Any = None) -> None:
+    def move_to(self, dataset: tf.data.Dataset, prepared: tf.data.Iterator | None = None) -> None:
         """Continue in another pipeline.
 
         Args:
@@ -77,7 +81,7 @@ class LiveIterator:
         """
         self._go_on_in(hand_over(self.iterator, dataset, prepared), dataset)
 
-    def begin_in(self, dataset: Any) -> None:
+    def begin_in(self, dataset: tf.data.Dataset) -> None:
         """Switch to another pipeline, whose model TensorFlow then shows.
 
         Args:
@@ -86,7 +90,7 @@ class LiveIterator:
         """
         self._go_on_in(start(dataset), dataset)
 
-    def _go_on_in(self, new: Any, dataset: Any) -> None:
+    def _go_on_in(self, new: tf.data.Iterator, dataset: tf.data.Dataset) -> None:
         old = self.iterator
         hold_functions_of(new, dataset)
         self.iterator = new
@@ -113,10 +117,10 @@ class LiveIterator:
         threads = threads_of(self.iterator)
         return threads is None or threads.lower_priority(nice)
 
-    def _use(self, iterator: Any) -> None:
+    def _use(self, iterator: Iterator[StepInput]) -> None:
         self._read = adapter.element_reader(iterator) if self.is_tf_data else iterator.__next__
         self.lower_priority(self._nice)
 
 
-def _ended() -> Any:
+def _ended() -> NoReturn:
     raise StopIteration

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
+
+from keras_het.loader.nested import StepInput
 
 
 class MeteredIterator:
@@ -22,9 +24,9 @@ class MeteredIterator:
         input_wait_seconds: time spent waiting for them.
     """
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: Iterable[StepInput]) -> None:
         self._given = iterator
-        self._iterator: Any = None
+        self._iterator: Iterator[StepInput]
         self.steps = 0
         self.input_wait_seconds = 0.0
 
@@ -32,7 +34,7 @@ class MeteredIterator:
         self._iterator = iter(self._given)
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> StepInput:
         start = time.perf_counter()
         try:
             element = next(self._iterator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.iterators.adjustable_pipeline import AdjustablePipeline
@@ -29,14 +29,16 @@ class Known:
 
 
 # A second `fit` on the same data set object continues its shuffle orders, as in stock Keras.
-_known: weakref.WeakKeyDictionary[Any, dict[int | None, Known]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[adapter.Dataset, dict[int | None, Known]] = (
+    weakref.WeakKeyDictionary()
+)
 # Data sets that read from one shuffle share its orders: its `take` and `skip`, and those that
 # Keras makes in each `fit` with class weights.
-_passes: weakref.WeakKeyDictionary[Any, PassCounter] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[adapter.Dataset, PassCounter] = weakref.WeakKeyDictionary()
 
 
 def recall(
-    dataset: Any, global_batch_size: int | None, reader: Follower
+    dataset: adapter.Dataset, global_batch_size: int | None, reader: Follower
 ) -> tuple[PipelineForm, PassCounter]:
     """Return the form and the passes of a data set, remembered from earlier inputs.
 
@@ -63,12 +65,12 @@ def recall(
     return form, known.passes
 
 
-def _passes_of(dataset: Any) -> PassCounter:
+def _passes_of(dataset: adapter.Dataset) -> PassCounter:
     shuffle = adapter.first_reshuffled(dataset)
     return PassCounter() if shuffle is None else _passes.setdefault(shuffle, PassCounter())
 
 
-def remember(dataset: Any, global_batch_size: int | None, form: PipelineForm) -> None:
+def remember(dataset: adapter.Dataset, global_batch_size: int | None, form: PipelineForm) -> None:
     """Make all inputs of the same data set read from `form`, whose stream is a copy.
 
     They count their passes together, so each order must be taken from the same shuffles.
