@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import IO
 
 import tensorflow as tf
 from rich.console import Console
@@ -124,7 +124,7 @@ class PipelineReport:
         )
 
 
-def read_report(iterator: Any) -> PipelineReport:
+def read_report(iterator: tf.data.Iterator) -> PipelineReport:
     """Report on a running iterator, from the model by which AUTOTUNE tunes it.
 
     Args:
@@ -151,13 +151,13 @@ def read_report(iterator: Any) -> PipelineReport:
     )
 
 
-def _pool_threads(iterator: Any) -> int:
+def _pool_threads(iterator: tf.data.Iterator) -> int:
     dataset = iterator_adapter.iterated_data_set(iterator)
     own = dataset.options().threading.private_threadpool_size if dataset is not None else None
     return own or tf.config.threading.get_inter_op_parallelism_threads() or len(own_cpus())
 
 
-def is_unread(iterator: Any) -> bool:
+def is_unread(iterator: tf.data.Iterator) -> bool:
     """Tell whether an iterator is known to have yielded no element.
 
     Args:
@@ -167,16 +167,16 @@ def is_unread(iterator: Any) -> bool:
     return model is not None and not model.nodes[model.output].num_elements
 
 
-def _is_without_model(iterator: Any) -> bool:
+def _is_without_model(iterator: tf.data.Iterator) -> bool:
     return was_handed_over(iterator) or _is_not_tuned(iterator)
 
 
-def _is_not_tuned(iterator: Any) -> bool:
+def _is_not_tuned(iterator: tf.data.Iterator) -> bool:
     dataset = iterator_adapter.iterated_data_set(iterator)
     return dataset is not None and dataset.options().autotune.enabled is False
 
 
-def _why_nothing_is_known(iterator: Any) -> str:
+def _why_nothing_is_known(iterator: tf.data.Iterator) -> str:
     if not hasattr(tf.raw_ops, "IteratorGetModelProto"):
         return "This TensorFlow does not show the model of a pipeline: 2.17 or newer is needed."
     if _is_not_tuned(iterator):
@@ -190,7 +190,11 @@ def _why_nothing_is_known(iterator: Any) -> str:
     )
 
 
-def inspect(dataset_or_iterator: Any, seconds: float = 1.0, file: Any = None) -> PipelineReport:
+def inspect(
+    dataset_or_iterator: tf.data.Dataset | tf.data.Iterator,
+    seconds: float = 1.0,
+    file: IO[str] | None = None,
+) -> PipelineReport:
     """Print what AUTOTUNE chose in a pipeline, live, and name its bottleneck.
 
     Args:
@@ -223,7 +227,7 @@ def inspect(dataset_or_iterator: Any, seconds: float = 1.0, file: Any = None) ->
     return report
 
 
-def show(report: PipelineReport, file: Any = None) -> None:
+def show(report: PipelineReport, file: IO[str] | None = None) -> None:
     """Print a report.
 
     Args:
@@ -238,7 +242,7 @@ def show(report: PipelineReport, file: Any = None) -> None:
         console.print(report.seen)
 
 
-def _report_of_data_set(dataset: Any, seconds: float) -> PipelineReport:
+def _report_of_data_set(dataset: tf.data.Dataset, seconds: float) -> PipelineReport:
     if any(map(adapter.writes_files, adapter.upstream_of(dataset))):
         # reading would leave partial files, in the way of the training iterator that writes them
         return PipelineReport((), reason=_WRITES_FILES)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.model_pb2 import ModelProto
 
 CONSUMER = 0
 """Number of the consumer's own thread."""
@@ -62,7 +66,7 @@ class _Thread(NamedTuple):
 class _Part(NamedTuple):
     """One iterator of a stage, of which an `interleave` has several."""
 
-    node: Any
+    node: ModelProto.Node
     per_batch: float  # its elements per batch of the pipeline
 
 
@@ -72,7 +76,7 @@ class _Input(NamedTuple):
     is_inner: bool  # an iterator that an interleave opened
 
 
-def read_stages(model: Any, pool_threads: int) -> tuple[PipelineStage, ...]:
+def read_stages(model: ModelProto, pool_threads: int) -> tuple[PipelineStage, ...]:
     """Return the stages of a pipeline, starting at the consumer's end.
 
     Times are those of one element, times the elements that a batch needs: iterators before a
@@ -89,7 +93,7 @@ def read_stages(model: Any, pool_threads: int) -> tuple[PipelineStage, ...]:
 
 
 class _StageReader:
-    def __init__(self, nodes: Any, pool_threads: int):
+    def __init__(self, nodes: Mapping[int, ModelProto.Node], pool_threads: int):
         self.stages: list[PipelineStage] = []
         self._nodes = nodes
         self._pool_threads = pool_threads
@@ -181,17 +185,17 @@ def _seconds_per_batch(part: _Part) -> float:
     return part.per_batch * part.node.processing_time / 1e9 / made if made else 0.0
 
 
-def _made(node: Any) -> int:
+def _made(node: ModelProto.Node) -> int:
     # elements in its buffer took its time too, except in a cache, which buffers them all for good
     waiting = 0 if _is_cache(node) else node.buffered_elements
     return int(node.num_elements + waiting)
 
 
-def _is_cache(node: Any) -> bool:
+def _is_cache(node: ModelProto.Node) -> bool:
     return "Cache" in node.name
 
 
-def _ratio(node: Any, child: Any) -> float:
+def _ratio(node: ModelProto.Node, child: ModelProto.Node) -> float:
     """Number of elements of an input per element."""
     if node.ratio > 0.0:
         return float(node.ratio)
@@ -199,7 +203,7 @@ def _ratio(node: Any, child: Any) -> float:
     return child.num_elements / made if made else 0.0
 
 
-def _inner_inputs(node: Any, children: list[Any]) -> list[Any]:
+def _inner_inputs(node: ModelProto.Node, children: list[ModelProto.Node]) -> list[ModelProto.Node]:
     """The iterators that an `interleave`, `flat_map` or the like opened itself."""
     if not _kind(node).endswith("INTERLEAVE_MANY"):
         return []
@@ -208,11 +212,11 @@ def _inner_inputs(node: Any, children: list[Any]) -> list[Any]:
     return children[1:] if has_outer else children
 
 
-def _parameters(node: Any) -> dict[str, Any]:
+def _parameters(node: ModelProto.Node) -> dict[str, ModelProto.Node.Parameter]:
     return {entry.name: entry for entry in node.parameters}
 
 
-def _calls(node: Any) -> int:
+def _calls(node: ModelProto.Node) -> int:
     parameters = _parameters(node)
     calls = parameters.get("parallelism")
     if calls is None:
@@ -222,16 +226,16 @@ def _calls(node: Any) -> int:
     return max(int(calls.state_value), 1)
 
 
-def _threads_for_calls(node: Any) -> int:
+def _threads_for_calls(node: ModelProto.Node) -> int:
     calls = _parameters(node).get("parallelism")
     return max(int(calls.max), 1) if calls else 1
 
 
-def _is_in_pool(node: Any) -> bool:
+def _is_in_pool(node: ModelProto.Node) -> bool:
     """Tell whether its calls run in the pipeline's pool; an interleave has private threads."""
     return "parallelism" in _parameters(node) and not _kind(node).endswith("INTERLEAVE_MANY")
 
 
-def _kind(node: Any) -> str:
+def _kind(node: ModelProto.Node) -> str:
     kinds = node.DESCRIPTOR.fields_by_name["node_class"].enum_type
     return str(kinds.values_by_number[node.node_class].name)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from keras_het.loader.nested import Batch, Leaf
+from keras_het.loader.nested import Leaf, StepInput
 
 _BYTES_OF_A_STRING = 24
 """TensorFlow's overhead for each string, in addition to its characters."""
 
 
-def count_bytes(batch: Batch) -> int:
+def count_bytes(batch: StepInput) -> int:
     """Size of a batch's tensors: dense, ragged and sparse ones, strings, and those in Optionals.
 
     Args:

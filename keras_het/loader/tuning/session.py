@@ -6,8 +6,8 @@ import concurrent.futures
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
@@ -31,6 +31,7 @@ from keras_het.loader.iterators.handover import HandoverError, has_memory_cache,
 from keras_het.loader.iterators.knobs import Build, Knobs
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.replayable import shares_a_shuffle, takes_a_place
+from keras_het.loader.nested import StepInput
 from keras_het.loader.order.batch_bytes import count_bytes
 from keras_het.loader.order.pass_counter import PassEnd
 from keras_het.planning.loader import (
@@ -44,8 +45,12 @@ from keras_het.planning.loader import (
     StepSums,
 )
 
+if TYPE_CHECKING:
+    import tensorflow as tf
+
 logger = logging.getLogger("keras_het")
 
+_Prepared: TypeAlias = "tuple[adapter.Dataset, tf.data.Iterator | None]"
 MakeController = Callable[[LoaderPlan, float, int | None], LoaderController]
 """Makes a controller from the first plan, the CPUs, and the largest prefetch if it cannot grow."""
 
@@ -107,7 +112,7 @@ class TuningSession:
         self._make_controller = make_controller
         self._priority = LoaderPriority(nice)
         self.share = CpuPart(budget)
-        self._plain: tuple[Any, AdjustablePipeline] | None = None
+        self._plain: tuple[adapter.Dataset, AdjustablePipeline] | None = None
         self.pipeline: AdjustablePipeline | None = None
         self.order: OrderTuning | None = None
         self._preparation: tuple[KnobChange, Move | None] | None = None
@@ -122,8 +127,8 @@ class TuningSession:
         self._steps = self._steps_before = 0
         self._epochs = 0
         self._batch_bytes: int | None = None
-        self._built: dict[Knobs, Any] = {}
-        self._building: tuple[Knobs, Move, concurrent.futures.Future[Any]] | None = None
+        self._built: dict[Knobs, adapter.Dataset] = {}
+        self._building: tuple[Knobs, Move, concurrent.futures.Future[_Prepared]] | None = None
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self.job: JobModel | None = None
         self._confirmed: LoaderPlan | None = None
@@ -145,7 +150,7 @@ class TuningSession:
             # an iterator of cache().repeat() persists over epochs: no other one tells
             self._freeze_if_cached()
 
-    def open(self, iterator: Any) -> LiveIterator:
+    def open(self, iterator: Iterator[StepInput]) -> LiveIterator:
         """Begin to read an iterator that the training loop was given.
 
         Args:
@@ -177,15 +182,7 @@ class TuningSession:
             self._move_plain(live, adjustable)
         return live
 
-    def reads(self, iterator: Any) -> bool:
-        """Tell whether this is the iterator that was opened last.
-
-        Args:
-            iterator: an iterator that a training loop reads.
-        """
-        return self.live is not None and self.live.given is iterator
-
-    def note_batch(self, batch: Any) -> None:
+    def note_batch(self, batch: StepInput) -> None:
         """Record the size of a batch, once per epoch.
 
         Args:
@@ -317,7 +314,7 @@ class TuningSession:
             self._plain = (dataset, plain_pipeline(dataset))
         return self._plain[1]
 
-    def _plain_data_set(self, live: LiveIterator) -> Any:
+    def _plain_data_set(self, live: LiveIterator) -> adapter.Dataset | None:
         if not live.is_tf_data:
             self._only_observe(_why_path_stays(live.given))
             return None
@@ -550,7 +547,9 @@ class TuningSession:
         self._begin_window()
 
 
-def prepare_iterator(build: Build, knobs: Knobs, known: Any, running: Any) -> tuple[Any, Any]:
+def prepare_iterator(
+    build: Build, knobs: Knobs, known: adapter.Dataset | None, running: adapter.Dataset | None
+) -> _Prepared:
     """Prepare a handover in the background: trace the functions, make an iterator.
 
     If parts are those that run, an iterator would disturb their shuffles: this applies to an
@@ -561,7 +560,7 @@ def prepare_iterator(build: Build, knobs: Knobs, known: Any, running: Any) -> tu
     return dataset, iter(dataset) if is_apart else None
 
 
-def _begins_alike(dataset: Any) -> bool:
+def _begins_alike(dataset: adapter.Dataset) -> bool:
     """Tell whether one more iterator changes nothing, for the others or for later ones.
 
     With `warm_start` the existing one has begun to work.
@@ -572,13 +571,13 @@ def _begins_alike(dataset: Any) -> bool:
     )
 
 
-def _order_of(iterator: Any) -> OrderTuning | None:
+def _order_of(iterator: Iterator[StepInput]) -> OrderTuning | None:
     """Return the tunable part of a strategy's data set, None for any other iterator."""
     source = iterator.source if isinstance(iterator, StepIterator) else None
     return getattr(source, "tuning", None)
 
 
-def _why_path_stays(iterator: Any) -> str:
+def _why_path_stays(iterator: Iterator[StepInput] | None) -> str:
     if isinstance(iterator, StepIterator):
         return "each worker reads its own files, of which there is no order to start again in"
     other = "the data path of a distribution strategy cannot be changed while it runs"

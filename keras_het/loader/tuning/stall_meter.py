@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+
+from keras_het.planning.bounded_shares import FloatArray
 
 
 class StallMeter:
@@ -50,12 +50,12 @@ class StallMeter:
         return self.input_wait_seconds / self.seconds if self.seconds else 0.0
 
     @property
-    def input_waits(self) -> Any:
+    def input_waits(self) -> FloatArray:
         """Wait of the latest executions in seconds, the oldest first, float64."""
         return self._in_order(self._waits)
 
     @property
-    def step_times(self) -> Any:
+    def step_times(self) -> FloatArray:
         """Times of the latest executions in seconds, waits included, the oldest first, float64."""
         return self._in_order(self._seconds)
 
@@ -72,7 +72,7 @@ class StallMeter:
             "p95_wait_seconds": float(high),
         }
 
-    def _in_order(self, ring: Any) -> Any:
+    def _in_order(self, ring: FloatArray) -> FloatArray:
         place = self._records % len(ring)
         if self._records <= len(ring):
             return ring[: self._records].copy()
