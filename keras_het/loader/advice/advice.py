@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import IO
 
 from rich.console import Console
 from rich.table import Table
@@ -65,7 +65,7 @@ class AdviceReport:
         """The kinds of the findings."""
         return tuple(advice.kind for advice in self.advices)
 
-    def show(self, file: Any = None) -> None:
+    def show(self, file: IO[str] | None = None) -> None:
         """Print the findings.
 
         Args:

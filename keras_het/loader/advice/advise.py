@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import IO
 
 import tensorflow as tf
 
@@ -30,7 +30,10 @@ _RULES = (
 
 
 def advise(
-    dataset: Any, seconds: float = 0.5, step_seconds: float = 0.0, file: Any = None
+    dataset: tf.data.Dataset,
+    seconds: float = 0.5,
+    step_seconds: float = 0.0,
+    file: IO[str] | None = None,
 ) -> AdviceReport:
     """Print what the author of a pipeline could change, and what that would gain.
 
@@ -79,7 +82,7 @@ def advise(
     return report
 
 
-def _check(dataset: Any, seconds: float, step_seconds: float) -> None:
+def _check(dataset: tf.data.Dataset, seconds: float, step_seconds: float) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
             f"advise needs a tf.data.Dataset. Received: {dataset!r} of type {type(dataset)}. Give "

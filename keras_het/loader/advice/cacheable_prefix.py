@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.advice import nodes
@@ -13,7 +12,7 @@ from keras_het.loader.advice.cost import count
 from keras_het.loader.advice.examination import Examination, Gain
 from keras_het.loader.host.memory import available_memory
 
-Dataset = Any
+Dataset = adapter.Dataset
 _MOST_CANDIDATES = 3
 _MOST_COUNTED = 1_000_000
 _MEMORY_PART = 0.5

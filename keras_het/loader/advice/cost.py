@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
 
 import tensorflow as tf
 
 from keras_het.loader.iterators.held_iterator import release
+from keras_het.loader.nested import Batch
 
-Dataset = Any
 _WARM_PART = 0.25
 _SIZED_ELEMENTS = 32
 _CHUNK = 16
@@ -38,7 +37,7 @@ class _Run:
     Buffers fill before that; elements that follow soon may come out of them, and do not count.
     """
 
-    def __init__(self, dataset: Dataset, seconds: float) -> None:
+    def __init__(self, dataset: tf.data.Dataset, seconds: float) -> None:
         self.sizes: list[int] = []
         self.elements = self._counted_from = 0
         now = first = self._since = time.perf_counter()
@@ -63,7 +62,12 @@ class _Run:
         return (self._stopped - self._since) / counted if counted else 0.0
 
 
-def measure(dataset: Dataset, seconds: float, options: Any = None, in_chunks: bool = False) -> Cost:
+def measure(
+    dataset: tf.data.Dataset,
+    seconds: float,
+    options: tf.data.Options | None = None,
+    in_chunks: bool = False,
+) -> Cost:
     """Run a data set as fast as possible.
 
     Args:
@@ -86,7 +90,7 @@ def measure(dataset: Dataset, seconds: float, options: Any = None, in_chunks: bo
     return Cost(run.seconds_per_element, sum(run.sizes) / max(len(run.sizes), 1))
 
 
-def count(dataset: Dataset, most: int, seconds: float) -> int | None:
+def count(dataset: tf.data.Dataset, most: int, seconds: float) -> int | None:
     """Count the elements of a data set.
 
     Args:
@@ -109,7 +113,7 @@ def count(dataset: Dataset, most: int, seconds: float) -> int | None:
     return found
 
 
-def has_more_than(dataset: Dataset, most: int, seconds: float) -> bool | None:
+def has_more_than(dataset: tf.data.Dataset, most: int, seconds: float) -> bool | None:
     """Tell whether a data set has more elements than `most`; None if unknown in time.
 
     Args:
@@ -131,7 +135,9 @@ def has_more_than(dataset: Dataset, most: int, seconds: float) -> bool | None:
     return False
 
 
-def is_read_within(dataset: Dataset, seconds: float, options: Any = None) -> bool:
+def is_read_within(
+    dataset: tf.data.Dataset, seconds: float, options: tf.data.Options | None = None
+) -> bool:
     """Read a data set once, and tell whether that took no longer than `seconds`."""
     iterator = iter(dataset if options is None else dataset.with_options(options))
     end = time.perf_counter() + seconds
@@ -142,7 +148,9 @@ def is_read_within(dataset: Dataset, seconds: float, options: Any = None) -> boo
     return True
 
 
-def gives_any_within(dataset: Dataset, seconds: float, options: Any = None) -> bool:
+def gives_any_within(
+    dataset: tf.data.Dataset, seconds: float, options: tf.data.Options | None = None
+) -> bool:
     """Tell whether a data set yields an element, tolerating errors for a limited time.
 
     Args:
@@ -163,12 +171,12 @@ def gives_any_within(dataset: Dataset, seconds: float, options: Any = None) -> b
         release(iterator)
 
 
-def _every(dataset: Dataset, chunk: int) -> Dataset:
+def _every(dataset: tf.data.Dataset, chunk: int) -> tf.data.Dataset:
     numbered = dataset.enumerate().filter(lambda number, _: number % chunk == chunk - 1)
     return numbered.map(lambda _, element: element)
 
 
-def _size_of(element: Any) -> int:
+def _size_of(element: Batch) -> int:
     total = 0
     for part in tf.nest.flatten(element, expand_composites=True):
         if isinstance(part, tf.Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -14,7 +14,8 @@ from keras_het.loader.advice import nodes
 from keras_het.loader.advice.cost import Cost, gives_any_within, is_read_within, measure
 from keras_het.loader.advice.rebuilding import path_to, rebuilt
 
-Dataset = Any
+Dataset = adapter.Dataset
+_Result = TypeVar("_Result")
 _logger = logging.getLogger("keras_het")
 
 LEAST_GAIN = 1.2
@@ -125,8 +126,7 @@ class Examination:
         changed = self.quietly(lambda: rebuilt(replacement, path))
         if changed is not None:
             return self._gain_over_now(changed)
-        gain: Gain | None = self.quietly(lambda: self._gain_of_part(node, replacement))
-        return gain
+        return self.quietly(lambda: self._gain_of_part(node, replacement))
 
     def _gain_of_part(self, node: Dataset, replacement: Dataset) -> Gain | None:
         """Upper bound of a faster part's gain; the smaller difference of two runs counts."""
@@ -178,7 +178,7 @@ class Examination:
         return after > 0 and saved >= LEAST_SECONDS and self._ratio(before, after) >= LEAST_GAIN
 
     @staticmethod
-    def quietly(function: Callable[[], Any]) -> Any:
+    def quietly(function: Callable[[], _Result]) -> _Result | None:
         """Return the result, or None if the user's function cannot be used in another place."""
         try:
             return function()

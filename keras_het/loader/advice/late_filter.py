@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import tensorflow as tf
 
@@ -11,8 +10,9 @@ from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.advice import nodes
 from keras_het.loader.advice.advice import LATE_FILTER, Advice
 from keras_het.loader.advice.examination import Examination
+from keras_het.loader.nested import Batch
 
-Dataset = Any
+Dataset = adapter.Dataset
 _MOST_KEPT = 0.9
 _MOST_SAMPLES = 512
 _PARTS = 1000
@@ -83,7 +83,7 @@ def _some(source: Dataset, part: float) -> Dataset:
     """Return a part of the elements, spread evenly."""
     limit = max(round(part * _PARTS), 1)
 
-    def is_one(number: Any, _: Any) -> Any:
+    def is_one(number: tf.Tensor, _: Batch) -> tf.Tensor:
         return (number + 1) * limit // _PARTS > number * limit // _PARTS
 
     return source.enumerate().filter(is_one).map(lambda _, element: element)
@@ -105,15 +105,15 @@ def _what_the_filter_needs(mapped: Dataset, node: Dataset) -> tuple[bool, set[st
     return False, set() if any(kind.startswith(_HEAVY) for kind in kinds) else heavy
 
 
-def _read_inputs(graph: Any) -> list[int]:
+def _read_inputs(graph: tf.Graph) -> list[int]:
     """Positions of the inputs of a function on which its outputs depend."""
     needed = _ancestors(list(graph.outputs))
     return [place for place, tensor in enumerate(graph.inputs) if tensor.op in needed]
 
 
-def _ancestors(tensors: list[Any]) -> set[Any]:
+def _ancestors(tensors: list[tf.Tensor]) -> set[tf.Operation]:
     waiting = [tensor.op for tensor in tensors]
-    found: set[Any] = set()
+    found: set[tf.Operation] = set()
     while waiting:
         operation = waiting.pop()
         if operation not in found:
@@ -126,7 +126,7 @@ def _kept_part(examination: Examination, node: Dataset) -> float | None:
     predicate = nodes.python_function(node)
     (source,) = adapter.inputs_of(node)
 
-    def decide(*arguments: Any) -> Any:
+    def decide(*arguments: Batch) -> tf.Tensor:
         return tf.cast(predicate(*arguments), tf.int64)  # type: ignore[misc]
 
     within = examination.seconds / max(examination.cost(source).seconds, 1e-9)

@@ -8,7 +8,7 @@ from typing import Any
 
 from keras_het.loader import tf_data_adapter as adapter
 
-Dataset = Any
+Dataset = adapter.Dataset
 
 PYTHON_OPERATIONS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless"})
 _CHANGING_PREFIXES = ("ShuffleDataset", "ShuffleAndRepeat", "RandomDataset", "AnonymousRandomSeed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import tensorflow as tf
 
@@ -12,8 +11,9 @@ from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.advice import nodes
 from keras_het.loader.advice.advice import PYTHON_FUNCTION, Advice
 from keras_het.loader.advice.examination import Examination
+from keras_het.loader.nested import Batch
 
-Dataset = Any
+Dataset = adapter.Dataset
 _STAND_INS = 100_000
 
 
@@ -44,11 +44,11 @@ def find(examination: Examination) -> list[Advice]:
 def _stand_in(node: Dataset) -> Dataset:
     """Return elements of the same form from TensorFlow operations that cost only their calls."""
 
-    def zeros(spec: Any) -> Any:
+    def zeros(spec: tf.TypeSpec) -> tf.Tensor:
         shape = spec.shape.as_list() if spec.shape.rank is not None else []
         return tf.zeros([size or 1 for size in shape], spec.dtype)
 
-    def nothing(*_: Any) -> Any:
+    def nothing(*_: Batch) -> Batch:
         return tf.nest.map_structure(zeros, node.element_spec)
 
     if adapter.is_map(node):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.advice import nodes
 
-Dataset = Any
+Dataset = adapter.Dataset
 
 
 def path_to(root: Dataset, node: Dataset) -> list[Dataset] | None:
@@ -48,7 +49,7 @@ def rebuilt(source: Dataset, path: Sequence[Dataset] | None) -> Dataset | None:
     return source
 
 
-def interleaved(node: Dataset, source: Dataset, parallel_calls: Any) -> Dataset:
+def interleaved(node: Dataset, source: Dataset, parallel_calls: tf.Tensor | int | None) -> Dataset:
     """Return the same `interleave` on another source, or with different parallelism."""
     return source.interleave(
         nodes.python_function(node),

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, NoReturn
 
 import keras
 import tensorflow as tf
@@ -21,6 +21,9 @@ from keras_het.loader.input.global_order import GlobalOrderDataset
 
 class _FitReached(BaseException):
     """Signal that ends the script; no `except Exception` of the script stops it."""
+
+
+_Look = Callable[[object], AdviceReport | None]
 
 
 @dataclasses.dataclass
@@ -59,7 +62,7 @@ def advise_script(
     """
     terminal = sys.stdout  # the script may redirect its own output
 
-    def look(data: Any) -> AdviceReport | None:
+    def look(data: object) -> AdviceReport | None:
         return _look(data, script.name, seconds, step_seconds, terminal)
 
     outcome = _Outcome()
@@ -72,7 +75,7 @@ def advise_script(
 
 
 def _look(
-    given: Any, script: str, seconds: float, step_seconds: float, terminal: Any
+    given: object, script: str, seconds: float, step_seconds: float, terminal: IO[str]
 ) -> AdviceReport | None:
     data = _user_data(given)
     if not isinstance(data, tf.data.Dataset):
@@ -92,7 +95,10 @@ def _look(
 
 
 def _run_to_fit(
-    script: Path, arguments: Sequence[str], look: Callable[[Any], Any], outcome: _Outcome
+    script: Path,
+    arguments: Sequence[str],
+    look: _Look,
+    outcome: _Outcome,
 ) -> str:
     """Run the script; return why it did not reach `fit`, if it did not."""
     try:
@@ -112,7 +118,7 @@ def _run_to_fit(
     )
 
 
-def _user_data(data: Any) -> Any:
+def _user_data(data: object) -> object:
     if not isinstance(data, GlobalOrderDataset):
         return data
     dataset, batch_size = data._source
@@ -120,10 +126,10 @@ def _user_data(data: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _fit_intercepted(look: Callable[[Any], Any], outcome: _Outcome) -> Iterator[None]:
+def _fit_intercepted(look: _Look, outcome: _Outcome) -> Iterator[None]:
     original = keras.Model.__dict__.get("fit")
 
-    def fit(self: Any, x: Any = None, *arguments: Any, **named: Any) -> Any:
+    def fit(self: keras.Model, x: object = None, *arguments: object, **named: object) -> NoReturn:
         # a script that catches everything may get here again
         if not outcome.is_reached:
             outcome.is_reached = True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import tensorflow as tf
 
@@ -13,7 +13,7 @@ from keras_het.loader.advice.advice import SEQUENTIAL_INTERLEAVE, Advice
 from keras_het.loader.advice.examination import Examination
 from keras_het.loader.advice.rebuilding import interleaved
 
-Dataset = Any
+Dataset = adapter.Dataset
 _CYCLE = 8
 
 
@@ -62,7 +62,7 @@ def _parallel(node: Dataset) -> tuple[Dataset, str] | None:
             return None
         compression = tf.get_static_value(node._compression_type) or b""
 
-        def read(name: Any) -> Any:
+        def read(name: tf.Tensor) -> tf.data.Dataset:
             return tf.data.TFRecordDataset(name, compression.decode())
 
         text = "Give TFRecordDataset num_parallel_reads: records of the files then alternate."
@@ -70,5 +70,5 @@ def _parallel(node: Dataset) -> tuple[Dataset, str] | None:
     return None
 
 
-def _interleave(files: Dataset, read: Any) -> Dataset:
+def _interleave(files: Dataset, read: Callable[..., Dataset] | None) -> Dataset:
     return files.interleave(read, cycle_length=_CYCLE, num_parallel_calls=tf.data.AUTOTUNE)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.advice import nodes
 from keras_het.loader.advice.advice import UNSHUFFLED_SHARDS, Advice
 from keras_het.loader.advice.cost import has_more_than
 from keras_het.loader.advice.examination import Examination
 
-Dataset = Any
+Dataset = adapter.Dataset
 
 
 def find(examination: Examination) -> list[Advice]:

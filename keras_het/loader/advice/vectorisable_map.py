@@ -14,8 +14,9 @@ from keras_het.loader.advice import nodes
 from keras_het.loader.advice.advice import VECTORISABLE_MAP, Advice
 from keras_het.loader.advice.examination import Examination
 from keras_het.loader.advice.rebuilding import rebuilt
+from keras_het.loader.nested import Batch
 
-Dataset = Any
+Dataset = adapter.Dataset
 Function = Callable[..., Any]
 _CHECKED_BATCHES, _CHECKED_SAMPLES = 2, 8
 
@@ -83,7 +84,7 @@ def _maps_before(batch: Dataset) -> tuple[list[Dataset], list[Dataset]]:
 
 def _on_batches(
     source: Dataset, size: int, maps: Sequence[Dataset], functions: Sequence[Function]
-) -> list[Any]:
+) -> list[object]:
     return _first_batches(_mapped(source.batch(size), maps, functions))
 
 
@@ -105,7 +106,7 @@ def _applied(function: Function) -> Function:
 
 
 def _vectorised(function: Function) -> Function:
-    def on_batch(*arguments: Any) -> Any:
+    def on_batch(*arguments: Batch) -> Batch:
         if len(arguments) == 1:
             return tf.vectorized_map(function, arguments[0], fallback_to_while_loop=False)
         return tf.vectorized_map(
@@ -115,20 +116,20 @@ def _vectorised(function: Function) -> Function:
     return on_batch
 
 
-def _first_batches(dataset: Dataset) -> list[Any]:
+def _first_batches(dataset: Dataset) -> list[object]:
     flat = []
     for element in dataset.take(_CHECKED_BATCHES):
         flat += tf.nest.flatten(element, expand_composites=True)
     return [part.numpy() if isinstance(part, tf.Tensor) else part for part in flat]
 
 
-def _equal(expected: list[Any], given: list[Any]) -> bool:
+def _equal(expected: list[object], given: list[object]) -> bool:
     return len(expected) == len(given) and all(
         map(_is_same, expected, given),
     )
 
 
-def _is_same(expected: Any, given: Any) -> bool:
+def _is_same(expected: object, given: object) -> bool:
     if not isinstance(expected, np.ndarray) or not isinstance(given, np.ndarray):
         return type(expected) is type(given) and bool(expected == given)
     if expected.shape != given.shape or expected.dtype != given.dtype:

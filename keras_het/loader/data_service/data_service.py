@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import tensorflow as tf
 
@@ -16,7 +15,7 @@ from keras_het.loader.data_service.addresses import (
     is_reachable,
     split_address,
 )
-from keras_het.loader.data_service.servers import start_dispatcher, start_worker
+from keras_het.loader.data_service.servers import Server, start_dispatcher, start_worker
 
 _CONNECT_SECONDS = 10.0
 _PYTHON = adapter.GENERATOR_OPERATIONS | {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
@@ -95,10 +94,10 @@ class DataService:
         address: address at which others join.
     """
 
-    def __init__(self, address: str, dispatcher: Any, workers: int, host: str) -> None:
+    def __init__(self, address: str, dispatcher: Server | None, workers: int, host: str) -> None:
         self.address = address
         self._is_closed = False
-        self._servers: list[Any] = [] if dispatcher is None else [dispatcher]
+        self._servers: list[Server] = [] if dispatcher is None else [dispatcher]
         atexit.register(self.close)
         try:
             for _ in range(workers):
@@ -108,8 +107,13 @@ class DataService:
             raise
 
     def distribute(
-        self, dataset: Any, job: str, *, max_outstanding_requests: int = 1, compression: bool = True
-    ) -> Any:
+        self,
+        dataset: tf.data.Dataset,
+        job: str,
+        *,
+        max_outstanding_requests: int = 1,
+        compression: bool = True,
+    ) -> tf.data.Dataset:
         """Return this consumer's part of a data set that all consumers of a job share.
 
         Every consumer calls it with the same data set and job. In each epoch an element goes to
@@ -199,7 +203,7 @@ def _check(
         )
 
 
-def _check_job(dataset: Any, job: str, max_outstanding_requests: int) -> None:
+def _check_job(dataset: tf.data.Dataset, job: str, max_outstanding_requests: int) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
             "distribute needs a tf.data.Dataset. Received: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -14,12 +14,15 @@ from keras_het.loader.data_service.addresses import (
     split_address,
 )
 
+Server: TypeAlias = (
+    "tf.data.experimental.service.DispatchServer | tf.data.experimental.service.WorkerServer"
+)
 _WORKER_TIMEOUT_MS = 10_000
 _HEARTBEAT_MS = 1_000
 _LOOK_SECONDS = 2.0
 
 
-def start_dispatcher(port: int, work_dir: str | None = None) -> tuple[Any, int]:
+def start_dispatcher(port: int, work_dir: str | None = None) -> tuple[Server, int]:
     """Start a dispatcher in this process.
 
     Args:
@@ -51,7 +54,7 @@ def start_dispatcher(port: int, work_dir: str | None = None) -> tuple[Any, int]:
 
 def start_worker(
     dispatcher: str, host: str, port: int = 0, dispatcher_timeout: float | None = None
-) -> Any:
+) -> Server:
     """Start a worker in this process.
 
     Args:

@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
 
 from keras_het.loader.data_service.addresses import check_reachable, is_reachable, split_address
 from keras_het.loader.data_service.servers import start_worker
@@ -48,7 +49,7 @@ def run_worker(dispatcher: str, host: str, port: int = 0, patience: float = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def _setter(stop: threading.Event) -> Any:
+def _setter(stop: threading.Event) -> Callable[[int, FrameType | None], None]:
     return lambda number, frame: stop.set()
 
 
