@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -29,7 +28,12 @@ class PipelineSource:
     """
 
     def __init__(
-        self, pipeline: Any, orders: ShareQueue, weights: Weights, batch_rows: int, keep_alive: Any
+        self,
+        pipeline: tf.data.Dataset,
+        orders: ShareQueue,
+        weights: Weights,
+        batch_rows: int,
+        keep_alive: object,
     ) -> None:
         self._orders, self._weights, self._rows = orders, weights, batch_rows
         self._wanted: collections.deque[bool] = collections.deque()
@@ -62,7 +66,9 @@ class SlicedSource:
         keep_alive: an object that holds the functions that `pipeline` calls.
     """
 
-    def __init__(self, pipeline: Any, weights: Weights, local: range, keep_alive: Any) -> None:
+    def __init__(
+        self, pipeline: tf.data.Dataset, weights: Weights, local: range, keep_alive: object
+    ) -> None:
         self._weights, self._local = weights, local
         self._ordered: collections.deque[tuple[float, ...] | None] = collections.deque()
         self._iterator = HeldIterator(pipeline, keep_alive)

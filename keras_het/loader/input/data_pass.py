@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
-import numpy as np
+from keras_het.loader.nested import Batch
+from keras_het.planning.bounded_shares import IntArray
 
-Element = tuple[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"]
+Element: TypeAlias = tuple[list[Batch], IntArray]
 """Batches of the local replicas, and int64 sizes of shape [num_replicas]."""
 
 

@@ -6,15 +6,15 @@ import abc
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.input.data_pass import DataPass
-from keras_het.loader.input.in_graph import GraphDataset, InputSpec, number_of
+from keras_het.loader.input.in_graph import GraphDataset, GraphIterator, InputSpec, State, number_of
 from keras_het.loader.input.step_iterator import StepIterator, Wrap
+from keras_het.loader.nested import Spec, StepInput
 from keras_het.loader.order.pass_counter import Pass, PassCounter
 
 logger = logging.getLogger("keras_het")
@@ -53,7 +53,7 @@ class DistributedSteps(adapter.DistributedDataset):
     # The parent's constructor builds TensorFlow's own input pipeline, which ours replaces.
     def __init__(
         self,
-        element_spec: Any,
+        element_spec: Spec,
         cardinality: int,
         wrap: Wrap,
         may_be_looked_at: bool = True,
@@ -78,7 +78,7 @@ class DistributedSteps(adapter.DistributedDataset):
         self.passes_started = 0
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Spec:
         """The type of the elements; the number of rows is None."""
         return self._element_spec
 
@@ -86,11 +86,11 @@ class DistributedSteps(adapter.DistributedDataset):
     def _type_spec(self) -> InputSpec:
         return InputSpec(self._element_spec, is_iterator=False)
 
-    def __tf_tracing_type__(self, context: Any) -> InputSpec:
+    def __tf_tracing_type__(self, context: object) -> InputSpec:
         del context
         return self._type_spec
 
-    def reduce(self, initial_state: Any, reduce_fn: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, initial_state: State, reduce_fn: Callable[[State, StepInput], State]) -> State:
         """Fold a function over all elements; AutoGraph turns `for batch in data_set` into this.
 
         Args:
@@ -159,7 +159,7 @@ class DistributedSteps(adapter.DistributedDataset):
             return self._passes.before(None), 0
         return self._passes.before(run.number), run.first_step + run.delivered
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> StepIterator | GraphIterator:
         if not tf.executing_eagerly():
             return iter(self._in_graph())
         number = self._passes.reserve()
@@ -218,7 +218,7 @@ class DistributedSteps(adapter.DistributedDataset):
         """Make the next pass the one after `passes`."""
 
     @abc.abstractmethod
-    def _shuffle(self) -> Any:
+    def _shuffle(self) -> tf.data.Dataset | None:
         """The node whose orders determine that of a pass, None if nothing reshuffles."""
 
     @abc.abstractmethod

@@ -15,6 +15,7 @@ from keras_het.loader.input.data_pass import DataPass, Element
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.input.pipeline_pass import Weights
 from keras_het.loader.input.step_iterator import Wrap
+from keras_het.loader.nested import Batch
 from keras_het.loader.order import rows
 from keras_het.loader.order.pass_counter import Pass
 from keras_het.loader.order.replay import advance, fresh_copy
@@ -39,8 +40,8 @@ class FilePass(DataPass):
 
     def __init__(
         self,
-        chunks: Iterator[Any],
-        empty: Any,
+        chunks: Iterator[Batch],
+        empty: Batch,
         layout: ReplicaLayout,
         weights: Weights,
         global_batch_size: int,
@@ -51,13 +52,13 @@ class FilePass(DataPass):
         num_steps: int,
     ) -> None:
         super().__init__(number, first_step, num_steps)
-        self._chunks: Iterator[Any] | None = chunks
+        self._chunks: Iterator[Batch] | None = chunks
         self._empty = empty
         self._layout = layout
         self._weights = weights
         self._global_batch_size = global_batch_size
         self._remaining = list(remaining)
-        self._carry: Any = empty
+        self._carry = empty
 
     def _produce(self) -> Element:
         if not any(self._remaining):
@@ -75,7 +76,7 @@ class FilePass(DataPass):
         batches = rows.split_rows(own, tf.constant(sizes, tf.int64), len(sizes))
         return list(batches), np.asarray(shares, np.int64)
 
-    def _take(self, count: int) -> Any:
+    def _take(self, count: int) -> Batch:
         parts, have = [self._carry], int(rows.count_rows(self._carry))
         while have < count:
             chunk = next(self._chunks or iter(()), None)
@@ -129,7 +130,7 @@ class FileShardedDataset(DistributedSteps):
     def __init__(
         self,
         filenames: Sequence[str],
-        reader: Callable[[Any], tf.data.Dataset],
+        reader: Callable[[tf.Tensor], tf.data.Dataset],
         layout: ReplicaLayout,
         weights: Weights,
         wrap: Wrap,
@@ -174,7 +175,7 @@ class FileShardedDataset(DistributedSteps):
         super().__init__(rows.relax_rows(chunks.element_spec), steps, wrap)
         logger.info("Input by files: worker %d reads %d.", layout.worker_index, len(own))
 
-    def map(self, function: Callable[..., Any], **_: Any) -> FileShardedDataset:
+    def map(self, function: Callable[..., Any], **_: object) -> FileShardedDataset:
         """Return the same input with one more row-wise function of a batch.
 
         Keras's `fit` calls it for `class_weight`.
@@ -243,7 +244,7 @@ class FileShardedDataset(DistributedSteps):
         self._own = fresh_copy(self._own)
         advance(self._own, passes)
 
-    def _shuffle(self) -> Any:
+    def _shuffle(self) -> tf.data.Dataset | None:
         return adapter.first_reshuffled(self._own)
 
     def _let_go_by(self, passes: Iterable[Pass]) -> None:
@@ -251,13 +252,15 @@ class FileShardedDataset(DistributedSteps):
 
 
 def _samples_of(
-    filenames: Sequence[str], reader: Callable[[Any], tf.data.Dataset]
+    filenames: Sequence[str], reader: Callable[[tf.Tensor], tf.data.Dataset]
 ) -> tf.data.Dataset:
     names = tf.constant(list(filenames), tf.string, shape=[len(filenames)])
     return tf.data.Dataset.from_tensor_slices(names).flat_map(reader)
 
 
-def _count_samples(filenames: Sequence[str], reader: Callable[[Any], tf.data.Dataset]) -> list[int]:
+def _count_samples(
+    filenames: Sequence[str], reader: Callable[[tf.Tensor], tf.data.Dataset]
+) -> list[int]:
     logger.info("Reading %d files to count their samples.", len(filenames))
     counts = []
     for name in filenames:

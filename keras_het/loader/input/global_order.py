@@ -26,6 +26,7 @@ from keras_het.loader.input.pipeline_pass import PipelinePass, Weights
 from keras_het.loader.input.sliced_pass import SlicedPass
 from keras_het.loader.input.step_iterator import Wrap
 from keras_het.loader.iterators.source_memory import recall, remember
+from keras_het.loader.nested import Spec
 from keras_het.loader.order import rows
 from keras_het.loader.order.content import describe_content
 from keras_het.loader.order.keras_arrays import seeds_of_orders
@@ -95,7 +96,7 @@ class GlobalOrderDataset(DistributedSteps):
         global_batch_size: int | None = None,
         batch_map: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
         lookahead: int = 2,
-        claims: Callable[[Any], Claims | None] | None = None,
+        claims: Callable[[GlobalOrderDataset], Claims | None] | None = None,
     ) -> None:
         _check_arguments(dataset, global_batch_size, lookahead)
         if global_batch_size is None:
@@ -110,7 +111,7 @@ class GlobalOrderDataset(DistributedSteps):
         self._claims: Claims | None = None
         self._row_functions = (batch_map,) if callable(batch_map) else tuple(batch_map)
         self.only_slices = self.form.only_slices and not self._row_functions
-        self._idle: list[tuple[Any, ShareQueue]] = []
+        self._idle: list[tuple[tf.data.Dataset, ShareQueue]] = []
         self.pipelines_built = 0
         self.tuning = OrderTuning(self, dataset)
         upstream = list(adapter.upstream_of(self.form.stream))
@@ -240,7 +241,7 @@ class GlobalOrderDataset(DistributedSteps):
             self.form = form
             self._idle.clear()
 
-    def map(self, function: Callable[..., Any], **_: Any) -> GlobalOrderDataset:
+    def map(self, function: Callable[..., Any], **_: object) -> GlobalOrderDataset:
         """Return the same input with one more row-wise function of a batch, for local rows only.
 
         Keras's `fit` calls it for `class_weight`.
@@ -266,7 +267,7 @@ class GlobalOrderDataset(DistributedSteps):
         del buffer_size
         return self
 
-    def _batch_spec(self) -> Any:
+    def _batch_spec(self) -> Spec:
         if self.only_slices:
             return self.form.stream.element_spec
         self._idle.append(self.build(0))
@@ -342,7 +343,9 @@ class GlobalOrderDataset(DistributedSteps):
             source = PipelineSource(pipeline, orders, weights, batch_rows, self.form)
         return ClaimedPass(source, claims, self.lookahead, number)
 
-    def build(self, skip: int, form: PipelineForm | None = None) -> tuple[Any, ShareQueue]:
+    def build(
+        self, skip: int, form: PipelineForm | None = None
+    ) -> tuple[tf.data.Dataset, ShareQueue]:
         """Build the pipeline that this worker runs.
 
         Args:
@@ -378,13 +381,13 @@ class GlobalOrderDataset(DistributedSteps):
             self.follow(form)
         advance(global_batches(self.form), passes)
 
-    def _shuffle(self) -> Any:
+    def _shuffle(self) -> tf.data.Dataset | None:
         return adapter.first_reshuffled(self.form.stream)
 
     def _let_go_by(self, passes: Iterable[Pass]) -> None:
         advance(global_batches(self.form), passes)
 
-    def _warn_of_changing_order(self, upstream: list[Any]) -> None:
+    def _warn_of_changing_order(self, upstream: list[tf.data.Dataset]) -> None:
         if self.layout.num_workers == 1:
             return
         if any(map(adapter.is_nondeterministic, upstream)):
@@ -396,7 +399,9 @@ class GlobalOrderDataset(DistributedSteps):
             logger.info("The option deterministic=False is not used: workers need one order.")
 
 
-def _check_arguments(dataset: Any, global_batch_size: int | None, lookahead: int) -> None:
+def _check_arguments(
+    dataset: tf.data.Dataset, global_batch_size: int | None, lookahead: int
+) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
             f"dataset must be a tf.data.Dataset. Received: {dataset!r} of type {type(dataset)}. "
@@ -411,7 +416,7 @@ def _check_arguments(dataset: Any, global_batch_size: int | None, lookahead: int
 def _keep_idle(
     owner: weakref.ref[GlobalOrderDataset] | None,
     form: PipelineForm,
-    pipeline: Any,
+    pipeline: tf.data.Dataset,
     orders: ShareQueue,
 ) -> None:
     """Keep a pipeline whose iterator is gone for a later epoch."""

@@ -5,18 +5,26 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.loader.nested import Spec, StepInput
 
+if TYPE_CHECKING:
+    from keras_het.loader.input.distributed_steps import DistributedSteps
+    from keras_het.loader.input.step_iterator import StepIterator
+
+State = TypeVar("State")
 _END = "End of the data."
 _numbers = itertools.count(1)
-_inputs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_inputs: weakref.WeakValueDictionary[int, DistributedSteps | StepIterator] = (
+    weakref.WeakValueDictionary()
+)
 
 
-def number_of(source: Any) -> int:
+def number_of(source: DistributedSteps | StepIterator) -> int:
     """Return the number by which a graph finds a data set or an iterator while that exists.
 
     Args:
@@ -39,11 +47,11 @@ class InputSpec(tf.TypeSpec):
 
     __slots__ = ["_element_spec", "_is_iterator"]
 
-    def __init__(self, element_spec: Any, is_iterator: bool) -> None:
+    def __init__(self, element_spec: Spec, is_iterator: bool) -> None:
         self._element_spec, self._is_iterator = element_spec, is_iterator
 
     @property
-    def value_type(self) -> Any:
+    def value_type(self) -> type[_InGraph]:
         """The type in a graph."""
         return GraphIterator if self._is_iterator else GraphDataset
 
@@ -51,15 +59,15 @@ class InputSpec(tf.TypeSpec):
         return (self._element_spec, self._is_iterator)
 
     @property
-    def _component_specs(self) -> Any:
+    def _component_specs(self) -> tf.TensorSpec:
         return tf.TensorSpec([], tf.int64)
 
-    def _to_components(self, value: Any) -> Any:
-        if isinstance(value, (GraphDataset, GraphIterator)):
+    def _to_components(self, value: DistributedSteps | StepIterator | _InGraph) -> tf.Tensor:
+        if isinstance(value, _InGraph):
             return value.number
         return tf.constant(number_of(value), tf.int64)
 
-    def _from_components(self, components: Any) -> Any:
+    def _from_components(self, components: tf.Tensor) -> _InGraph:
         return self.value_type(components, self._element_spec)
 
 
@@ -73,11 +81,11 @@ class _InGraph:
 
     _is_iterator: bool
 
-    def __init__(self, number: Any, element_spec: Any) -> None:
+    def __init__(self, number: tf.Tensor, element_spec: Spec) -> None:
         self.number, self._element_spec = number, element_spec
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Spec:
         """The type of its elements."""
         return self._element_spec
 
@@ -85,7 +93,7 @@ class _InGraph:
     def _type_spec(self) -> InputSpec:
         return InputSpec(self._element_spec, is_iterator=self._is_iterator)
 
-    def __tf_tracing_type__(self, context: Any) -> InputSpec:
+    def __tf_tracing_type__(self, context: object) -> InputSpec:
         del context
         return self._type_spec
 
@@ -103,14 +111,14 @@ class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.Com
     def __iter__(self) -> GraphIterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> StepInput:
         return self.get_next()
 
-    def get_next(self) -> Any:
+    def get_next(self) -> StepInput:
         """The next element; `OutOfRangeError` at the end, when the graph runs."""
         return self._fetch(may_end=False)[1]
 
-    def get_next_as_optional(self) -> Any:
+    def get_next_as_optional(self) -> tf.experimental.Optional:
         """The next element as a `tf.experimental.Optional`, empty at the end."""
         has_value, element = self._fetch(may_end=True)
         return tf.cond(
@@ -119,11 +127,11 @@ class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.Com
             lambda: tf.experimental.Optional.empty(self._element_spec),
         )
 
-    def _fetch(self, may_end: bool) -> tuple[Any, Any]:
+    def _fetch(self, may_end: bool) -> tuple[tf.Tensor, StepInput]:
         specs = tf.nest.flatten(self._element_spec, expand_composites=True)
         present = [spec for spec in specs if spec is not None]
 
-        def fetch(number: Any) -> list[Any]:
+        def fetch(number: tf.Tensor) -> list[tf.Tensor]:
             try:
                 element = next(_find(number))
             except (StopIteration, tf.errors.OutOfRangeError) as error:
@@ -157,9 +165,11 @@ class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.Compo
     _is_iterator = False
 
     def __iter__(self) -> GraphIterator:
-        held: list[Any] = []  # one for each place in a graph, until it opens the next
+        held: list[
+            StepIterator | GraphIterator
+        ] = []  # one for each place in a graph, until it opens the next
 
-        def open_pass(number: Any) -> Any:
+        def open_pass(number: tf.Tensor) -> tf.Tensor:
             held[:] = [iter(_find(number))]
             return tf.constant(number_of(held[0]), tf.int64)
 
@@ -168,7 +178,9 @@ class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.Compo
         number.set_shape([])
         return GraphIterator(number, self._element_spec)
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(
+        self, initial_state: State, reduce_func: Callable[[State, StepInput], State]
+    ) -> State:
         """Fold a function over all elements; AutoGraph turns `for batch in data_set` into this.
 
         Args:
@@ -177,7 +189,9 @@ class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.Compo
         """
         iterator = iter(self)
 
-        def body(state: Any, optional: Any) -> tuple[Any, Any]:
+        def body(
+            state: State, optional: tf.experimental.Optional
+        ) -> tuple[State, tf.experimental.Optional]:
             state = reduce_func(state, optional.get_value())
             return state, iterator.get_next_as_optional()
 
@@ -190,7 +204,7 @@ class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.Compo
         return state
 
 
-def _find(number: Any) -> Any:
+def _find(number: tf.Tensor) -> Any:
     source = _inputs.get(int(number))
     if source is None:
         raise RuntimeError(

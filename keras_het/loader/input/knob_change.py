@@ -6,6 +6,7 @@ import abc
 import concurrent.futures
 import functools
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from keras_het.loader.input.data_pass import DataPass
@@ -19,6 +20,8 @@ from keras_het.loader.order.pipeline_form import PipelineForm
 from keras_het.loader.order.replay import advance
 
 if TYPE_CHECKING:
+    import tensorflow as tf
+
     from keras_het.loader.input.order_tuning import OrderTuning
 
 
@@ -87,11 +90,11 @@ class KnobChange(abc.ABC):
             raise HandoverError(reason)
         self._submit(self._prepare, run, self._cancelled)
 
-    def _submit(self, function: Any, *arguments: Any) -> None:
+    def _submit(self, function: Callable[..., object], *arguments: object) -> None:
         self._future = self._executor.submit(function, *arguments)
 
     @abc.abstractmethod
-    def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
+    def _prepare(self, run: DataPass, cancelled: threading.Event) -> object:
         """Do all that can be done before the switch, in the background."""
 
     @abc.abstractmethod
@@ -102,13 +105,17 @@ class KnobChange(abc.ABC):
 class SlicedPreparation(KnobChange):
     """Handover of the running iterator of whole batches."""
 
-    def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
+    def _prepare(
+        self, run: DataPass, cancelled: threading.Event
+    ) -> tuple[PipelineForm, tf.data.Dataset, tf.data.Iterator | None]:
         form = self._tuning.moved_form(self.knobs)
         batches = self._tuning.moved_batches(form, self.knobs, run.first_step)
         # the parts of an ordinary data set are those that run: an iterator would disturb shuffles
         return form, batches, None if self._tuning.is_plain else iter(batches)
 
-    def _switch(self, prepared: Any) -> None:
+    def _switch(
+        self, prepared: tuple[PipelineForm, tf.data.Dataset, tf.data.Iterator | None]
+    ) -> None:
         form, batches, iterator = prepared
         if isinstance(self._run, SlicedPass):
             self._run.move_to(batches, form, iterator)
@@ -122,7 +129,7 @@ class JoiningPreparation(KnobChange):
     # steps by which the other pipeline gets ahead; more if the running one was quicker
     _margin = 0
 
-    def _prepare(self, run: DataPass, cancelled: threading.Event) -> Any:
+    def _prepare(self, run: DataPass, cancelled: threading.Event) -> NextPipeline | None:
         if not isinstance(run, PipelinePass):
             raise HandoverError("This pass cannot be joined.")
         data = self._tuning.data
@@ -152,7 +159,7 @@ class JoiningPreparation(KnobChange):
         next_pipeline.drop()
         return None
 
-    def _switch(self, prepared: Any) -> None:
+    def _switch(self, prepared: NextPipeline | None) -> None:
         run = self._run
         if prepared is None or not isinstance(run, PipelinePass):
             return

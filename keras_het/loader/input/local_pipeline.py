@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 
 from keras_het.loader import iterator_adapter
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.loader.nested import Batch, Spec
 from keras_het.loader.order import rows
 from keras_het.loader.order.pipeline_form import PipelineForm
 from keras_het.loader.order.share_queue import ShareQueue
@@ -85,13 +86,13 @@ def build_local_pipeline(
 
 
 def _cut_function(
-    element_spec: Any, form: PipelineForm, layout: ReplicaLayout, orders: ShareQueue
+    element_spec: Spec, form: PipelineForm, layout: ReplicaLayout, orders: ShareQueue
 ) -> Callable[..., Any]:
     # map() spreads a tuple over the arguments of its function, and nothing else
     is_tuple = type(element_spec) is tuple
 
     @tf.autograph.experimental.do_not_convert
-    def cut(*arguments: Any) -> tuple[Any, Any, Any]:
+    def cut(*arguments: Batch) -> tuple[Batch, tf.Tensor, tf.Tensor]:
         batch = arguments if is_tuple else arguments[0]
         return _own_rows(batch, form, layout, orders)
 
@@ -105,7 +106,9 @@ def _finish_function(
     functions = [tf.function(function) for function in row_functions]
 
     @tf.autograph.experimental.do_not_convert
-    def finish(batch: Any, sizes: Any, fingerprint: Any) -> tuple[Any, Any, Any]:
+    def finish(
+        batch: Batch, sizes: tf.Tensor, fingerprint: tf.Tensor
+    ) -> tuple[tuple[Batch, ...], tf.Tensor, tf.Tensor]:
         local_sizes = sizes[local.start : local.stop]
         if form.element_maps or form.arrays:
             batch = _mapped_rows(batch, form, tf.reduce_sum(local_sizes))
@@ -117,10 +120,10 @@ def _finish_function(
 
 
 def _own_rows(
-    batch: Any, form: PipelineForm, layout: ReplicaLayout, orders: ShareQueue
-) -> tuple[Any, Any, Any]:
+    batch: Batch, form: PipelineForm, layout: ReplicaLayout, orders: ShareQueue
+) -> tuple[Batch, tf.Tensor, tf.Tensor]:
     """Own rows of a global batch before their maps, the sizes, and the batch's fingerprint."""
-    cut, rest = batch if form.gathers_indices else (batch, None)
+    cut, rest = cast("tuple[Batch, Batch]", batch) if form.gathers_indices else (batch, None)
     total = rows.count_rows(cut)
     sizes, wants_fingerprint = orders.sizes(orders.take(), total)
     local = layout.local_replicas
@@ -153,7 +156,7 @@ def _needs_probe(form: PipelineForm) -> bool:
     )
 
 
-def _mapped_rows(own: Any, form: PipelineForm, count: Any) -> Any:
+def _mapped_rows(own: Batch, form: PipelineForm, count: tf.Tensor) -> Batch:
     """Gather own rows, run the maps of single samples on them and batch the results."""
     if form.arrays:
         rows_of_arrays = [tf.gather(array, own) for array in form.arrays]
@@ -165,14 +168,14 @@ def _mapped_rows(own: Any, form: PipelineForm, count: Any) -> Any:
     return tf.cond(count > 0, lambda: _mapped_batch(own, form), lambda: _empty_batch(form))
 
 
-def _mapped_batch(own: Any, form: PipelineForm) -> Any:
+def _mapped_batch(own: Batch, form: PipelineForm) -> Batch:
     samples = tf.data.Dataset.from_tensor_slices(own)
     for node in form.element_maps:
         samples = adapter.AppliedMap(node, samples, form.autotuned_calls)
     return samples.batch(form.batch_size).get_single_element()
 
 
-def _empty_batch(form: PipelineForm) -> Any:
+def _empty_batch(form: PipelineForm) -> Batch:
     return tf.nest.map_structure(
         lambda spec: None if adapter.is_none(spec) else tf.zeros([0, *spec.shape], spec.dtype),
         form.element_maps[-1].element_spec,

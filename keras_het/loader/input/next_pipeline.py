@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_het.loader.iterators.held_iterator import HeldIterator
 from keras_het.loader.order.share_queue import ShareQueue
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 class NextPipeline:
@@ -30,11 +33,11 @@ class NextPipeline:
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: tf.data.Dataset,
         orders: ShareQueue,
         num_replicas: int,
         position: int,
-        keep_alive: Any,
+        keep_alive: object,
         adopt: Callable[[], None],
     ) -> None:
         self.orders = orders

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -55,7 +55,7 @@ class OrderTuning:
         has_own_threads: whether the pipeline runs in a private thread pool.
     """
 
-    def __init__(self, data: GlobalOrderDataset, source: Any) -> None:
+    def __init__(self, data: GlobalOrderDataset, source: tf.data.Dataset) -> None:
         self._data = weakref.ref(data)
         self.is_plain = not isinstance(source, AdjustablePipeline)
         self._build = None if self.is_plain else source.build_again
@@ -180,7 +180,7 @@ class OrderTuning:
         same = _has_same_order(form.stream, built.stream)
         return same and not self.shares_orders(built.stream)
 
-    def shares_orders(self, stream: Any) -> bool:
+    def shares_orders(self, stream: tf.data.Dataset) -> bool:
         """Tell whether an iterator of this stream would take an order from the data set's shuffles.
 
         It would if the builder reads from a shuffle that was made outside of it.
@@ -225,7 +225,7 @@ class OrderTuning:
 
     # --- whole batches
 
-    def moved_batches(self, form: PipelineForm, knobs: Knobs, skip: int) -> Any:
+    def moved_batches(self, form: PipelineForm, knobs: Knobs, skip: int) -> tf.data.Dataset:
         """The global batches of a form, in a shape that allows a handover between pipelines.
 
         Args:
@@ -269,7 +269,7 @@ class OrderTuning:
             self.data.adopt(form)
 
 
-def _knobs_of(source: Any, form: PipelineForm) -> Knobs:
+def _knobs_of(source: tf.data.Dataset, form: PipelineForm) -> Knobs:
     # an earlier training may have left other settings in the form
     threads = form.options.threading.private_threadpool_size
     if isinstance(source, AdjustablePipeline):
@@ -310,13 +310,13 @@ def _maps_alike(form: PipelineForm, built: PipelineForm) -> bool:
     )
 
 
-def _has_same_order(old: Any, new: Any) -> bool:
+def _has_same_order(old: tf.data.Dataset, new: tf.data.Dataset) -> bool:
     """Tell whether another build of a stream has the same order of samples and can replace it."""
     if has_memory_cache(old) or difference(old, new) is not None:
         return False
     return why_not_replayed(new, can_be_built=True) is None and _seeds(old) == _seeds(new)
 
 
-def _seeds(stream: Any) -> list[Any]:
+def _seeds(stream: tf.data.Dataset) -> list[tuple[int | None, int | None]]:
     nodes = adapter.upstream_of(stream)
     return [adapter.shuffle_seeds(node) for node in nodes if adapter.is_shuffle(node)]

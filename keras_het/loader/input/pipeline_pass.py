@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_het.loader.host.threads import LoaderThreads
 from keras_het.loader.input.data_pass import DataPass, Element
 from keras_het.loader.input.next_pipeline import NextPipeline
 from keras_het.loader.iterators.held_iterator import HeldIterator
 from keras_het.loader.order.share_queue import ShareQueue
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 Weights = Callable[[], Sequence[float]]
 
@@ -40,7 +43,7 @@ class PipelinePass(DataPass):
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: tf.data.Dataset,
         orders: ShareQueue,
         weights: Weights,
         lookahead: int,
@@ -51,7 +54,7 @@ class PipelinePass(DataPass):
         num_steps: int,
         wants_fingerprint: bool,
         give_back: Callable[[], None],
-        keep_alive: Any,
+        keep_alive: object,
         epoch_steps: Callable[[], int | None] | None = None,
     ) -> None:
         super().__init__(number, first_step, num_steps)
@@ -80,7 +83,7 @@ class PipelinePass(DataPass):
         return self._rows
 
     @property
-    def iterator(self) -> Any:
+    def iterator(self) -> tf.data.Iterator:
         """The `tf.data.Iterator` that provides its steps."""
         return self._iterator.iterator
 

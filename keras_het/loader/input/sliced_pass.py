@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,12 +12,12 @@ from keras_het.loader.input.data_pass import DataPass, Element
 from keras_het.loader.input.pipeline_pass import Weights
 from keras_het.loader.iterators.handover import hand_over
 from keras_het.loader.iterators.held_iterator import HeldIterator, release
+from keras_het.loader.nested import Batch
 from keras_het.loader.order import rows
 from keras_het.loader.order.batch_bytes import count_bytes
+from keras_het.planning.bounded_shares import IntArray
 from keras_het.planning.replica_layout import ReplicaLayout
 from keras_het.planning.shares import apportion
-
-Sizes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SlicedPass(DataPass):
@@ -43,7 +42,7 @@ class SlicedPass(DataPass):
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: tf.data.Dataset,
         layout: ReplicaLayout,
         weights: Weights,
         lookahead: int,
@@ -52,7 +51,7 @@ class SlicedPass(DataPass):
         first_step: int,
         num_steps: int,
         wants_fingerprint: bool,
-        keep_alive: Any,
+        keep_alive: object,
     ) -> None:
         super().__init__(number, first_step, num_steps)
         self._layout = layout
@@ -60,12 +59,12 @@ class SlicedPass(DataPass):
         self._wants_fingerprint = wants_fingerprint
         self._read = collections.deque(tuple(weights()) for _ in range(lookahead))
         self.batch_bytes = 0
-        self._latest: tuple[Any, Sizes, Any] | None = None
-        self._first_batch: Any = None
+        self._latest: tuple[tuple[tuple[float, ...], int], IntArray, tf.Tensor] | None = None
+        self._first_batch: Batch = None
         self._iterator = HeldIterator(pipeline, keep_alive)
 
     @property
-    def iterator(self) -> Any:
+    def iterator(self) -> tf.data.Iterator:
         """The `tf.data.Iterator` that provides its steps."""
         return self._iterator.iterator
 
@@ -74,7 +73,12 @@ class SlicedPass(DataPass):
         """Threads of the pipeline's own pool, None if it has none."""
         return self._iterator.threads
 
-    def move_to(self, pipeline: Any, keep_alive: Any, prepared: Any = None) -> None:
+    def move_to(
+        self,
+        pipeline: tf.data.Dataset,
+        keep_alive: object,
+        prepared: tf.data.Iterator | None = None,
+    ) -> None:
         """Continue in another pipeline, keeping the buffered elements.
 
         Args:
@@ -109,7 +113,7 @@ class SlicedPass(DataPass):
             self._first = self._cut(self._first_batch, weights)
         return True
 
-    def _cut(self, batch: Any, weights: tuple[float, ...]) -> Element:
+    def _cut(self, batch: Batch, weights: tuple[float, ...]) -> Element:
         total = rows.count_rows_eagerly(batch)
         if self._latest is None or self._latest[0] != (weights, total):
             # most steps have the shares of the step before
@@ -121,7 +125,7 @@ class SlicedPass(DataPass):
         local = self._layout.local_replicas
         return rows.cut_eagerly(batch, cuts)[local.start : local.stop], sizes
 
-    def _sizes(self, total: int, weights: tuple[float, ...]) -> Sizes:
+    def _sizes(self, total: int, weights: tuple[float, ...]) -> IntArray:
         if len(weights) != self._layout.num_replicas:
             raise ValueError(
                 f"Expected one weight for each of the {self._layout.num_replicas} replicas. "

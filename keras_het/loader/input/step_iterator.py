@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.loader.input.data_pass import DataPass
 from keras_het.loader.input.in_graph import GraphIterator, InputSpec, number_of
+from keras_het.loader.nested import Batch, Spec, StepInput
+from keras_het.planning.bounded_shares import IntArray
 
-Wrap = Callable[[list[Any], "np.ndarray[Any, np.dtype[np.int64]]"], Any]
+if TYPE_CHECKING:
+    from keras_het.loader.input.distributed_steps import DistributedSteps
+
+Wrap = Callable[[list[Batch], IntArray], StepInput]
 """Makes the training step's input from the local batches and all sizes."""
 
 
@@ -45,7 +49,7 @@ class StepIterator(private_api.IteratorInterface):
         open_run: Callable[[], DataPass],
         drop_run: Callable[[DataPass], None],
         wrap: Wrap,
-        source: Any = None,
+        source: DistributedSteps,
     ) -> None:
         self.source = source
         self._open_run = open_run
@@ -78,7 +82,7 @@ class StepIterator(private_api.IteratorInterface):
         return self._run.fingerprint if self._run else None
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Spec:
         """The type of the elements, for example for the `input_signature` of a `tf.function`."""
         return self.source.element_spec
 
@@ -86,11 +90,11 @@ class StepIterator(private_api.IteratorInterface):
     def _type_spec(self) -> InputSpec:
         return InputSpec(self.element_spec, is_iterator=True)
 
-    def __tf_tracing_type__(self, context: Any) -> InputSpec:
+    def __tf_tracing_type__(self, context: object) -> InputSpec:
         del context
         return self._type_spec
 
-    def get_next(self) -> Any:
+    def get_next(self) -> StepInput:
         """Return the next element, like `next`.
 
         Raises:
@@ -103,7 +107,7 @@ class StepIterator(private_api.IteratorInterface):
         except StopIteration:
             raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
 
-    def get_next_as_optional(self) -> Any:
+    def get_next_as_optional(self) -> tf.experimental.Optional:
         """Return the next element as a `tf.experimental.Optional`, empty at the end."""
         if not tf.executing_eagerly():
             return self._in_graph().get_next_as_optional()
@@ -115,13 +119,13 @@ class StepIterator(private_api.IteratorInterface):
     def _in_graph(self) -> GraphIterator:
         return GraphIterator(tf.constant(number_of(self), tf.int64), self.element_spec)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> StepIterator | GraphIterator:
         if not tf.executing_eagerly():
             return self._in_graph()
         self._first_of_execution = True
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> StepInput:
         if not tf.executing_eagerly():
             return self.get_next()
         start = time.perf_counter()
