@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-Leaf: TypeAlias = (
-    "tf.Tensor | tf.RaggedTensor | tf.SparseTensor | np.ndarray | tf.experimental.Optional | None"
-)
-"""A part of a batch; an `Optional` and None have no rows."""
+Rows: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor | np.ndarray"
+"""A part of a batch that has rows."""
+
+Leaf: TypeAlias = "Rows | tf.experimental.Optional | None"
+"""A part of a batch, with rows or without."""
 
 Batch: TypeAlias = "Leaf | tuple[Batch, ...] | list[Batch] | Mapping[Any, Batch]"
 """A batch or a single sample, as a data set yields it."""

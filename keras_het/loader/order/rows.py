@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import tensorflow as tf
 
-from keras_het.loader.nested import Batch, Leaf, Spec
+from keras_het.loader.nested import Batch, Leaf, Rows, Spec
 
 _Same = TypeVar("_Same", bound=Batch)
-_Rows: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor"
 
 
 def is_sliceable(leaf: Leaf) -> bool:
@@ -176,7 +175,7 @@ def _relax(spec: tf.TypeSpec) -> tf.TypeSpec:
     return spec
 
 
-def _rows_of(leaf: _Rows) -> tf.Tensor:
+def _rows_of(leaf: Rows) -> tf.Tensor:
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(out_type=tf.int64)
     if isinstance(leaf, tf.SparseTensor):
@@ -184,7 +183,7 @@ def _rows_of(leaf: _Rows) -> tf.Tensor:
     return tf.shape(leaf, out_type=tf.int64)[0]
 
 
-def _slice_leaf(leaf: _Rows, start: tf.Tensor | int, count: tf.Tensor | int) -> _Rows:
+def _slice_leaf(leaf: Rows, start: tf.Tensor | int, count: tf.Tensor | int) -> Rows:
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start : start + count]
     # static dimensions stay visible to the model that receives the batch

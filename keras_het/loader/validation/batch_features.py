@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_het.loader.nested import Batch, Rows
+
 _MOST_CHANNELS = 4
 
 
@@ -25,7 +27,7 @@ def image_features(images: np.ndarray) -> dict[str, np.ndarray]:
     rows, height, width, channels = images.shape
     if channels > _MOST_CHANNELS:
         images, channels = images.reshape(rows, height, width * channels, 1), 1
-    features: dict[str, Any] = {
+    features: dict[str, np.ndarray] = {
         "height": np.full(rows, height, np.int64),
         "width": np.full(rows, width, np.int64),
     }
@@ -43,7 +45,7 @@ def image_features(images: np.ndarray) -> dict[str, np.ndarray]:
     return features
 
 
-def ragged_image_features(images: Any) -> dict[str, np.ndarray]:
+def ragged_image_features(images: tf.RaggedTensor) -> dict[str, np.ndarray]:
     """Derive the features of images of different sizes.
 
     Args:
@@ -60,7 +62,7 @@ def ragged_image_features(images: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _dense(image: Any) -> Any:
+def _dense(image: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
     # if only heights differ, an image is a dense tensor
     return image.to_tensor() if isinstance(image, tf.RaggedTensor) else image
 
@@ -68,7 +70,7 @@ def _dense(image: Any) -> Any:
 _PARTS = ("x", "label", "sample_weight")
 
 
-def features_of_batch(batch: Any) -> dict[str, Any]:
+def features_of_batch(batch: Batch) -> dict[str, Rows]:
     """The features of a batch by name.
 
     A batch is a mapping of tensors, or `x`, `(x, y)`, `(x, y, sample_weight)` as Keras takes them.
@@ -88,7 +90,7 @@ def features_of_batch(batch: Any) -> dict[str, Any]:
         ValueError: if two features have the same name, or a tensor has no rows.
         TypeError: if strings have a rank above 2.
     """
-    features: dict[str, Any] = {}
+    features: dict[str, Rows] = {}
     for name, leaf in _named_leaves(batch):
         for derived, value in _derive(name, leaf):
             if derived in features:
@@ -100,7 +102,7 @@ def features_of_batch(batch: Any) -> dict[str, Any]:
     return features
 
 
-def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
+def _named_leaves(batch: Batch) -> Iterator[tuple[str, Rows]]:
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(parts) > len(_PARTS):
         raise ValueError(
@@ -112,7 +114,7 @@ def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
         yield from _walk(name, part, is_top=name != "sample_weight")
 
 
-def _walk(name: str, part: Any, is_top: bool = False) -> Iterator[tuple[str, Any]]:
+def _walk(name: str, part: Batch, is_top: bool = False) -> Iterator[tuple[str, Rows]]:
     if isinstance(part, Mapping):
         for key, value in part.items():
             yield from _walk(str(key) if is_top else f"{name}/{key}", value)
@@ -123,7 +125,7 @@ def _walk(name: str, part: Any, is_top: bool = False) -> Iterator[tuple[str, Any
         yield name, part
 
 
-def _derive(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+def _derive(name: str, leaf: Rows) -> Iterator[tuple[str, Rows]]:
     rank = len(getattr(leaf, "shape", ()))
     if rank == 0:
         raise ValueError(
@@ -148,7 +150,7 @@ def _derive(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"{name}/{key}", value) for key, value in derived.items())
 
 
-def _summary(rows: Any) -> dict[str, np.ndarray]:
+def _summary(rows: np.ndarray | list[Any]) -> dict[str, np.ndarray]:
     flat = [np.concatenate([*map(np.ravel, _flatten(row)), ()]).astype(np.float64) for row in rows]
     statistics: dict[str, Any] = {
         "mean": np.mean,
@@ -162,7 +164,7 @@ def _summary(rows: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _flatten(row: Any) -> Iterator[Any]:
+def _flatten(row: object) -> Iterator[Any]:
     if isinstance(row, list):
         for part in row:
             yield from _flatten(part)

@@ -9,12 +9,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_het.loader.nested import Batch, Rows
 from keras_het.loader.validation.batch_features import features_of_batch
 from keras_het.loader.validation.record_batches import record_batch
 from keras_het.loader.validation.tfdv_adapter import (
     Schema,
     Statistics,
     example_coder,
+    pyarrow,
     schema_pb2,
     stats_impl,
     table_util,
@@ -50,18 +52,18 @@ class StatisticsBuilder:
         *,
         schema: Schema | None = None,
         categorical: Iterable[str] = (),
-        options: Any = None,
+        options: tfdv.StatsOptions | None = None,
     ) -> None:
         self.rows = 0
         self._name = name
         self._options = _with_categories(options or tfdv.StatsOptions(), schema, categorical)
         self._generators = stats_impl.get_generators(self._options, in_memory=True)
         self._partial = [generator.create_accumulator() for generator in self._generators]
-        self._waiting: list[Any] = []
+        self._waiting: list[pyarrow.RecordBatch] = []
         self._waiting_rows = self._waiting_bytes = 0
         self._is_finished = False
 
-    def add(self, features: Mapping[str, Any]) -> None:
+    def add(self, features: Mapping[str, Rows]) -> None:
         """Add rows.
 
         Args:
@@ -88,7 +90,7 @@ class StatisticsBuilder:
         statistics.datasets[0].name = self._name
         return statistics
 
-    def _add(self, batch: Any) -> None:
+    def _add(self, batch: pyarrow.RecordBatch) -> None:
         if self._is_finished:
             raise RuntimeError("These statistics are finished. Use a new StatisticsBuilder.")
         if not batch.num_rows:
@@ -114,14 +116,14 @@ class StatisticsBuilder:
 
 
 def statistics_of_dataset(
-    data: Any,
+    data: Mapping[str, Rows] | Iterable[Batch],
     *,
     name: str = "",
     schema: Schema | None = None,
     categorical: Iterable[str] = (),
     features: FeaturesFunction = features_of_batch,
     max_batches: int | None = None,
-    options: Any = None,
+    options: tfdv.StatsOptions | None = None,
 ) -> Statistics:
     """Compute the statistics of batches, or of one mapping of tensors.
 
@@ -153,7 +155,7 @@ def statistics_of_tfrecord(
     name: str = "",
     schema: Schema | None = None,
     categorical: Iterable[str] = (),
-    options: Any = None,
+    options: tfdv.StatsOptions | None = None,
 ) -> Statistics:
     """Compute the statistics of TFRecord files of `tf.train.Example`s.
 
@@ -197,7 +199,9 @@ def _matching(files: str | Path | Sequence[str | Path]) -> list[str]:
     return found
 
 
-def _with_categories(options: Any, schema: Schema | None, categorical: Iterable[str]) -> Any:
+def _with_categories(
+    options: tfdv.StatsOptions, schema: Schema | None, categorical: Iterable[str]
+) -> tfdv.StatsOptions:
     names = [categorical] if isinstance(categorical, str) else list(categorical)
     if schema is None and not names:
         return options

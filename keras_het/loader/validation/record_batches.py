@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_het.loader.nested import Rows
 from keras_het.loader.validation.tfdv_adapter import pyarrow
 
 _GREATEST = 2**63 - 1
 
 
-def record_batch(features: Mapping[str, Any]) -> Any:
+def record_batch(features: Mapping[str, Rows]) -> pyarrow.RecordBatch:
     """Make a record batch in which each row of a feature is a list of values.
 
     Args:
@@ -38,7 +38,7 @@ def record_batch(features: Mapping[str, Any]) -> Any:
     return pyarrow.RecordBatch.from_arrays(list(columns.values()), list(columns))
 
 
-def _column(name: str, value: Any) -> Any:
+def _column(name: str, value: Rows) -> pyarrow.LargeListArray:
     if isinstance(value, tf.SparseTensor):
         value = tf.sparse.reorder(value)
         counts = np.bincount(value.indices.numpy()[:, 0], minlength=int(value.dense_shape[0]))
@@ -55,7 +55,7 @@ def _column(name: str, value: Any) -> Any:
     return _lists(name, array.ravel(), np.arange(len(array) + 1) * values)
 
 
-def _lists(name: str, values: np.ndarray, splits: np.ndarray) -> Any:
+def _lists(name: str, values: np.ndarray, splits: np.ndarray) -> pyarrow.LargeListArray:
     offsets = pyarrow.array(splits.astype(np.int64))
     return pyarrow.LargeListArray.from_arrays(offsets, _values(name, values))
 
@@ -70,7 +70,7 @@ def _check_fits(name: str, values: np.ndarray) -> None:
         )
 
 
-def _values(name: str, values: np.ndarray) -> Any:
+def _values(name: str, values: np.ndarray) -> pyarrow.Array:
     kind = values.dtype.kind
     if kind in "iub":
         _check_fits(name, values)
@@ -87,7 +87,7 @@ def _values(name: str, values: np.ndarray) -> Any:
     )
 
 
-def _bytes(name: str, value: Any) -> bytes:
+def _bytes(name: str, value: object) -> bytes:
     if isinstance(value, (bytes, str)):
         return value.encode() if isinstance(value, str) else value
     raise TypeError(f"Feature {name!r} holds {type(value)}; expected numbers, booleans or strings.")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 from google.protobuf import text_format
 
-from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, schema_pb2, tfdv
+from keras_het.loader.validation.tfdv_adapter import (
+    Schema,
+    Statistics,
+    schema_pb2,
+    statistics_pb2,
+    tfdv,
+)
 
 _KINDS = ("skew", "drift")
 _GREATEST = 2**63 - 1
@@ -107,7 +112,7 @@ def set_comparison_thresholds(
     return schema
 
 
-def is_categorical(feature: Any) -> bool:
+def is_categorical(feature: schema_pb2.Feature) -> bool:
     """Tell whether a feature of a schema is categorical: strings, and integers declared as such."""
     return feature.type == schema_pb2.BYTES or feature.int_domain.is_categorical
 
@@ -141,7 +146,7 @@ def write_schema(schema: Schema, path: str | Path) -> None:
     tfdv.write_schema_text(schema, str(path))
 
 
-def _make_integer_categories(schema: Schema, feature: Any) -> None:
+def _make_integer_categories(schema: Schema, feature: schema_pb2.Feature) -> None:
     """Set integer categories: TFDV infers a domain of strings for them, which it then refuses."""
     domain = next(d for d in schema.string_domain if d.name == feature.domain)
     values = [int(value) for value in domain.value]
@@ -151,18 +156,20 @@ def _make_integer_categories(schema: Schema, feature: Any) -> None:
     )
 
 
-def _has_numbers(statistics: Any) -> bool:
+def _has_numbers(statistics: statistics_pb2.FeatureNameStatistics) -> bool:
     """Tell whether a feature has least and greatest values: without them, TFDV says 0."""
     numbers = statistics.num_stats
     no_numbers = max((histogram.num_nan for histogram in numbers.histograms), default=0)
     return bool(numbers.common_stats.tot_num_values > no_numbers)
 
 
-def _has_categories(statistics: Any) -> bool:
+def _has_categories(statistics: statistics_pb2.FeatureNameStatistics) -> bool:
     return bool(statistics.WhichOneof("stats") == "string_stats")
 
 
-def _disallow_what_is_no_number(feature: Any, statistics: Any) -> None:
+def _disallow_what_is_no_number(
+    feature: schema_pb2.Feature, statistics: statistics_pb2.FeatureNameStatistics
+) -> None:
     if not any(histogram.num_nan for histogram in statistics.num_stats.histograms):
         feature.float_domain.disallow_nan = True
     extremes = (statistics.num_stats.min, statistics.num_stats.max)
@@ -170,7 +177,9 @@ def _disallow_what_is_no_number(feature: Any, statistics: Any) -> None:
         feature.float_domain.disallow_inf = True
 
 
-def _set_range(feature: Any, statistics: Any) -> None:
+def _set_range(
+    feature: schema_pb2.Feature, statistics: statistics_pb2.FeatureNameStatistics
+) -> None:
     low, high = statistics.num_stats.min, statistics.num_stats.max
     if feature.type == schema_pb2.FLOAT:
         feature.float_domain.min, feature.float_domain.max = low, high

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from keras_het.loader.validation.tfdv_adapter import (
     Schema,
@@ -50,11 +49,11 @@ def one_sided_features(
 
 def features_with_values(statistics: Statistics) -> set[str]:
     """Return the names of the features that have a value other than NaN."""
-    features = statistics.datasets[0].features if statistics.datasets else ()
-    return {".".join(feature.path.step) for feature in features if _has_values(feature)}
+    found = filter(_has_values, _features(statistics))
+    return {".".join(feature.path.step) for feature in found}
 
 
-def _has_values(feature: Any) -> bool:
+def _has_values(feature: statistics_pb2.FeatureNameStatistics) -> bool:
     kind = feature.WhichOneof("stats")
     if kind is None:
         return False
@@ -93,7 +92,12 @@ def with_comparable_constants(statistics: Statistics, other: Statistics) -> Stat
     return changed
 
 
-def _rebucket(histogram: Any, value: float, count: float, pattern: Any) -> None:
+def _rebucket(
+    histogram: statistics_pb2.Histogram,
+    value: float,
+    count: float,
+    pattern: statistics_pb2.Histogram,
+) -> None:
     edges = [_edges(bucket) for bucket in pattern.buckets]
     holding = [i for i, (low, high) in enumerate(edges) if low <= value <= high]
     if not holding:
@@ -105,22 +109,24 @@ def _rebucket(histogram: Any, value: float, count: float, pattern: Any) -> None:
         histogram.buckets.add(low_value=low, high_value=high, sample_count=rows)
 
 
-def _standard_histogram(feature: Any) -> Any:
+def _standard_histogram(
+    feature: statistics_pb2.FeatureNameStatistics | None,
+) -> statistics_pb2.Histogram | None:
     if feature is None or feature.WhichOneof("stats") != "num_stats":
         return None
     standard = statistics_pb2.Histogram.STANDARD
     return next((h for h in feature.num_stats.histograms if h.type == standard), None)
 
 
-def _features(statistics: Statistics) -> Any:
+def _features(statistics: Statistics) -> Sequence[statistics_pb2.FeatureNameStatistics]:
     return statistics.datasets[0].features if statistics.datasets else ()
 
 
-def _path(feature: Any) -> tuple[str, ...]:
+def _path(feature: statistics_pb2.FeatureNameStatistics) -> tuple[str, ...]:
     return tuple(feature.path.step)
 
 
-def _edges(bucket: Any) -> tuple[float, float]:
+def _edges(bucket: statistics_pb2.Histogram.Bucket) -> tuple[float, float]:
     return bucket.low_value, bucket.high_value
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 
+from keras_het.loader.nested import Batch, Leaf, StepInput
 from keras_het.loader.validation.batch_features import features_of_batch
 from keras_het.loader.validation.data_statistics import FeaturesFunction, StatisticsBuilder
 from keras_het.loader.validation.tfdv_adapter import Schema, Statistics, statistics_pb2
+
+if TYPE_CHECKING:
+    from keras_het.strategy.extended import HeterogeneousExtended
 
 
 class ShardStatistics:
@@ -27,7 +31,7 @@ class ShardStatistics:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: tf.distribute.Strategy,
         *,
         schema: Schema | None = None,
         features: FeaturesFunction = features_of_batch,
@@ -47,7 +51,7 @@ class ShardStatistics:
         """Rows that the local replicas have consumed."""
         return sum(builder.rows for builder in self._builders.values())
 
-    def observe(self, batch: Any) -> None:
+    def observe(self, batch: StepInput) -> None:
         """Add one global batch.
 
         Args:
@@ -68,14 +72,14 @@ class ShardStatistics:
             return own
         return _gather(self._strategy.extended, own)
 
-    def _of_replica(self, batch: Any, index: int) -> Any:
-        def local(leaf: Any) -> Any:
+    def _of_replica(self, batch: StepInput, index: int) -> Batch:
+        def local(leaf: Leaf | tf.distribute.DistributedValues) -> Leaf:
             return None if leaf is None else self._strategy.experimental_local_results(leaf)[index]
 
         return tf.nest.map_structure(local, batch)
 
 
-def _num_local(strategy: Any) -> int:
+def _num_local(strategy: tf.distribute.Strategy) -> int:
     """Return the number of replicas of this process under a TensorFlow strategy."""
     try:
         return len(strategy.extended.worker_devices)
@@ -83,7 +87,7 @@ def _num_local(strategy: Any) -> int:
         return 1
 
 
-def _gather(extended: Any, own: dict[int, Statistics]) -> dict[int, Statistics]:
+def _gather(extended: HeterogeneousExtended, own: dict[int, Statistics]) -> dict[int, Statistics]:
     merged = statistics_pb2.DatasetFeatureStatisticsList()
     for statistics in own.values():
         merged.datasets.append(statistics.datasets[0])
@@ -97,7 +101,7 @@ def _gather(extended: Any, own: dict[int, Statistics]) -> dict[int, Statistics]:
     }
 
 
-def _gather_bytes(extended: Any, message: bytes) -> list[bytes]:
+def _gather_bytes(extended: HeterogeneousExtended, message: bytes) -> list[bytes]:
     """Return the message of every worker, in worker order."""
     lengths = extended.gather_over_workers(np.array([len(message)], np.int64))
     # Collectives carry integers of 8 bytes, not bytes.

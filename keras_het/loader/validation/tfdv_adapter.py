@@ -6,7 +6,7 @@ import contextlib
 import io
 import sys
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias
 
 
 def _explain(error: ImportError) -> NoReturn:
@@ -36,11 +36,10 @@ try:
 except ImportError as missing:
     _explain(missing)
 
-Statistics = Any
-"""`tensorflow_metadata.proto.v0.statistics_pb2.DatasetFeatureStatisticsList` of one data set."""
+Statistics: TypeAlias = statistics_pb2.DatasetFeatureStatisticsList
+"""Statistics of one data set."""
 
-Schema = Any
-"""`tensorflow_metadata.proto.v0.schema_pb2.Schema`."""
+Schema: TypeAlias = schema_pb2.Schema
 
 __all__ = [
     "Schema",
