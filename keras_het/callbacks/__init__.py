@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keras_het.keras_backend import check_keras_backend_before_import
 
 if TYPE_CHECKING:
+    import keras
+
     from keras_het.callbacks.backup_and_restore import BackupAndRestore
     from keras_het.callbacks.batch_balancer import BatchBalancer
     from keras_het.callbacks.data_validation import DataValidation
@@ -34,12 +36,13 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[keras.callbacks.Callback]:
     # A program that only tunes a loader should not load the parameter service.
     if name in _MODULES:
         check_keras_backend_before_import()
         module = importlib.import_module(f"keras_het.callbacks.{_MODULES[name]}")
-        return getattr(module, name)
+        callback: type[keras.callbacks.Callback] = getattr(module, name)
+        return callback
     raise AttributeError(f"module 'keras_het.callbacks' has no attribute {name!r}")
 
 

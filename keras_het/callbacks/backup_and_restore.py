@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ from keras_het import private_api
 from keras_het.fit.backup_folder import BackupFolder
 from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
 from keras_het.fit.shorter_epochs import ShorterEpochs
+from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
 
@@ -55,13 +57,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._first_step = 0
         self._step = 0
         self._data: Any = None
-        self._loop: Any = None
+        self._loop: private_api.EpochLoop
         # Completed steps of the interrupted pass, until its epoch begins; None after that.
         self._pass_step: int | None = None
         self._num_steps: int | None = None
         self._shorter_epochs = ShorterEpochs()
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore weights, optimizer, epoch and position in the data."""
         strategy = self._strategy()
         if strategy.is_async_worker:
@@ -97,7 +99,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         place = f"epoch {self._epoch + 1}, step {self._first_step + 1}"
         tell(f"Training goes on from {self._folder.newest} at {place}.", strategy, self._verbose)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Record the start of the epoch."""
         super().on_epoch_begin(epoch, logs)
         self.model._initial_epoch = None  # a later fit sets its own
@@ -110,18 +112,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             # The rest of an epoch is shorter than Keras expects; the data has not run out.
             self._shorter_epochs.expect()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save every `save_freq` batches."""
         self._step = self._first_step + batch + 1
         super().on_train_batch_end(batch, logs)
         self._save_if_it_ends()
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save if training ends during validation."""
         super().on_test_batch_end(batch, logs)
         self._save_if_it_ends()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save after the epoch if `save_freq` is "epoch"."""
         if self._shorter_epochs.end() and self._leaves_an_iterator():
             # Keras did not create this iterator after the shorter epoch.
@@ -133,7 +135,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         super().on_epoch_end(epoch, logs)
         self._save_if_it_ends()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Delete the backup, unless it is to be kept."""
         if (request := self._strategy()._stop_request) is not None:
             request.end_if_agreed()
@@ -234,5 +236,5 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "seeds": getattr(self._data, "seeds_of_orders", None),
         }
 
-    def _strategy(self) -> Any:
+    def _strategy(self) -> TrainingStrategy:
         return heterogeneous_strategy(self.model, self)

@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from keras_het.fit.share_bounds import (
 )
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.balance import POLICIES
-from keras_het.planning.bounded_shares import MAX_TOTAL
+from keras_het.planning.bounded_shares import MAX_TOTAL, FloatArray, IntArray
 from keras_het.strategy.measure.compute_times import StepTimes
 from keras_het.strategy.measure.reading_interval import ReadingInterval
 from keras_het.training_strategy import TrainingStrategy
@@ -138,7 +138,7 @@ class BatchBalancer(SessionCallback):
             maxlen=keep_measurements
         )
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Start measuring."""
         strategy = heterogeneous_strategy(self.model, self)
         fit = self._fit_session
@@ -176,17 +176,17 @@ class BatchBalancer(SessionCallback):
                 strategy, self.model, self._max_global_batch, self._predicted_step_seconds
             )
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Decide after every step, or after several if steps are short."""
         if self._interval.is_due():
             self._read()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Restart the step clock, because validation does not count as a step."""
         self._latest_reading = None
         self._follow_batch(self._growth.epoch_begins() if self._growth is not None else None)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Change the global batch if it is adaptive."""
         # Validation and other callbacks came before this point; they are not steps.
         self._latest_reading = None
@@ -195,7 +195,7 @@ class BatchBalancer(SessionCallback):
         self._read()
         self._follow_batch(self._growth.epoch_ends() if self._growth is not None else None)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Read the remaining measurements and restore Keras's state."""
         self._read(is_last=True)
         if self._growth is not None:
@@ -405,7 +405,9 @@ class BatchBalancer(SessionCallback):
             Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
-def _check_options(policy: Any, min_share: Bound, max_share: Bound, options: Any) -> None:
+def _check_options(
+    policy: str | BalancePolicy, min_share: Bound, max_share: Bound, options: Mapping[str, Any]
+) -> None:
     bounds = [each for each in (min_share, max_share) if not isinstance(each, Mapping)]
     named = num_replicas_named(*bounds, *options.values())
     try:
@@ -425,7 +427,9 @@ def _check_options(policy: Any, min_share: Bound, max_share: Bound, options: Any
         ) from None
 
 
-def _check_global_batch(global_batch: str, largest: int | None, policy: Any) -> None:
+def _check_global_batch(
+    global_batch: str, largest: int | None, policy: str | BalancePolicy
+) -> None:
     if global_batch not in ("constant", "adaptive"):
         raise ValueError(
             f'global_batch must be "constant" or "adaptive". Received: {global_batch!r}.'
@@ -451,7 +455,7 @@ def _is_warm_up(steps: list[StepTimes]) -> bool:
     return bool((first.seconds[used] > _WARM_UP * others[0].seconds[used]).all())
 
 
-def _check_same_shares(shares: Any, mean_shares: Any) -> None:
+def _check_same_shares(shares: IntArray, mean_shares: FloatArray) -> None:
     difference = np.abs(mean_shares - shares)
     if (difference > 1e-3 * np.maximum(shares, 1)).any():
         raise RuntimeError(
@@ -462,7 +466,7 @@ def _check_same_shares(shares: Any, mean_shares: Any) -> None:
         )
 
 
-def _without_nan(rows: Any) -> list[dict[str, Any]]:
+def _without_nan(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {**row, "seconds": [None if value != value else value for value in row["seconds"]]}
         for row in rows

@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het.fit.model_strategy import distribute_strategy, tell
 from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
+from keras_het.loader.iterators.metered_iterator import MeteredIterator
+
+if TYPE_CHECKING:
+    from keras_het.loader.nested import Batch, Rows, StepInput
+    from keras_het.loader.validation import Anomaly, ShardDistance, ShardStatistics
+    from keras_het.loader.validation.tfdv_adapter import Schema, Statistics
 
 logger = logging.getLogger("keras_het")
 
@@ -62,7 +68,7 @@ class DataValidation(SessionCallback):
 
     def __init__(
         self,
-        schema: Any,
+        schema: Schema | str | Path,
         on_anomaly: str = "raise",
         *,
         first_batches: int = 4,
@@ -74,7 +80,7 @@ class DataValidation(SessionCallback):
     ) -> None:
         super().__init__()
         # keras_het.callbacks remains useful without TensorFlow Data Validation.
-        self._tools: Any = importlib.import_module("keras_het.loader.validation")
+        self._tools = importlib.import_module("keras_het.loader.validation")
         _check_arguments(on_anomaly, first_batches, compare_shards, directory)
         self._schema = (
             self._tools.read_schema(schema) if isinstance(schema, (str, Path)) else schema
@@ -92,15 +98,15 @@ class DataValidation(SessionCallback):
         self._features = features or self._known_features
         self._environment = environment
         self._verbose = verbose
-        self.anomalies: list[Any] = []
-        self.distances: list[list[Any]] = []
-        self.drift: list[list[Any]] = []
-        self._shards: Any = None
-        self._previous: dict[int, Any] = {}
-        self._waiting: list[Any] = []
+        self.anomalies: list[Anomaly] = []
+        self.distances: list[list[ShardDistance]] = []
+        self.drift: list[list[ShardDistance]] = []
+        self._shards: ShardStatistics | None = None
+        self._previous: dict[int, Statistics] = {}
+        self._waiting: list[StepInput] = []
         self._is_checked = True
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Mark the next batches as the first ones."""
         self._forget()
         self.anomalies, self._is_checked = [], False
@@ -109,17 +115,17 @@ class DataValidation(SessionCallback):
             fit.add_layer(Rank.VALIDATE_DATA, functools.partial(self._step, fit))
             fit.on_end(self._forget)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Start observing the data."""
         self._shards = self._new_shards() if self._compare_shards else None
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Compare the shards of the epoch."""
         shards, self._shards = self._shards, None
         if shards is not None:
             self._compare(epoch, shards.gather())
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Stop observing batches."""
         self._forget()
 
@@ -128,7 +134,7 @@ class DataValidation(SessionCallback):
 
     # --- the layer around the steps
 
-    def _step(self, fit: FitSession, step: StepFunction, iterator: Any) -> Any:
+    def _step(self, fit: FitSession, step: StepFunction, iterator: Iterator[StepInput]) -> object:
         batches = self._take_batches(fit.model.steps_per_execution, iterator)
         if batches:
             for batch in batches:
@@ -136,7 +142,7 @@ class DataValidation(SessionCallback):
             return step(batches)
         return step(_Observed(iterator, self._observe) if self._shards is not None else iterator)
 
-    def _take_batches(self, steps: int, iterator: Any) -> list[Any]:
+    def _take_batches(self, steps: int, iterator: Iterator[StepInput]) -> list[StepInput]:
         """Return the batches of the next execution if it begins with some that were read ahead."""
         if not self._is_checked:
             self._is_checked = True
@@ -146,7 +152,7 @@ class DataValidation(SessionCallback):
         batches, self._waiting = self._waiting[:steps], self._waiting[steps:]
         return batches + _some(iterator, steps - len(batches))
 
-    def _read_and_check(self, iterator: Any) -> list[Any]:
+    def _read_and_check(self, iterator: Iterator[StepInput]) -> list[StepInput]:
         """Read and check the first batches, which are still to be trained."""
         shards = self._new_shards()
         batches = _some(iterator, self._first_batches)
@@ -155,25 +161,27 @@ class DataValidation(SessionCallback):
         self._check(shards)
         return batches
 
-    def _observe(self, batch: Any) -> None:
+    def _observe(self, batch: StepInput) -> None:
         if self._shards is not None:
             self._shards.observe(batch)
 
-    def _new_shards(self) -> Any:
+    def _new_shards(self) -> ShardStatistics:
         strategy = distribute_strategy(self.model)
-        return self._tools.ShardStatistics(strategy, schema=self._schema, features=self._features)
+        shards: ShardStatistics = self._tools.ShardStatistics(
+            strategy, schema=self._schema, features=self._features
+        )
+        return shards
 
-    def _known_features(self, batch: Any) -> Mapping[str, Any]:
-        is_weighted = isinstance(batch, (tuple, list)) and len(batch) == 3
-        if is_weighted and not _knows_weights(self._schema):
-            batch = batch[:2]
-        features: Mapping[str, Any] = self._tools.features_of_batch(batch)
+    def _known_features(self, batch: Batch) -> Mapping[str, Rows]:
+        if isinstance(batch, (tuple, list)) and len(batch) == 3:
+            batch = batch if _knows_weights(self._schema) else batch[:2]
+        features: Mapping[str, Rows] = self._tools.features_of_batch(batch)
         return features
 
     # --- findings
 
-    def _check(self, shards: Any) -> None:
-        found: dict[str, Any] = {}
+    def _check(self, shards: ShardStatistics) -> None:
+        found: dict[str, Anomaly] = {}
         for statistics in shards.finish().values():
             if statistics.datasets[0].num_examples:
                 for anomaly in self._tools.find_anomalies(
@@ -216,7 +224,7 @@ class DataValidation(SessionCallback):
         )
         return head + "".join(shown) + tail
 
-    def _compare(self, epoch: int, replicas: dict[int, Any]) -> None:
+    def _compare(self, epoch: int, replicas: dict[int, Statistics]) -> None:
         shards = {f"replica {replica}": shard for replica, shard in replicas.items()}
         distances = self._tools.compare_shards(shards, self._schema) if _any_rows(shards) else []
         drift = self._measure_drift(replicas)
@@ -236,7 +244,7 @@ class DataValidation(SessionCallback):
             logger.warning("Epoch %d: the shards of the replicas differ.%s", epoch + 1, lines)
         self._write(epoch, replicas)
 
-    def _measure_drift(self, replicas: dict[int, Any]) -> list[Any]:
+    def _measure_drift(self, replicas: dict[int, Statistics]) -> list[ShardDistance]:
         if "drift" not in self._kinds:
             return []
         drift = [
@@ -255,7 +263,7 @@ class DataValidation(SessionCallback):
         ]
         return sorted(drift, key=lambda distance: distance.threshold - distance.value)
 
-    def _write(self, epoch: int, replicas: dict[int, Any]) -> None:
+    def _write(self, epoch: int, replicas: dict[int, Statistics]) -> None:
         if self._directory is None:
             return
         # Files of an earlier training would pass for replicas or later epochs of this one.
@@ -268,7 +276,7 @@ class DataValidation(SessionCallback):
             self._tools.write_statistics(statistics, self._directory / name)
 
 
-class _Observed:
+class _Observed(MeteredIterator):
     """Substitute for an iterator during one execution that exposes each of its elements.
 
     Args:
@@ -281,31 +289,20 @@ class _Observed:
 
     why_path_stays = "DataValidation(compare_shards=True) looks at every batch on its way"
 
-    def __init__(self, iterator: Any, observe: Callable[[Any], None]) -> None:
-        self._given = iterator
+    def __init__(
+        self, iterator: Iterator[StepInput], observe: Callable[[StepInput], object]
+    ) -> None:
+        super().__init__(iterator)
         self._observe = observe
-        self._iterator: Any = None
-        self._is_empty = True
 
-    def __iter__(self) -> _Observed:
-        self._iterator = iter(self._given)
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            element = next(self._iterator)
-        except StopIteration:
-            if self._is_empty:
-                # After StopIteration, Keras would use a result that does not exist.
-                raise tf.errors.OutOfRangeError(None, None, "End of the data.") from None
-            raise
-        self._is_empty = False
+    def __next__(self) -> StepInput:
+        element = super().__next__()
         self._observe(element)
         return element
 
 
-def _some(iterator: Any, count: int) -> list[Any]:
-    batches: list[Any] = []
+def _some(iterator: Iterator[StepInput], count: int) -> list[StepInput]:
+    batches: list[StepInput] = []
     try:
         while len(batches) < count:
             batches.append(next(iterator))
@@ -314,15 +311,15 @@ def _some(iterator: Any, count: int) -> list[Any]:
     return batches
 
 
-def _any_rows(shards: Mapping[str, Any]) -> bool:
+def _any_rows(shards: Mapping[str, Statistics]) -> bool:
     return any(shard.datasets[0].num_examples for shard in shards.values())
 
 
-def _knows_weights(schema: Any) -> bool:
+def _knows_weights(schema: Schema) -> bool:
     return any(feature.name.split("/")[0] == "sample_weight" for feature in schema.feature)
 
 
-def _comparators(schema: Any) -> set[str]:
+def _comparators(schema: Schema) -> set[str]:
     if not hasattr(schema, "feature"):
         raise ValueError(
             "schema must be a tensorflow_metadata schema or the path of one, as "
@@ -337,7 +334,7 @@ def _comparators(schema: Any) -> set[str]:
 
 
 def _check_arguments(
-    on_anomaly: str, first_batches: int, compare_shards: bool, directory: Any
+    on_anomaly: str, first_batches: int, compare_shards: bool, directory: str | Path | None
 ) -> None:
     if on_anomaly not in ("raise", "warn"):
         raise ValueError(f'on_anomaly must be "raise" or "warn". Received: {on_anomaly!r}.')

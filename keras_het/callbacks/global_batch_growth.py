@@ -6,9 +6,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_het.fit.model_strategy import data_of_fit
 from keras_het.fit.shorter_epochs import ShorterEpochs
@@ -55,7 +55,7 @@ class GlobalBatchGrowth:
     def __init__(
         self,
         strategy: TrainingStrategy,
-        model: Any,
+        model: keras.Model,
         largest: int | None,
         step_seconds: Callable[[int], float | None],
     ) -> None:
@@ -185,7 +185,9 @@ class GlobalBatchGrowth:
         self._shorter_epochs.end()
 
 
-def _check(strategy: TrainingStrategy, model: Any, data: Any) -> None:
+def _check(
+    strategy: TrainingStrategy, model: keras.Model, data: tf.distribute.DistributedDataset
+) -> None:
     if strategy.num_replicas_in_sync < 2:
         raise ValueError(
             'global_batch="adaptive" compares the gradients of replicas, and needs two at least. '
@@ -208,7 +210,7 @@ def _check(strategy: TrainingStrategy, model: Any, data: Any) -> None:
         )
 
 
-def _innermost(optimizer: Any) -> Any:
+def _innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer

@@ -6,7 +6,10 @@ import dataclasses
 import logging
 import math
 import os
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import keras
 
 from keras_het.asynchronous.exchange.push_pace import FIRST_PERIOD
 from keras_het.asynchronous.hybrid import (
@@ -26,9 +29,14 @@ from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.planning import RolePlan
 from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
-from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES
+from keras_het.strategy.cluster.cluster_config import CHOSEN_ROLES, ClusterConfig
 from keras_het.strategy.measure.compute_times import CAPACITY
 from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.loader import GlobalOrderDataset
+    from keras_het.loader.input.claimed_pass import Claims
+    from keras_het.loader.nested import StepInput
 
 _logger = logging.getLogger("keras_het")
 _PERIOD = 8
@@ -155,7 +163,7 @@ class HybridAggregation(SessionCallback):
         _check_adapts(self._options)
         _check_wire(self._options)
         self._participant: Participant | None = None
-        self._user_optimizer: Any = None
+        self._user_optimizer: keras.optimizers.Optimizer | None = None
         self._fit: FitSession | None = None
         self._shorter_epochs = ShorterEpochs()
         self._last_batch = -1
@@ -167,7 +175,7 @@ class HybridAggregation(SessionCallback):
         """This task's side of the exchange; None before training or without async workers."""
         return self._participant
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Find this task's role; the service starts with the first epoch."""
         strategy = heterogeneous_strategy(self.model, self)
         if self._chooses_roles and self._measures_first(strategy):
@@ -208,7 +216,7 @@ class HybridAggregation(SessionCallback):
         fit.before_callbacks("on_train_end", self._end_training)
         fit.on_end(self._abandon)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Open or connect to the service; restore the worker's own weights."""
         self._last_batch = -1
         self._steps_of_epoch = self._samples_of_epoch = 0
@@ -221,7 +229,7 @@ class HybridAggregation(SessionCallback):
         self._participant.hide_center()
         self._participant.start_epoch(epoch)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Give the epoch's pass this task's batches; other passes over the same data take all."""
         if self._participant is None:
             return
@@ -234,7 +242,7 @@ class HybridAggregation(SessionCallback):
         self._participant.check_rate()  # others set it at the start or end of an epoch
         self._begins_pass = True
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Exchange if it is due."""
         if self._choice is not None:
             self._last_batch, steps = batch, batch - self._last_batch
@@ -249,12 +257,12 @@ class HybridAggregation(SessionCallback):
             self._participant.note_loss(float(logs["loss"]))
         self._participant.steps_done(steps, self._samples)
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Load the center into the model."""
         if self._participant is not None:
             self._participant.show_center()
 
-    def _end_epoch(self, epoch: int, logs: Any) -> None:
+    def _end_epoch(self, epoch: int, logs: Mapping[str, float] | None) -> None:
         """Show the center to all callbacks."""
         self._shorter_epochs.end()
         if self._participant is None:
@@ -267,13 +275,13 @@ class HybridAggregation(SessionCallback):
         )
         tell(message, heterogeneous_strategy(self.model, self), self._verbose)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Stop measuring for roles if that is still in progress."""
         choice, self._choice = self._choice, None
         if choice is not None:
             choice.end()
 
-    def _end_training(self, logs: Any = None) -> None:
+    def _end_training(self, logs: Mapping[str, float] | None = None) -> None:
         """Leave the center's weights in the model, visible to all callbacks."""
         if self._participant is None:
             return
@@ -284,7 +292,9 @@ class HybridAggregation(SessionCallback):
             self._participant.end()
         self._forget()
 
-    def _count_samples(self, step: StepFunction, batches: Any) -> Any:
+    def _count_samples(
+        self, step: StepFunction, batches: Iterator[StepInput] | list[StepInput]
+    ) -> object:
         """Count only the samples of steps: callbacks may predict on the training data.
 
         Args:
@@ -361,7 +371,7 @@ class HybridAggregation(SessionCallback):
             start_again(strategy, plan)
         choice.end()
 
-    def _claims(self) -> Any:
+    def _claims(self) -> Claims | None:
         """Return the claims of a new pass: all batches, unless it is the epoch's pass."""
         if self._fit is None or not self._fit.is_in_step:
             return None  # another callback evaluates before the first step
@@ -375,12 +385,12 @@ class HybridAggregation(SessionCallback):
         self.model.make_train_function(force=True)
 
 
-def _samples_in(batch: Any) -> int:
+def _samples_in(batch: StepInput) -> int:
     sizes = find_sizes(batch)
     return 0 if sizes is None else int(sizes.numpy().sum())
 
 
-def _asynchronous(rule: Any, num_workers: int) -> UpdateRule:
+def _asynchronous(rule: str | dict[str, Any] | UpdateRule, num_workers: int) -> UpdateRule:
     found = get(rule, num_workers=num_workers)
     if not isinstance(found, UpdateRule):
         raise ValueError(
@@ -392,7 +402,7 @@ def _asynchronous(rule: Any, num_workers: int) -> UpdateRule:
     return found
 
 
-def _check_waiting(rule: UpdateRule, config: Any) -> None:
+def _check_waiting(rule: UpdateRule, config: ClusterConfig) -> None:
     if rule.may_wait and config.has_sync_group:
         raise ValueError(
             f"With the rule {rule.name!r} workers wait for each other, which would hold up the "
@@ -401,7 +411,7 @@ def _check_waiting(rule: UpdateRule, config: Any) -> None:
         )
 
 
-def _check_spread(options: HybridOptions, config: Any) -> None:
+def _check_spread(options: HybridOptions, config: ClusterConfig) -> None:
     if options.spreads_service and not config.has_sync_group:
         raise ValueError(
             'service="spread" gives every member of the sync group a part of the service. '
@@ -410,7 +420,7 @@ def _check_spread(options: HybridOptions, config: Any) -> None:
         )
 
 
-def _check_can_be_served(rule: UpdateRule, config: Any) -> None:
+def _check_can_be_served(rule: UpdateRule, config: ClusterConfig) -> None:
     """Check that a task that runs no script can rebuild the rule from its name and settings."""
     serving = config.parameter_services[0 if config.has_sync_group else 1 :]
     if serving and type(rule) not in RULES.values():
@@ -423,7 +433,7 @@ def _check_can_be_served(rule: UpdateRule, config: Any) -> None:
         )
 
 
-def _check_can_be_shared(data: Any) -> None:
+def _check_can_be_shared(data: GlobalOrderDataset) -> None:
     if data.was_looked_at:  # its first pass has begun, over all batches
         raise ValueError(
             "Workers share each pass over the data, which must start over for that. Received: "
@@ -451,7 +461,7 @@ def _check_steps(steps: int | None, num_batches: int) -> None:
         )
 
 
-def _check_trains_on(data: Any, samples: int) -> None:
+def _check_trains_on(data: GlobalOrderDataset, samples: int) -> None:
     if not samples:
         raise RuntimeError(
             "A training step had no batch of the data that workers share. Received: steps on other "
@@ -498,7 +508,9 @@ def _check_adapts(options: HybridOptions) -> None:
         )
 
 
-def _check_overlap(options: HybridOptions, rule: UpdateRule, optimizer: Any) -> None:
+def _check_overlap(
+    options: HybridOptions, rule: UpdateRule, optimizer: keras.optimizers.Optimizer
+) -> None:
     """Check the overlap: an async worker takes a period's steps while its exchange travels."""
     if isinstance(rule, ElasticAveraging) and not rule.may_wait:
         rule.check_overlap(optimizer, math.inf if options.adapts_period else options.period)
@@ -510,8 +522,10 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {expected}. Received: {value!r}.")
 
 
-def _check_arguments(period: Any, async_batch_size: int | None, bound: int | None) -> None:
-    numbers: dict[str, Any] = {"period": period, "async_batch_size": async_batch_size}
+def _check_arguments(
+    period: int | str | None, async_batch_size: int | None, bound: int | None
+) -> None:
+    numbers: dict[str, int | str | None] = {"period": period, "async_batch_size": async_batch_size}
     if period == "auto":
         del numbers["period"]
     for name, value in numbers.items():

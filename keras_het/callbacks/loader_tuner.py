@@ -7,9 +7,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from keras_het.fit.batch_ends import BatchEnds
 from keras_het.fit.model_strategy import local_replicas
@@ -19,6 +19,7 @@ from keras_het.loader.host.memory import available_memory
 from keras_het.loader.inspection.inspection import PipelineReport, show
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.metered_iterator import MeteredIterator
+from keras_het.loader.nested import StepInput
 from keras_het.loader.tuning.session import Move, TuningSession
 from keras_het.loader.tuning.settings import LoaderSettings
 from keras_het.loader.tuning.stall_meter import StallMeter
@@ -106,7 +107,7 @@ class LoaderTuner(SessionCallback):
 
     # --- fit
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Start measuring and tuning.
 
         Raises:
@@ -131,7 +132,7 @@ class LoaderTuner(SessionCallback):
             fit.before_callbacks("on_epoch_end", self._end_epoch)
             fit.on_end(self._release)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Exclude the time between epochs from the steps."""
         self._last_start = None
         if self._ends is not None:
@@ -140,11 +141,11 @@ class LoaderTuner(SessionCallback):
             self._session.begin_epoch(self._steps_before_another_epoch(epoch))
         self._epoch_start = self.meter.seconds, self.meter.input_wait_seconds
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Record the batch number."""
         self._batch = batch
 
-    def _end_epoch(self, epoch: int, logs: Any) -> None:
+    def _end_epoch(self, epoch: int, logs: dict[str, float] | None) -> None:
         """Add the input wait to the epoch logs, for all callbacks."""
         self._end_of_steps()
         seconds = self.meter.seconds - self._epoch_start[0]
@@ -152,7 +153,7 @@ class LoaderTuner(SessionCallback):
         if logs is not None:
             logs["input_wait_fraction"] = wait / seconds if seconds else 0.0
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Restore everything and record the settings."""
         self._release()
         if self._verbose:
@@ -174,8 +175,12 @@ class LoaderTuner(SessionCallback):
                 session.close()
 
     def _train_step(
-        self, fit: FitSession, session: TuningSession, step: StepFunction, iterator: Any
-    ) -> Any:
+        self,
+        fit: FitSession,
+        session: TuningSession,
+        step: StepFunction,
+        iterator: Iterator[StepInput] | list[StepInput],
+    ) -> object:
         if session is not self._session or isinstance(iterator, list):
             return step(iterator)  # read ahead: not from the epoch's pipeline
         self._account()
@@ -232,7 +237,7 @@ class LoaderTuner(SessionCallback):
 
     # --- evaluate and predict
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Start measuring."""
         self._end_of_steps()
         self.replicas = local_replicas(self.model)
@@ -242,18 +247,18 @@ class LoaderTuner(SessionCallback):
             session.add_layer(Rank.TUNE_LOADER, evaluation.step)
             session.on_end(evaluation.end)
 
-    def on_predict_begin(self, logs: Any = None) -> None:
+    def on_predict_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Start measuring."""
         self.replicas = local_replicas(self.model)
         session = FitSession.of(self.model)
         if session is not None:
             session.add_layer(Rank.TUNE_LOADER, self._predict_step)
 
-    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_predict_batch_begin(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Record the time from which `predict` waits for its batches."""
         self._asked = time.perf_counter()
 
-    def _predict_step(self, step: StepFunction, batches: Any) -> Any:
+    def _predict_step(self, step: StepFunction, batches: list[StepInput]) -> object:
         wait = time.perf_counter() - self._asked
         result = step(batches)
         self.predict_meter.add(time.perf_counter() - self._asked, wait, len(batches))
@@ -271,7 +276,7 @@ class LoaderTuner(SessionCallback):
         """Why the current or last training was only observed; None if it was tuned."""
         return self._session.observes_only if self._session is not None else self._last_reason
 
-    def inspect(self, file: Any = None) -> PipelineReport:
+    def inspect(self, file: IO[str] | None = None) -> PipelineReport:
         """Print the activity of the running pipeline; see `keras_het.loader.inspect`.
 
         After `fit`, and after a move (which TensorFlow does not record), this prints the last
@@ -405,7 +410,7 @@ class _Evaluation:
         self._tuner, self._model = tuner, tuner.model
         self._live: LiveIterator | None = None
 
-    def step(self, step: StepFunction, iterator: Any) -> Any:
+    def step(self, step: StepFunction, iterator: Iterator[StepInput]) -> object:
         """Time one of its steps."""
         self._tuner._keep_host()
         start = time.perf_counter()
@@ -450,7 +455,9 @@ def _why_nothing_to_inspect(session: TuningSession | None) -> str:
     )
 
 
-def _check_arguments(controller: Any, max_memory: int | None, nice: int) -> None:
+def _check_arguments(
+    controller: str | Callable[..., LoaderController], max_memory: int | None, nice: int
+) -> None:
     if not callable(controller) and controller not in ("tuner", "fixed"):
         raise ValueError(
             'controller must be "tuner", "fixed" or a function. '

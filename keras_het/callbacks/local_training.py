@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class LocalTraining(SessionCallback):
         """This worker's side of the exchanges; None before the first epoch and after training."""
         return self._exchange
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Make the training steps local; exchanges start with the first epoch."""
         strategy = heterogeneous_strategy(self.model, self)
         _check_cluster(strategy)
@@ -95,7 +96,7 @@ class LocalTraining(SessionCallback):
         fit.before_callbacks("on_epoch_end", self._end_epoch)
         fit.before_callbacks("on_train_end", self._end_training)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Restore the worker's own weights."""
         strategy = heterogeneous_strategy(self.model, self)
         if self._exchange is None:
@@ -114,7 +115,7 @@ class LocalTraining(SessionCallback):
             strategy._training_state.restored = None
         strategy._training_state.export = self._exchange.saved
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Exchange if it is due."""
         if self._exchange is None or self._steps is None:
             return
@@ -130,23 +131,23 @@ class LocalTraining(SessionCallback):
             # another. If the number of steps is unknown, this can happen after any step.
             self._exchange.wait()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Load the center into the model."""
         if self._exchange is not None:
             self._exchange.show_center()
 
-    def _end_epoch(self, epoch: int, logs: Any) -> None:
+    def _end_epoch(self, epoch: int, logs: dict[str, float] | None) -> None:
         """Show the center and the logs of all workers to all callbacks."""
         if self._exchange is None:
             return
         self._exchange.show_center()
         strategy = heterogeneous_strategy(self.model, self)
-        _combine_logs(strategy, logs, self._samples_of_epoch)
+        _combine_logs(strategy, logs or {}, self._samples_of_epoch)
         count = self._exchange.num_exchanges
         name = self._rule_of_training.name
         tell(f"Local training, {name}: {count} exchanges so far.", strategy, self._verbose)
 
-    def _end_training(self, logs: Any = None) -> None:
+    def _end_training(self, logs: Mapping[str, float] | None = None) -> None:
         """Leave the same model on all workers: the center, and the chief's optimizer state."""
         strategy = heterogeneous_strategy(self.model, self)
         if self._exchange is not None:
@@ -159,13 +160,13 @@ class LocalTraining(SessionCallback):
         self._exchange = self._steps = None
 
 
-def _combine_logs(strategy: TrainingStrategy, logs: Any, samples: int) -> None:
+def _combine_logs(strategy: TrainingStrategy, logs: dict[str, float], samples: int) -> None:
     """Average logs over the workers' samples, unless all workers already agree.
 
     Metrics agree: Keras reads their sums over all replicas. Values logged by a custom train step
     differ between workers.
     """
-    names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
+    names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
     own = np.array([[float(logs[name]) for name in names] + [samples]], np.float64)
     rows = strategy.extended.gather_over_workers(own)
     if len(np.unique(rows[:, :-1], axis=0)) == 1:
@@ -174,7 +175,7 @@ def _combine_logs(strategy: TrainingStrategy, logs: Any, samples: int) -> None:
         logs[name] = float(value)
 
 
-def _synchronous(rule: Any, num_workers: int) -> SynchronousRule:
+def _synchronous(rule: str | dict[str, Any] | SynchronousRule, num_workers: int) -> SynchronousRule:
     found = get(rule, num_workers=num_workers)
     if not isinstance(found, SynchronousRule):
         raise ValueError(
