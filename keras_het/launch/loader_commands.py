@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 _LARGEST_PORT = 65535
 _ADVICE = """\
@@ -19,7 +18,9 @@ networks you trust.
 """
 
 
-def add_loader_commands(commands: Any) -> None:
+def add_loader_commands(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
     """Add the commands to the parser.
 
     Args:

@@ -1,5 +1,7 @@
 """The command `keras-het serve`: it holds a part of the parameter service of a hybrid training."""
 
+from __future__ import annotations
+
 import argparse
 import ctypes
 import logging
@@ -7,9 +9,12 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
+
+if TYPE_CHECKING:
+    from keras_het.strategy.cluster.cluster_config import ClusterConfig
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # numbers from glibc's malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
@@ -55,7 +60,7 @@ def compute_without_splitting() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
-def add_serve(commands: Any) -> None:
+def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to a parser.
 
     Args:
@@ -119,7 +124,7 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _wrong_task(config: Any) -> str:
+def _wrong_task(config: ClusterConfig | None) -> str:
     if config is None:
         received = "no TF_CONFIG"
     elif config.is_parameter_service:

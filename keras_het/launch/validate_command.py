@@ -9,7 +9,11 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from keras_het.loader.validation.tfdv_adapter import Schema, Statistics
 
 _WRONG_USAGE = 2
 _THRESHOLD = 0.1
@@ -26,7 +30,7 @@ wrong usage.
 """
 
 
-def add_validate_command(commands: Any) -> None:
+def add_validate_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's grammar.
 
     Args:
@@ -107,7 +111,7 @@ def _refuse(error: Exception) -> int:
     return _WRONG_USAGE
 
 
-def _validate(options: argparse.Namespace, validation: Any) -> int:
+def _validate(options: argparse.Namespace, validation: ModuleType) -> int:
     given = validation.read_schema(options.schema) if options.schema else None
     data, before, idle = _read(options, validation, given)
     reference = options.reference or max(data, key=lambda name: _num_rows(data[name]))
@@ -132,7 +136,7 @@ def _validate(options: argparse.Namespace, validation: Any) -> int:
 
 
 def _show_anomalies(
-    validation: Any, data: Mapping[str, Any], schema: Any, idle: Collection[str]
+    validation: ModuleType, data: Mapping[str, Statistics], schema: Schema, idle: Collection[str]
 ) -> int:
     found = 0
     for name, statistics in data.items():
@@ -148,10 +152,10 @@ def _show_anomalies(
 
 
 def _show_distances(
-    validation: Any,
-    data: Mapping[str, Any],
-    before: Mapping[str, Any],
-    schema: Any,
+    validation: ModuleType,
+    data: Mapping[str, Statistics],
+    before: Mapping[str, Statistics],
+    schema: Schema,
     reference: str,
 ) -> int:
     distances = []
@@ -168,11 +172,11 @@ def _show_distances(
 
 
 def _read(
-    options: argparse.Namespace, validation: Any, schema: Any
-) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    options: argparse.Namespace, validation: ModuleType, schema: Schema | None
+) -> tuple[dict[str, Statistics], dict[str, Statistics], set[str]]:
     """Return all data by name, any data of the epoch before, and replicas that had no share."""
-    data: dict[str, Any] = {}
-    before: dict[str, Any] = {}
+    data: dict[str, Statistics] = {}
+    before: dict[str, Statistics] = {}
     idle: set[str] = set()
     for argument in options.data:
         name, path, is_given = _name_and_path(argument)
@@ -197,7 +201,7 @@ def _read(
     return data, before, idle
 
 
-def _without_share(replicas: Mapping[str, Any]) -> set[str]:
+def _without_share(replicas: Mapping[str, Statistics]) -> set[str]:
     """Return replicas without rows when others have some: a share may be zero."""
     without = {name for name, statistics in replicas.items() if not _num_rows(statistics)}
     return without if len(without) < len(replicas) else set()
@@ -215,8 +219,8 @@ def _name_and_path(argument: str) -> tuple[str, str, bool]:
 
 
 def _read_directory(
-    validation: Any, directory: Path, epoch: int | None, prefix: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    validation: ModuleType, directory: Path, epoch: int | None, prefix: str
+) -> tuple[dict[str, Statistics], dict[str, Statistics]]:
     files: dict[int, dict[int, Path]] = {}
     for path in directory.glob("*.stats"):
         match = re.fullmatch(r"epoch-(\d+)-replica-(\d+)\.stats", path.name)
@@ -230,7 +234,7 @@ def _read_directory(
             "..., directory=...) writes them."
         )
 
-    def read(number: int) -> dict[str, Any]:
+    def read(number: int) -> dict[str, Statistics]:
         return {
             f"{prefix}replica {replica}": validation.read_statistics(path)
             for replica, path in sorted(files.get(number, {}).items())
@@ -245,7 +249,7 @@ def _read_directory(
     return data, before
 
 
-def _set_missing_thresholds(validation: Any, schema: Any) -> None:
+def _set_missing_thresholds(validation: ModuleType, schema: Schema) -> None:
     if not _compared(schema, "skew"):
         drift = _compared(schema, "drift")
         # A feature without a drift comparator either may be left out on purpose.
@@ -253,7 +257,9 @@ def _set_missing_thresholds(validation: Any, schema: Any) -> None:
         _set(validation, schema, names, _THRESHOLD, ["skew"] if drift else _KINDS)
 
 
-def _set_given_thresholds(options: argparse.Namespace, validation: Any, schema: Any) -> None:
+def _set_given_thresholds(
+    options: argparse.Namespace, validation: ModuleType, schema: Schema
+) -> None:
     kinds = [kind for kind in _KINDS if _compared(schema, kind)]
     for is_categorical, threshold in (
         (True, options.categorical_threshold),
@@ -271,7 +277,11 @@ def _set_given_thresholds(options: argparse.Namespace, validation: Any, schema: 
 
 
 def _set(
-    validation: Any, schema: Any, features: Collection[str], threshold: float, kinds: Iterable[str]
+    validation: ModuleType,
+    schema: Schema,
+    features: Collection[str],
+    threshold: float,
+    kinds: Iterable[str],
 ) -> None:
     validation.set_comparison_thresholds(
         schema,
@@ -282,9 +292,9 @@ def _set(
     )
 
 
-def _compared(schema: Any, kind: str) -> set[str]:
+def _compared(schema: Schema, kind: str) -> set[str]:
     return {feature.name for feature in schema.feature if feature.HasField(f"{kind}_comparator")}
 
 
-def _num_rows(statistics: Any) -> int:
+def _num_rows(statistics: Statistics) -> int:
     return int(statistics.datasets[0].num_examples) if statistics.datasets else 0
