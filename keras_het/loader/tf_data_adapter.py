@@ -46,6 +46,9 @@ DistributedDataset = input_lib.DistributedDataset
 GENERATOR_OPERATIONS = frozenset({"GeneratorDataset", "GeneratorDatasetV2"})
 """Kinds of operation with which a pipeline draws from a Python generator."""
 
+PYTHON_OPERATIONS = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
+"""Kinds of operation that call a Python function."""
+
 RANDOM_VALUE_OPERATIONS = frozenset(
     {
         "Multinomial",

@@ -4,7 +4,6 @@ import contextlib
 import secrets
 import socket
 from pathlib import Path
-from types import TracebackType
 
 HOST = "127.0.0.1"
 
@@ -58,12 +57,7 @@ class ReservedPorts:
     def __enter__(self) -> "ReservedPorts":
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _reserve_one(self) -> None:

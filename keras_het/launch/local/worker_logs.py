@@ -4,7 +4,6 @@ import contextlib
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from keras_het.launch.local.line_splitter import OutputLine, strip_ansi
@@ -70,12 +69,7 @@ class WorkerLogs:
     def __enter__(self) -> "WorkerLogs":
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with self._lock:
             for file in self._files:
                 with contextlib.suppress(OSError):

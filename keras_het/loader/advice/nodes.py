@@ -10,12 +10,11 @@ from keras_het.loader import tf_data_adapter as adapter
 
 Dataset = adapter.Dataset
 
-PYTHON_OPERATIONS = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless"})
 _CHANGING_PREFIXES = ("ShuffleDataset", "ShuffleAndRepeat", "RandomDataset", "AnonymousRandomSeed")
 _CHANGING = (
     adapter.RANDOM_VALUE_OPERATIONS
     | adapter.GENERATOR_OPERATIONS
-    | PYTHON_OPERATIONS
+    | adapter.PYTHON_OPERATIONS
     | {"ReadVariableOp", "ResourceGather", "Timestamp", "RandomShuffle"}
 )
 _FILE_READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")

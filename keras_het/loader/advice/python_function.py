@@ -70,7 +70,7 @@ def _own_seconds(examination: Examination, node: Dataset) -> float:
 def _calls_python(node: Dataset) -> bool:
     if adapter.draws_from_generator(node):
         return True
-    return bool(adapter.operations_in_functions(node) & nodes.PYTHON_OPERATIONS)
+    return bool(adapter.operations_in_functions(node) & adapter.PYTHON_OPERATIONS)
 
 
 def _is_cached_later(examination: Examination, node: Dataset) -> bool:

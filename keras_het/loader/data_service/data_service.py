@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 from pathlib import Path
-from types import TracebackType
 
 import tensorflow as tf
 
@@ -18,7 +17,7 @@ from keras_het.loader.data_service.addresses import (
 from keras_het.loader.data_service.servers import Server, start_dispatcher, start_worker
 
 _CONNECT_SECONDS = 10.0
-_PYTHON = adapter.GENERATOR_OPERATIONS | {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+_PYTHON = adapter.GENERATOR_OPERATIONS | adapter.PYTHON_OPERATIONS
 
 
 def service(
@@ -171,12 +170,7 @@ class DataService:
     def __enter__(self) -> DataService:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

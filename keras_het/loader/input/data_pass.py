@@ -106,11 +106,6 @@ class DataPass(abc.ABC):
         return False
 
     @property
-    def was_asked_on(self) -> bool:
-        """Whether more than the first element was requested."""
-        return self._first is None
-
-    @property
     def is_over(self) -> bool:
         """Whether the pass has ended, at the end of the data or before."""
         return self.ended or self._closed

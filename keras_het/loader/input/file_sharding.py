@@ -63,13 +63,9 @@ class FilePass(DataPass):
     def _produce(self) -> Element:
         if not any(self._remaining):
             raise StopIteration
-        counts = self._layout.replicas_per_worker
-        shares = shares_of_own_samples(
-            self._global_batch_size, self._weights(), counts, self._remaining
+        shares = _next_shares(
+            self._layout, self._global_batch_size, self._weights(), self._remaining
         )
-        for worker in range(self._layout.num_workers):
-            of_worker = self._layout.replicas_of(worker)
-            self._remaining[worker] -= sum(shares[of_worker.start : of_worker.stop])
         local = self._layout.local_replicas
         sizes = shares[local.start : local.stop]
         own = self._take(sum(sizes))
@@ -229,14 +225,8 @@ class FileShardedDataset(DistributedSteps):
     def _after(self, steps: int) -> tuple[list[int], int]:
         """Samples left on each worker, and used on this one, after steps with today's weights."""
         remaining = list(self._samples)
-        counts = self._layout.replicas_per_worker
         for _ in range(steps):
-            shares = shares_of_own_samples(
-                self._global_batch_size, self._weights(), counts, remaining
-            )
-            for worker in range(self._layout.num_workers):
-                ids = self._layout.replicas_of(worker)
-                remaining[worker] -= sum(shares[ids.start : ids.stop])
+            _next_shares(self._layout, self._global_batch_size, self._weights(), remaining)
         mine = self._layout.worker_index
         return remaining, self._samples[mine] - remaining[mine]
 
@@ -249,6 +239,17 @@ class FileShardedDataset(DistributedSteps):
 
     def _let_go_by(self, passes: Iterable[Pass]) -> None:
         advance(self._own, passes)
+
+
+def _next_shares(
+    layout: ReplicaLayout, samples: int, weights: Sequence[float], remaining: list[int]
+) -> tuple[int, ...]:
+    """Return the shares of the next step, and take them from what each worker has left."""
+    shares = shares_of_own_samples(samples, weights, layout.replicas_per_worker, remaining)
+    for worker in range(layout.num_workers):
+        ids = layout.replicas_of(worker)
+        remaining[worker] -= sum(shares[ids.start : ids.stop])
+    return shares
 
 
 def _samples_of(

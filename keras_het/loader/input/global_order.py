@@ -31,7 +31,7 @@ from keras_het.loader.order import rows
 from keras_het.loader.order.content import describe_content
 from keras_het.loader.order.keras_arrays import seeds_of_orders
 from keras_het.loader.order.pass_counter import Pass
-from keras_het.loader.order.pipeline_form import PipelineForm, with_batch_size
+from keras_het.loader.order.pipeline_form import PipelineForm, in_batches_of, with_batch_size
 from keras_het.loader.order.replay import advance, fresh_copy, nests_shuffles, starts_once
 from keras_het.loader.order.share_queue import ShareQueue
 from keras_het.planning.replica_layout import ReplicaLayout
@@ -235,10 +235,7 @@ class GlobalOrderDataset(DistributedSteps):
             form: the same samples.
         """
         if form is not self.form:
-            size = self.form.batch_size
-            if size is not None and size != form.batch_size:
-                form = with_batch_size(form, size)
-            self.form = form
+            self.form = in_batches_of(form, self.form.batch_size)
             self._idle.clear()
 
     def map(self, function: Callable[..., Any], **_: object) -> GlobalOrderDataset:

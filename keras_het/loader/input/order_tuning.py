@@ -27,7 +27,7 @@ from keras_het.loader.iterators.replayable import (
     shares_a_shuffle,
     why_not_replayed,
 )
-from keras_het.loader.order.pipeline_form import PipelineForm, recognise, with_batch_size
+from keras_het.loader.order.pipeline_form import PipelineForm, in_batches_of, recognise
 from keras_het.loader.order.replay import fresh_copy
 from keras_het.planning.loader import LoaderPlan
 
@@ -219,9 +219,7 @@ class OrderTuning:
             )
         if not _maps_alike(form, built):
             raise HandoverError("The builder gives samples or maps of another kind.")
-        if form.batch_size is not None and form.batch_size != built.batch_size:
-            built = with_batch_size(built, form.batch_size)
-        return built
+        return in_batches_of(built, form.batch_size)
 
     # --- whole batches
 
@@ -247,9 +245,7 @@ class OrderTuning:
             return
         try:
             form = self._with_pool(self.data.form, self.knobs) if self.is_plain else self._moved
-            size = self.data.form.batch_size
-            if size is not None and size != form.batch_size:
-                form = with_batch_size(form, size)
+            form = in_batches_of(form, self.data.form.batch_size)
             batches = self.moved_batches(form, self.knobs, run.first_step)
             run.move_to(batches, form)
         except (HandoverError, ValueError) as error:

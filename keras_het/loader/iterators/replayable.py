@@ -9,7 +9,6 @@ from keras_het.loader import tf_data_adapter as adapter
 from keras_het.loader.iterators.handover import why_not
 from keras_het.loader.order.replay import fresh_copy
 
-_PYTHON_OPERATIONS = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
 _SHUFFLE_OPERATIONS = frozenset(
     {"RandomShuffle", "ShuffleDataset", "ShuffleDatasetV2", "ShuffleDatasetV3"}
 )
@@ -47,7 +46,7 @@ def _reason_of(node: adapter.Dataset) -> str | None:
     if kind in ("Random", "Snapshot", "Save"):
         return f"{kind} may give other elements when it is read again"
     operations = adapter.operations_in_functions(node)
-    if operations & _PYTHON_OPERATIONS:
+    if operations & adapter.PYTHON_OPERATIONS:
         return f"a Python function in {kind} may give other elements when it is read again"
     if operations & _DRAWING_OPERATIONS:
         return f"{kind} draws random values: other elements when it is read again"

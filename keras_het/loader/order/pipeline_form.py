@@ -142,6 +142,13 @@ def with_batch_size(form: PipelineForm, samples: int) -> PipelineForm:
     return dataclasses.replace(form, stream=stream, batch_size=samples)
 
 
+def in_batches_of(form: PipelineForm, samples: int | None) -> PipelineForm:
+    """Return the same pipeline in global batches of this size, or as it is if that is None."""
+    if samples is None or samples == form.batch_size:
+        return form
+    return with_batch_size(form, samples)
+
+
 def _slices(
     stream: Dataset,
     reason: str,
