@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_het.training_strategy import TrainingStrategy
+from keras_het.value_types import Rows
 
 
-def gather_rows(strategy: TrainingStrategy, value: Any) -> Any:
+def gather_rows(strategy: TrainingStrategy, value: tf.distribute.DistributedValues | Rows) -> Rows:
     """Concatenate the rows of all replicas, replica by replica; dense or ragged tensors."""
     local = strategy.experimental_local_results(value)
     if isinstance(local[0], tf.RaggedTensor):
@@ -23,7 +23,7 @@ def gather_rows(strategy: TrainingStrategy, value: Any) -> Any:
     return _gather_dense_rows(strategy, local)
 
 
-def _gather_ragged_rows(strategy: TrainingStrategy, ragged: Any) -> Any:
+def _gather_ragged_rows(strategy: TrainingStrategy, ragged: tf.RaggedTensor) -> tf.RaggedTensor:
     lengths = _gather_over_workers(strategy, ragged.row_lengths())
     values = ragged.values
     if isinstance(values, tf.RaggedTensor):
@@ -33,7 +33,7 @@ def _gather_ragged_rows(strategy: TrainingStrategy, ragged: Any) -> Any:
     return tf.RaggedTensor.from_row_lengths(values, lengths)
 
 
-def _gather_dense_rows(strategy: TrainingStrategy, parts: Sequence[Any]) -> Any:
+def _gather_dense_rows(strategy: TrainingStrategy, parts: Sequence[tf.Tensor]) -> tf.Tensor:
     shapes = [part.shape for part in parts]
     # eagerly every local shape is known, but not those of the other workers
     is_eager = tf.executing_eagerly() and shapes[0].rank > 1
@@ -44,7 +44,9 @@ def _gather_dense_rows(strategy: TrainingStrategy, parts: Sequence[Any]) -> Any:
     return _gather_over_workers(strategy, tf.concat(parts, axis=0))
 
 
-def _with_equal_inner_shapes(strategy: TrainingStrategy, parts: Sequence[Any]) -> list[Any]:
+def _with_equal_inner_shapes(
+    strategy: TrainingStrategy, parts: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
     """Give parts without rows the inner shape of the others, which must be equal.
 
     A model that pads to its longest sample produces different shapes for different shares. What one
@@ -70,7 +72,7 @@ def _with_equal_inner_shapes(strategy: TrainingStrategy, parts: Sequence[Any]) -
         return [_reshaped_if_empty(part, common) for part in parts]
 
 
-def _reshaped_if_empty(part: Any, inner: Any) -> Any:
+def _reshaped_if_empty(part: tf.Tensor, inner: tf.Tensor) -> tf.Tensor:
     shape = tf.shape(part, out_type=tf.int64)
     wanted = tf.where(shape[0] > 0, shape, tf.concat([shape[:1], inner], axis=0))
     result = tf.reshape(part, wanted)
@@ -79,7 +81,7 @@ def _reshaped_if_empty(part: Any, inner: Any) -> Any:
     return result
 
 
-def _gather_over_workers(strategy: TrainingStrategy, value: Any) -> Any:
+def _gather_over_workers(strategy: TrainingStrategy, value: tf.Tensor) -> tf.Tensor:
     if strategy.num_workers == 1:
         return value
     return strategy.extended.gather_rows_over_workers(value)

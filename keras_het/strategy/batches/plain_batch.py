@@ -5,8 +5,7 @@ They are global batches, the same on every worker, and are cut into shares withi
 
 from __future__ import annotations
 
-from typing import Any
-
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -14,9 +13,10 @@ from keras_het.loader.order import rows
 from keras_het.planning import apportion
 from keras_het.strategy.batches.uneven_per_replica import wrap_shares
 from keras_het.training_strategy import TrainingStrategy
+from keras_het.value_types import Leaf, Nest
 
 
-def share_out(strategy: TrainingStrategy, data: Any) -> Any:
+def share_out(strategy: TrainingStrategy, data: Nest) -> Nest:
     """Cut a plain batch by the share weights in effect when the step runs.
 
     Args:
@@ -37,7 +37,7 @@ def share_out(strategy: TrainingStrategy, data: Any) -> Any:
     sizes = _sizes(strategy, rows.count_rows(to_cut))
     starts = tf.cumsum(sizes, exclusive=True)
 
-    def part(replica: int) -> Any:
+    def part(replica: int) -> Nest:
         cut = iter(rows.slice_rows(to_cut, starts[replica], sizes[replica]))
         own = [next(cut) if _has_rows(leaf) else leaf for leaf in leaves]
         return tf.nest.pack_sequence_as(data, own)
@@ -45,7 +45,7 @@ def share_out(strategy: TrainingStrategy, data: Any) -> Any:
     return wrap_shares([part(replica) for replica in strategy.layout.local_replicas], sizes)
 
 
-def refuse_compiled_batch(model: Any, data: Any) -> None:
+def refuse_compiled_batch(model: keras.Model, data: Nest) -> None:
     """Refuse plain batches in a step compiled by XLA, which cannot ask for the shares.
 
     Args:
@@ -66,22 +66,22 @@ def refuse_compiled_batch(model: Any, data: Any) -> None:
         )
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: Leaf) -> Leaf:
     is_array = hasattr(leaf, "__array__") and not rows.is_sliceable(leaf)
     return tf.convert_to_tensor(leaf) if is_array else leaf
 
 
-def _has_rows(leaf: Any) -> bool:
+def _has_rows(leaf: Leaf) -> bool:
     return rows.is_sliceable(leaf) and leaf.shape.rank != 0
 
 
-def _sizes(strategy: TrainingStrategy, total: Any) -> Any:
+def _sizes(strategy: TrainingStrategy, total: tf.Tensor) -> tf.Tensor:
     num_replicas = strategy.layout.num_replicas
     if num_replicas == 1:
         return tf.reshape(total, [1])
 
     # Called in every step: one trace serves all shares.
-    def apportioned(total: Any) -> Any:
+    def apportioned(total: np.int64 | np.ndarray) -> np.ndarray:
         return np.asarray(apportion(int(total), strategy.shares), np.int64)
 
     return tf.ensure_shape(tf.numpy_function(apportioned, [total], tf.int64), [num_replicas])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.loader import tf_data_adapter as adapter
+from keras_het.value_types import Leaf, Nest, Rows
 
 
 class UnevenPerReplica(private_api.PerReplica):
@@ -25,15 +26,17 @@ class UnevenPerReplica(private_api.PerReplica):
         devices: names of the local replicas' devices; if empty, the values stay where they are.
     """
 
-    def __init__(self, values: Sequence[Any], sizes: Any, devices: Sequence[str] = ()) -> None:
+    def __init__(
+        self, values: Sequence[Rows], sizes: tf.Tensor, devices: Sequence[str] = ()
+    ) -> None:
         super().__init__(values)
-        self._values: tuple[Any, ...]
+        self._values: tuple[Rows, ...]
         self._sizes = sizes
         self._targets = devices
         self._spec: UnevenPerReplicaSpec | None = None
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[Rows, ...]:
         """The replicas' parts, each on its replica's device.
 
         They move there when a loop asks for them: a function that receives the whole batch moves
@@ -45,27 +48,27 @@ class UnevenPerReplica(private_api.PerReplica):
         return self._values
 
     @property
-    def host_values(self) -> tuple[Any, ...]:
+    def host_values(self) -> tuple[Rows, ...]:
         """The replicas' parts, wherever they are now."""
         return self._values
 
     @property
-    def sizes(self) -> Any:
+    def sizes(self) -> tf.Tensor:
         """The shares of all replicas, int64 of shape [num_replicas]."""
         return self._sizes
 
     @property
-    def shape(self) -> Any:
+    def shape(self) -> tf.TensorShape:
         """The shape of any replica's part: its number of rows is None."""
         return self._type_spec.value_specs[0].shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> tf.DType:
         """The type of the elements."""
         return self._type_spec.value_specs[0].dtype
 
     @property
-    def global_spec(self) -> Any:
+    def global_spec(self) -> tf.TypeSpec:
         """The type of the whole global batch, rows counted; the same on every worker."""
         return _with_rows(self._type_spec.value_specs[0], int(tf.reduce_sum(self._sizes)))
 
@@ -90,13 +93,13 @@ class UnevenPerReplicaSpec(tf.TypeSpec):
 
     value_type = property(lambda self: UnevenPerReplica)
 
-    def __init__(self, value_specs: Sequence[Any], num_replicas: int) -> None:
+    def __init__(self, value_specs: Sequence[tf.TypeSpec], num_replicas: int) -> None:
         self._value_specs = tuple(value_specs)
         self._num_replicas = num_replicas
         self._hash = hash((UnevenPerReplicaSpec, self._value_specs, num_replicas))
 
     @property
-    def value_specs(self) -> tuple[Any, ...]:
+    def value_specs(self) -> tuple[tf.TypeSpec, ...]:
         """One type per local replica."""
         return self._value_specs
 
@@ -111,22 +114,24 @@ class UnevenPerReplicaSpec(tf.TypeSpec):
             and self._serialize() == other._serialize()
         )
 
-    def _serialize(self) -> tuple[Any, ...]:
+    def _serialize(self) -> tuple[tuple[tf.TypeSpec, ...], int]:
         return (self._value_specs, self._num_replicas)
 
     @property
-    def _component_specs(self) -> Any:
+    def _component_specs(self) -> tuple[tuple[tf.TypeSpec, ...], tf.TensorSpec]:
         return (self._value_specs, tf.TensorSpec([self._num_replicas], tf.int64))
 
-    def _to_components(self, value: UnevenPerReplica) -> Any:
+    def _to_components(self, value: UnevenPerReplica) -> tuple[tuple[Rows, ...], tf.Tensor]:
         return (value.host_values, value.sizes)
 
-    def _from_components(self, components: Any) -> UnevenPerReplica:
+    def _from_components(self, components: tuple[Sequence[Rows], tf.Tensor]) -> UnevenPerReplica:
         values, sizes = components
         return UnevenPerReplica(values, sizes)
 
 
-def wrap_shares(local_batches: Sequence[Any], sizes: Any, devices: Sequence[str] = ()) -> Any:
+def wrap_shares(
+    local_batches: Sequence[Nest], sizes: tf.Tensor | np.ndarray, devices: Sequence[str] = ()
+) -> Nest:
     """Build the structure of `UnevenPerReplica` that a train step receives.
 
     Args:
@@ -140,7 +145,7 @@ def wrap_shares(local_batches: Sequence[Any], sizes: Any, devices: Sequence[str]
     return _wrap(local_batches, tf.convert_to_tensor(sizes, tf.int64), devices)
 
 
-def _wrap(values: Sequence[Any], sizes: Any, devices: Sequence[str]) -> Any:
+def _wrap(values: Sequence[Nest], sizes: tf.Tensor, devices: Sequence[str]) -> Nest:
     # Most batches are tuples; tf.nest takes longer for one than a small step does.
     if type(values[0]) is tuple:
         return tuple([_wrap(part, sizes, devices) for part in zip(*values, strict=True)])
@@ -151,21 +156,23 @@ def _wrap(values: Sequence[Any], sizes: Any, devices: Sequence[str]) -> Any:
     )
 
 
-def _wrap_leaf(values: Sequence[Any], sizes: Any, devices: Sequence[str]) -> Any:
+def _wrap_leaf(
+    values: Sequence[Leaf], sizes: tf.Tensor, devices: Sequence[str]
+) -> UnevenPerReplica | None:
     # None stands for an absent target or sample weight in Keras's data structures, and so does
     # an Optional, which Keras makes from a generator's None.
     is_absent = values[0] is None or isinstance(values[0], tf.experimental.Optional)
     return None if is_absent else UnevenPerReplica(values, sizes, devices)
 
 
-def _on_device(value: Any, device: str) -> Any:
+def _on_device(value: Rows, device: str) -> Rows:
     if getattr(value, "backing_device", None) == device:
         return value
     with tf.device(device):
         return tf.nest.map_structure(tf.identity, value, expand_composites=True)
 
 
-def wrapped_spec(spec: Any, num_local: int, num_replicas: int) -> Any:
+def wrapped_spec(spec: Nest, num_local: int, num_replicas: int) -> Nest:
     """Return the type of the result of `wrap_shares`.
 
     Args:
@@ -174,14 +181,14 @@ def wrapped_spec(spec: Any, num_local: int, num_replicas: int) -> Any:
         num_replicas: number of all replicas.
     """
 
-    def of_leaf(leaf: Any) -> UnevenPerReplicaSpec | None:
+    def of_leaf(leaf: tf.TypeSpec | None) -> UnevenPerReplicaSpec | None:
         is_absent = leaf is None or isinstance(leaf, tf.OptionalSpec) or adapter.is_none(leaf)
         return None if is_absent else UnevenPerReplicaSpec((leaf,) * num_local, num_replicas)
 
     return tf.nest.map_structure(of_leaf, spec)
 
 
-def find_sizes(structure: Any) -> Any:
+def find_sizes(structure: Nest) -> tf.Tensor | None:
     """Return the shares carried by a batch, or None if it carries none."""
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, UnevenPerReplica):
@@ -189,13 +196,13 @@ def find_sizes(structure: Any) -> Any:
     return None
 
 
-def _any_number_of_rows(value: Any) -> Any:
+def _any_number_of_rows(value: Rows) -> tf.TypeSpec:
     if isinstance(value, tf.Tensor) and value.shape.rank:
         return _dense_spec(value.dtype, tuple(value.shape[1:]))
     return _with_rows(private_api.type_spec_from_value(value), None)
 
 
-def _with_rows(spec: Any, rows: int | None) -> Any:
+def _with_rows(spec: tf.TypeSpec, rows: int | None) -> tf.TypeSpec:
     if not spec.shape.rank:
         return spec
     shape = [rows, *spec.shape.as_list()[1:]]
@@ -209,5 +216,5 @@ def _with_rows(spec: Any, rows: int | None) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _dense_spec(dtype: Any, inner_shape: tuple[int | None, ...]) -> Any:
+def _dense_spec(dtype: tf.DType, inner_shape: tuple[int | None, ...]) -> tf.TensorSpec:
     return tf.TensorSpec([None, *inner_shape], dtype)

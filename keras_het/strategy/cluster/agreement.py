@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -25,6 +25,10 @@ import tensorflow as tf
 from keras_het.loader import iterator_adapter
 from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.training_strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from keras_het.loader.input.distributed_steps import DistributedSteps
+    from keras_het.strategy.extended import HeterogeneousExtended
 
 PATIENCE_SECONDS = 30.0
 """How long a worker that has left a loop early waits for the others to leave it too."""
@@ -45,7 +49,7 @@ _LONGEST_VALUE = 80
 
 
 def agree(
-    extended: Any,
+    extended: HeterogeneousExtended,
     place: str,
     described: Mapping[str, str],
     *,
@@ -151,7 +155,9 @@ def _names(workers: Sequence[int]) -> str:
     return " and ".join(names)
 
 
-def check_agreement(extended: Any, weights: Sequence[float], aggregation: object = None) -> None:
+def check_agreement(
+    extended: HeterogeneousExtended, weights: Sequence[float], aggregation: object = None
+) -> None:
     """Compare the setup of all workers.
 
     Args:
@@ -187,7 +193,7 @@ def drawn_seed() -> int | None:
     return seed if seed in _drawn_seeds else None
 
 
-def share_random_seed(extended: Any) -> None:
+def share_random_seed(extended: HeterogeneousExtended) -> None:
     """Give all workers one random seed if the user has set none.
 
     An unseeded shuffle would order the samples differently on every worker. The chief draws the
@@ -216,7 +222,7 @@ def share_random_seed(extended: Any) -> None:
         np.random.set_state(numpy)
 
 
-def check_same_pass(strategy: TrainingStrategy, dataset: Any, shares: str) -> None:
+def check_same_pass(strategy: TrainingStrategy, dataset: DistributedSteps, shares: str) -> None:
     """Compare the data that the workers are about to read, and its order.
 
     Args:
@@ -271,7 +277,7 @@ def check_same_end(strategy: TrainingStrategy, steps: int) -> None:
     )
 
 
-def has_equal_value(extended: Any, value: Any, name: str) -> bool:
+def has_equal_value(extended: HeterogeneousExtended, value: tf.Tensor, name: str) -> bool:
     """Compare a variable that the workers create.
 
     Args:
@@ -288,7 +294,7 @@ def has_equal_value(extended: Any, value: Any, name: str) -> bool:
     described = {"type": f"{value.dtype.name} {value.shape.as_list()}"}
     array = np.ascontiguousarray(value).reshape(-1)
     # strings expose no memory to hash
-    content: Any = repr(array.tolist()).encode() if array.dtype == object else array.view(np.uint8)
+    content = repr(array.tolist()).encode() if array.dtype == object else array.view(np.uint8).data
     digest = hashlib.sha256(content).digest()
     notes = agree(
         extended,
@@ -319,7 +325,7 @@ class Patience:
     def __enter__(self) -> None:
         self._timer.start()
 
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._timer.cancel()
         message = message_in(error) if error is not None else None
         if message is not None:
@@ -388,7 +394,7 @@ _MAY_DIFFER = frozenset(
 )
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, str):
         return repr(_ADDRESS.sub("0x", value.rsplit("/", 1)[-1]))
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:

@@ -49,19 +49,21 @@ def install_chief_only() -> None:
     _replace_set_model()
 
 
-def writes(model: Any) -> bool:
+def writes(model: keras.Model) -> bool:
     """Tell whether this process writes `model`'s files."""
     strategy = getattr(model, "distribute_strategy", None)
     return bool(getattr(strategy, "is_chief", True))
 
 
-def _replace(owner: Any, name: str, model_of: Callable[[Any], Any], says_so: bool = False) -> None:
+def _replace(
+    owner: type, name: str, model_of: Callable[[Any], keras.Model], says_so: bool = False
+) -> None:
     original = getattr(owner, name)
     if hasattr(original, "chief_only"):
         return
 
     @functools.wraps(original)
-    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def write(self: keras.Model | keras.callbacks.Callback, *args: object, **kwargs: object) -> Any:
         if writes(model_of(self)):
             return original(self, *args, **kwargs)
         model = model_of(self)
@@ -90,7 +92,7 @@ def _replace_set_model() -> None:
         return
 
     @functools.wraps(original)
-    def set_model(self: Any, model: Any) -> None:
+    def set_model(self: keras.callbacks.TensorBoard, model: keras.Model) -> None:
         if writes(model):
             original(self, model)
         else:

@@ -1,12 +1,11 @@
 """Format of a worker's address, and a search for a free one. Standard library only."""
 
 import socket
-from typing import Any
 
 _MAXIMUM_PORT = 65535
 
 
-def check_address(address: Any, where: str) -> str:
+def check_address(address: object, where: str) -> str:
     """Check that an address is `host:port`.
 
     Args:
@@ -46,7 +45,7 @@ def _check_port(port: str, address: str, where: str) -> None:
         )
 
 
-def _address_error(address: Any, where: str, problem: str) -> ValueError:
+def _address_error(address: object, where: str, problem: str) -> ValueError:
     return ValueError(
         f"{where} has a bad address: {problem}. Received: {address!r}; expected 'host:port' as in "
         "'host-a:12345'."

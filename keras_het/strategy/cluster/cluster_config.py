@@ -321,14 +321,14 @@ def _check_keys(received: dict[str, Any], known: tuple[str, ...], where: str) ->
     )
 
 
-def _cluster_type_error(cluster: Any) -> ValueError:
+def _cluster_type_error(cluster: object) -> ValueError:
     return ValueError(
         'TF_CONFIG\'s "cluster" must be an object from job names to lists of addresses. '
         f"Received: {cluster!r}. Expected for example {_EXAMPLE}"
     )
 
 
-def _read_cluster(cluster: Any) -> dict[str, tuple[str, ...]]:
+def _read_cluster(cluster: object) -> dict[str, tuple[str, ...]]:
     if not isinstance(cluster, dict):
         raise _cluster_type_error(cluster)
     jobs = {job: _read_job(job, addresses) for job, addresses in cluster.items()}
@@ -365,7 +365,7 @@ def _check_async_workers(jobs: dict[str, tuple[str, ...]]) -> None:
         )
 
 
-def _read_job(job: str, addresses: Any) -> tuple[str, ...]:
+def _read_job(job: str, addresses: object) -> tuple[str, ...]:
     _check_job_name(job)
     if isinstance(addresses, dict):
         addresses = _dense(job, addresses)
@@ -409,7 +409,7 @@ def _dense(job: str, tasks: dict[str, Any]) -> list[Any]:
     return [tasks[index] for index in expected]
 
 
-def _read_task(task: Any, jobs: dict[str, tuple[str, ...]]) -> tuple[str, int]:
+def _read_task(task: object, jobs: dict[str, tuple[str, ...]]) -> tuple[str, int]:
     if task is None:
         raise ValueError(
             f'TF_CONFIG has a "cluster" but no "task". Received: jobs {sorted(jobs)}. Say which '
@@ -431,7 +431,7 @@ def _read_task(task: Any, jobs: dict[str, tuple[str, ...]]) -> tuple[str, int]:
     return _check_task(task["type"], index, jobs), index
 
 
-def _read_index(index: Any) -> int:
+def _read_index(index: object) -> int:
     # TensorFlow converts strings, and some schedulers rely on it.
     if isinstance(index, str) and index.isascii() and index.isdigit():
         index = int(index)
@@ -443,7 +443,7 @@ def _read_index(index: Any) -> int:
     return index
 
 
-def _check_task(task_type: Any, index: int, jobs: dict[str, tuple[str, ...]]) -> str:
+def _check_task(task_type: object, index: int, jobs: dict[str, tuple[str, ...]]) -> str:
     if task_type == "evaluator" and index == 0:
         return "evaluator"
     if not isinstance(task_type, str) or task_type not in (*jobs, "evaluator"):
@@ -471,7 +471,7 @@ def _index_hint(task_type: str, jobs: dict[str, tuple[str, ...]]) -> str:
     return " Indices start at 0; correct it or list the missing address."
 
 
-def _read_rpc_layer(rpc_layer: Any) -> str:
+def _read_rpc_layer(rpc_layer: object) -> str:
     if rpc_layer in (None, ""):
         return "grpc"
     if not isinstance(rpc_layer, str):

@@ -39,7 +39,7 @@ def _forgo_search() -> None:
 
 
 @functools.cache  # for a million objects of few types
-def _is_file(kind: Any) -> bool:
+def _is_file(kind: type) -> bool:
     return issubclass(kind, io.IOBase)
 
 

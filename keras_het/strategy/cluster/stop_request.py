@@ -75,7 +75,7 @@ class StopRequest:
         if self.is_agreed:
             self._end()
 
-    def contribution(self, is_first: bool, dtype: Any) -> Any:
+    def contribution(self, is_first: bool, dtype: tf.DType) -> tf.Tensor:
         """Return what a replica adds to the sum over all replicas, in the graph.
 
         Args:
@@ -84,11 +84,11 @@ class StopRequest:
         """
         return tf.cast(self._own.read_value() if is_first else tf.zeros_like(self._own), dtype)
 
-    def record(self, summed: Any) -> None:
+    def record(self, summed: tf.Tensor) -> None:
         """Record the requests of all replicas; called in the graph, by one local replica."""
         self._everyone.assign(tf.cast(summed, tf.float32))
 
-    def watch_steps(self, model: Any, attribute: str, is_carried: bool) -> None:
+    def watch_steps(self, model: keras.Model | None, attribute: str, is_carried: bool) -> None:
         """Make a Keras loop stop between two steps; called while its first step is traced.
 
         Keras looks up the function in every step: the second step comes through here first.
@@ -122,12 +122,8 @@ class StopRequest:
         return step
 
     @contextlib.contextmanager
-    def loop(self, model: Any) -> Iterator[None]:
-        """Wrap a Keras loop; an outstanding stop request takes effect at its end.
-
-        Args:
-            model: the model that the loop runs.
-        """
+    def loop(self) -> Iterator[None]:
+        """Wrap a Keras loop; an outstanding stop request takes effect at its end."""
         if self._depth == 0:
             self._has_begun_steps = False
         self._depth += 1
@@ -170,12 +166,12 @@ def install_loops() -> None:
 
 def _known(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def loop(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def loop(model: keras.Model, *args: object, **kwargs: object) -> Any:
         strategy = getattr(model, "distribute_strategy", None)
         request = getattr(strategy, "_stop_request", None)
         if request is None:
             return original(model, *args, **kwargs)
-        with request.loop(model):
+        with request.loop():
             return original(model, *args, **kwargs)
 
     loop.ends_at_boundaries = True  # type: ignore[attr-defined]

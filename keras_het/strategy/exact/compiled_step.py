@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import keras
 
 from keras_het.training_strategy import TrainingStrategy
 
 
-def check_can_compile(strategy: TrainingStrategy, model: Any) -> None:
+def check_can_compile(strategy: TrainingStrategy, model: keras.Model | None) -> None:
     """Refuse a model whose step XLA is asked to compile but cannot.
 
     Args:

@@ -7,17 +7,18 @@ gradient of all replicas to the same variable: two replicas, twice the learning 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.training_strategy import TrainingStrategy
+from keras_het.value_types import EitherVariable
 
 _MOST_NAMES = 5
 
 
-def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Any]) -> None:
+def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[EitherVariable]) -> None:
     """Raise an error if the step changes variables that are not the strategy's own.
 
     A single local replica is the only one that changes them, and may do so if no worker has several
@@ -42,7 +43,7 @@ def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Any])
     )
 
 
-def move_optimizer(strategy: TrainingStrategy, model: Any) -> None:
+def move_optimizer(strategy: TrainingStrategy, model: keras.Model) -> None:
     """Let an optimizer made outside of the scope update variables created in it.
 
     Args:
@@ -53,7 +54,7 @@ def move_optimizer(strategy: TrainingStrategy, model: Any) -> None:
         private_api.move_optimizer(optimizer, strategy)
 
 
-def adopt_compiled(strategy: TrainingStrategy, model: Any) -> None:
+def adopt_compiled(strategy: TrainingStrategy, model: keras.Model) -> None:
     """Make the variables of a model's optimizer and metrics the strategy's own, keeping values.
 
     They are not the strategy's own if `compile` was called outside of the scope, or was given an
@@ -73,18 +74,18 @@ def adopt_compiled(strategy: TrainingStrategy, model: Any) -> None:
                 private_api.recreate_variable(variable)
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
+def _optimizers(optimizer: object) -> list[keras.optimizers.Optimizer]:
     """An optimizer and those nested inside it."""
     if not isinstance(optimizer, private_api.keras_base_optimizer.BaseOptimizer):
         return []
     return [optimizer, *_optimizers(getattr(optimizer, "inner_optimizer", None))]
 
 
-def _is_own(strategy: TrainingStrategy, variable: Any) -> bool:
+def _is_own(strategy: TrainingStrategy, variable: EitherVariable) -> bool:
     is_of_keras = isinstance(variable, private_api.KerasTensorFlowVariable)
     value = variable.value if is_of_keras else variable
     return bool(strategy.extended.variable_created_in_scope(value))
 
 
-def _name(variable: Any) -> str:
+def _name(variable: EitherVariable) -> str:
     return str(getattr(variable, "path", None) or variable.name)

@@ -8,22 +8,21 @@ statistics have the weight zero, and its predictions are dropped.
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from keras_het.strategy.exact.step import ExactStep
+from keras_het.value_types import Leaf, Nest
 
 
-def at_least_one_row(step: ExactStep, data: Any) -> Any:
+def at_least_one_row(step: ExactStep, data: Nest) -> Nest:
     """Return the replica's batch, or one row of zeros if it has none."""
     return tf.nest.map_structure(lambda leaf: _one_row_if_empty(step, leaf), data)
 
 
-def drop_row_of_zeros(step: ExactStep, outputs: Any) -> Any:
+def drop_row_of_zeros(step: ExactStep, outputs: Nest) -> Nest:
     """Return the outputs, or no rows if the replica has no samples."""
 
-    def drop(leaf: Any) -> Any:
+    def drop(leaf: Leaf) -> Leaf:
         if not _has_rows(leaf):
             return leaf
         kept = tf.cond(step.samples > 0, lambda: leaf, lambda: _no_rows(leaf))
@@ -32,19 +31,19 @@ def drop_row_of_zeros(step: ExactStep, outputs: Any) -> Any:
     return tf.nest.map_structure(drop, outputs)
 
 
-def _one_row_if_empty(step: ExactStep, leaf: Any) -> Any:
+def _one_row_if_empty(step: ExactStep, leaf: Leaf) -> Leaf:
     if not _has_rows(leaf):
         return leaf
     row = tf.cond(step.samples > 0, lambda: leaf, lambda: _row_of_zeros(leaf))
     return _with_static_shape(row, leaf)
 
 
-def _has_rows(leaf: Any) -> bool:
+def _has_rows(leaf: Leaf) -> bool:
     # an eager step may receive arrays, whose shape is a tuple
     return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank not in (None, 0)
 
 
-def _row_of_zeros(leaf: Any) -> Any:
+def _row_of_zeros(leaf: Leaf) -> Leaf:
     if isinstance(leaf, tf.RaggedTensor):
         splits = [splits[:1] for splits in leaf.nested_row_splits]
         splits[0] = tf.zeros([2], splits[0].dtype)
@@ -55,14 +54,14 @@ def _row_of_zeros(leaf: Any) -> Any:
     return tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], axis=0), leaf.dtype)
 
 
-def _no_rows(leaf: Any) -> Any:
+def _no_rows(leaf: Leaf) -> Leaf:
     if isinstance(leaf, tf.SparseTensor):
         shape = tf.concat([[tf.constant(0, tf.int64)], leaf.dense_shape[1:]], axis=0)
         return tf.SparseTensor(leaf.indices[:0], leaf.values[:0], shape)
     return leaf[:0]
 
 
-def _with_static_shape(result: Any, like: Any) -> Any:
+def _with_static_shape(result: Leaf, like: Leaf) -> Leaf:
     if isinstance(result, tf.Tensor):
         result.set_shape([None, *like.shape[1:]])
     return result

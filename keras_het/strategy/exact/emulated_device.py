@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het.strategy.exact.step import ExactStep
+from keras_het.value_types import Leaf
+
+if TYPE_CHECKING:
+    from keras_het.planning.times.time_model import LinearTimeModel
 
 _slowdowns: dict[int, float] = {}
 
@@ -29,7 +33,7 @@ def slow_down(replica: int, factor: float) -> None:
     _slowdowns[replica] = float(factor)
 
 
-def wait_until_computed(step: ExactStep, values: Sequence[Any]) -> list[Any]:
+def wait_until_computed(step: ExactStep, values: Sequence[Leaf]) -> list[Leaf]:
     """Delay tensors until the emulated device's compute time has passed.
 
     Args:
@@ -40,7 +44,7 @@ def wait_until_computed(step: ExactStep, values: Sequence[Any]) -> list[Any]:
     if step.emulated_device is None or step.clock is None:
         return list(values)
     flat = tf.nest.flatten(list(values), expand_composites=True)
-    step.waited = _wait(step, flat)
+    step.waited = _wait(step, step.emulated_device.time_model, step.clock.start_time, flat)
     # If it has no side effect, an operation that is only waited for does not run.
     gate = tf.raw_ops.Assert(condition=step.waited >= 0, data=[step.waited])
     with tf.control_dependencies([gate]):
@@ -48,8 +52,9 @@ def wait_until_computed(step: ExactStep, values: Sequence[Any]) -> list[Any]:
     return list(tf.nest.pack_sequence_as(list(values), delayed, expand_composites=True))
 
 
-def _wait(step: Any, values: Sequence[Any]) -> Any:
-    model, start_time = step.emulated_device.time_model, step.clock.start_time
+def _wait(
+    step: ExactStep, model: LinearTimeModel, start_time: tf.Tensor, values: Sequence[tf.Tensor]
+) -> tf.Tensor:
     with tf.control_dependencies(list(values)), tf.device("CPU:0"):
         waited = tf.numpy_function(
             _sleep_until,

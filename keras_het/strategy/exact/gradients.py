@@ -12,21 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
 from keras_het.strategy.exact.step import ExactStep, current_step
+from keras_het.value_types import EitherVariable, Nest, Summand
+
+_Given: TypeAlias = "Summand | EitherVariable | None"
+"""A gradient that is given to an optimizer, which may keep it in a variable; or none."""
 
 
 def weigh_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook `Optimizer.scale_loss`: multiplying one scalar weights all gradients."""
 
     @functools.wraps(original)
-    def scale_loss(self: Any, loss: Any) -> Any:
+    def scale_loss(self: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
         step = current_step()
         if step is None or step.is_scaling_loss:
             return original(self, loss)
@@ -54,14 +59,21 @@ class UpdateHooks:
             collective; its result is reduced (the emulated device waits here).
     """
 
-    def __init__(self, before_reduction: Callable[[ExactStep, list[Any]], list[Any]]) -> None:
+    def __init__(
+        self, before_reduction: Callable[[ExactStep, list[Summand]], list[Summand]]
+    ) -> None:
         self._before_reduction = before_reduction
 
     def apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Hook `apply`."""
 
         @functools.wraps(original)
-        def apply(optimizer: Any, grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        def apply(
+            optimizer: keras.optimizers.Optimizer,
+            grads: Sequence[_Given],
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
             step = current_step()
             if step is None or step.gradients_are_reduced:
                 return original(optimizer, grads, *args, **kwargs)
@@ -81,7 +93,12 @@ class UpdateHooks:
         """Hook `apply_gradients`; Keras's own only calls `apply` and needs no hook."""
 
         @functools.wraps(original)
-        def apply_gradients(optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        def apply_gradients(
+            optimizer: keras.optimizers.Optimizer,
+            grads_and_vars: Iterable[tuple[_Given, EitherVariable]],
+            *args: object,
+            **kwargs: object,
+        ) -> Any:
             step = current_step()
             if step is None or step.gradients_are_reduced:
                 return original(optimizer, grads_and_vars, *args, **kwargs)
@@ -89,7 +106,7 @@ class UpdateHooks:
             grads = _values_of(step, given)
             _check(step, grads, variables)
 
-            def apply(reduced: list[Any]) -> Any:
+            def apply(reduced: list[Summand | None]) -> Any:
                 pairs = list(zip(reduced, variables, strict=True))
                 return original(optimizer, pairs, *args, **kwargs)
 
@@ -98,7 +115,11 @@ class UpdateHooks:
         return apply_gradients
 
     def _update(
-        self, step: ExactStep, optimizer: Any, gradients: Sequence[Any], apply: Callable[..., Any]
+        self,
+        step: ExactStep,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Summand | None],
+        apply: Callable[[list[Summand | None]], Any],
     ) -> Any:
         is_weighted = id(optimizer) in step.weighted_optimizers
         update = PendingUpdate(apply, list(gradients), is_weighted)
@@ -117,7 +138,10 @@ def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook the optimizer's own all-reduce, which comes after clipping."""
 
     @functools.wraps(original)
-    def all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
+    def all_reduce_sum_gradients(
+        self: keras.optimizers.Optimizer,
+        grads_and_vars: Iterable[tuple[Summand | None, EitherVariable]],
+    ) -> list[tuple[Summand | None, EitherVariable]]:
         step = current_step()
         if step is not None and step.gradients_are_reduced:
             return list(grads_and_vars)
@@ -126,20 +150,23 @@ def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_reduce_sum_gradients
 
 
-def _check(step: ExactStep, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+def _check(
+    step: ExactStep, grads: Sequence[Summand | None], variables: Sequence[EitherVariable]
+) -> None:
     check_created_in_scope(tf.distribute.get_strategy(), variables)
     _refuse_condition(step)
     _refuse_overwriting(step, variables)
     _give_static_shapes(grads, variables)
 
 
-def _values_of(step: ExactStep, grads: Sequence[Any]) -> list[Any]:
+def _values_of(step: ExactStep, grads: Sequence[_Given]) -> list[Summand | None]:
     """Return the gradients themselves if an optimizer keeps them in variables."""
     of_keras = private_api.KerasTensorFlowVariable
     values = [grad.value if isinstance(grad, of_keras) else grad for grad in grads]
     for value in values:
-        is_own = isinstance(value, tf.Variable) and id(value) not in step.values_of_model
-        if step.num_replicas > 1 and is_own:
+        if not isinstance(value, tf.Variable) or id(value) in step.values_of_model:
+            continue
+        if step.num_replicas > 1:
             raise ValueError(
                 "Gradients that a step keeps must be in variables that Keras knows: a tf.Variable "
                 "is each replica's own, and is not added up as the shares were when it was "
@@ -163,7 +190,7 @@ def _refuse_condition(step: ExactStep) -> None:
     )
 
 
-def _refuse_overwriting(step: ExactStep, variables: Sequence[Any]) -> None:
+def _refuse_overwriting(step: ExactStep, variables: Sequence[EitherVariable]) -> None:
     """Refuse variables whose gradient is their next value, which replicas cannot sum."""
     for variable in variables:
         if step.num_replicas > 1 and getattr(variable, "overwrite_with_gradient", False):
@@ -175,7 +202,9 @@ def _refuse_overwriting(step: ExactStep, variables: Sequence[Any]) -> None:
             )
 
 
-def _give_static_shapes(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+def _give_static_shapes(
+    grads: Sequence[Summand | None], variables: Sequence[EitherVariable]
+) -> None:
     """Set static shapes, which packing needs; an embedding's dense gradient has none."""
     for grad, variable in zip(grads, variables, strict=True):
         if grad is not None and not isinstance(grad, tf.IndexedSlices):
@@ -192,20 +221,20 @@ class PendingUpdate:
         is_weighted: whether they carry the replica's weight.
     """
 
-    apply: Callable[[list[Any]], Any]
-    gradients: list[Any]
+    apply: Callable[[list[Summand | None]], Any]
+    gradients: list[Summand | None]
     is_weighted: bool
 
     @property
-    def present(self) -> list[Any]:
+    def present(self) -> list[Summand]:
         """The gradients that exist."""
         return [gradient for gradient in self.gradients if gradient is not None]
 
-    def delay(self, wait: Callable[[list[Any]], list[Any]]) -> None:
+    def delay(self, wait: Callable[[list[Summand]], list[Summand]]) -> None:
         """Insert `wait` between the computation of the gradients and the collective."""
         self.gradients = self._with_none(wait(self.present))
 
-    def own_square(self, step: ExactStep) -> Any:
+    def own_square(self, step: ExactStep) -> tf.Tensor:
         """Squared norm of this replica's mean gradient, float32 scalar; 0 without samples."""
         square = _squared_norm(self.present)
         weight = tf.cast(step.weight, square.dtype)
@@ -213,7 +242,7 @@ class PendingUpdate:
             square = tf.math.divide_no_nan(square, weight * weight)
         return tf.where(weight > 0, square, tf.zeros_like(square))
 
-    def finish(self, step: ExactStep, reduced: Sequence[Any]) -> Any:
+    def finish(self, step: ExactStep, reduced: Sequence[Summand]) -> Any:
         """Apply the reduced gradients, without a second reduction."""
         if step.wants_gradient_squares:
             square = _squared_norm(reduced)
@@ -226,23 +255,23 @@ class PendingUpdate:
         finally:
             step.gradients_are_reduced = False
 
-    def _apply_if_there_are_samples(self, step: ExactStep, reduced: Sequence[Any]) -> None:
-        def apply() -> Any:
+    def _apply_if_there_are_samples(self, step: ExactStep, reduced: Sequence[Summand]) -> None:
+        def apply() -> tf.Tensor:
             self.apply(self._with_none(reduced))
             return tf.constant(0)
 
         tf.cond(step.total > 0, apply, lambda: tf.constant(0))
 
-    def _with_none(self, present: Sequence[Any]) -> list[Any]:
+    def _with_none(self, present: Sequence[Summand]) -> list[Summand | None]:
         values = iter(present)
         return [None if gradient is None else next(values) for gradient in self.gradients]
 
 
-def _plus(sum_so_far: Any, value: Any) -> Any:
+def _plus(sum_so_far: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor:
     return value if sum_so_far is None else sum_so_far + value
 
 
-def _squared_norm(gradients: Sequence[Any]) -> Any:
+def _squared_norm(gradients: Sequence[Summand]) -> tf.Tensor:
     """Sum of the squares of all elements; slices of the same row are added first."""
     merged = [_merge_equal_indices(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in merged]
@@ -250,8 +279,8 @@ def _squared_norm(gradients: Sequence[Any]) -> Any:
 
 
 def sum_with_gradients(
-    step: ExactStep, update: PendingUpdate | None, others: Any
-) -> tuple[list[Any], Any]:
+    step: ExactStep, update: PendingUpdate | None, others: Nest
+) -> tuple[list[Summand], Nest]:
     """Sum gradients and other values over all replicas, in one collective per element type.
 
     Args:
@@ -273,7 +302,7 @@ def sum_with_gradients(
     ]
     num_leading = _num_elements_by_type(gradients)
 
-    def prepare_buffer(buffer: Any) -> Any:
+    def prepare_buffer(buffer: tf.Tensor) -> tf.Tensor:
         leading = num_leading.get(buffer.dtype, 0)
         return prepare(step, buffer, num_leading=leading) if leading else buffer
 
@@ -285,7 +314,7 @@ def sum_with_gradients(
     return merged, summed
 
 
-def _has_unique_indices(gradient: Any) -> bool:
+def _has_unique_indices(gradient: Summand) -> bool:
     """Tell whether a gradient names each row once, as `embedding_lookup_sparse` makes it.
 
     Optimizers square slices one by one. One device would have added those of the whole batch to one
@@ -300,38 +329,40 @@ def _has_unique_indices(gradient: Any) -> bool:
     return operation is not None and operation.type in ("Unique", "UniqueV2")
 
 
-def _merge_equal_indices(slices: Any) -> Any:
+def _merge_equal_indices(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Add the slices of equal rows."""
     indices, positions = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def _num_elements_by_type(gradients: Sequence[Any]) -> dict[Any, int]:
-    counts: dict[Any, int] = {}
+def _num_elements_by_type(gradients: Sequence[Summand]) -> dict[tf.DType, int]:
+    counts: dict[tf.DType, int] = {}
     for gradient in gradients:
         if not isinstance(gradient, tf.IndexedSlices):
             counts[gradient.dtype] = counts.get(gradient.dtype, 0) + gradient.shape.num_elements()
     return counts
 
 
-def _weigh(step: ExactStep, buffer: Any, num_leading: int | None) -> Any:
+def _weigh(step: ExactStep, buffer: tf.Tensor, num_leading: int | None) -> tf.Tensor:
     """Weight the gradients of a `train_step` that did not call `optimizer.scale_loss`."""
     del num_leading  # Such gradients travel alone.
     return step.weighted(buffer)
 
 
-def _map_values(function: Callable[[Any], Any], slices: Any) -> Any:
+def _map_values(
+    function: Callable[[tf.Tensor], tf.Tensor], slices: tf.IndexedSlices
+) -> tf.IndexedSlices:
     return tf.IndexedSlices(function(slices.values), slices.indices, slices.dense_shape)
 
 
-def _zero_without_samples(step: ExactStep, buffer: Any, num_leading: int | None) -> Any:
+def _zero_without_samples(step: ExactStep, buffer: tf.Tensor, num_leading: int | None) -> tf.Tensor:
     """Replace the gradients of an empty share, which may be NaN (0 / 0), with zeros.
 
     Uses a condition, not a multiplication: it costs nothing on replicas with samples.
     """
 
-    def zeros() -> Any:
+    def zeros() -> tf.Tensor:
         if num_leading is None:
             return tf.zeros_like(buffer)
         leading = tf.zeros_like(buffer[:num_leading])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -28,6 +29,7 @@ from keras_het.strategy.exact.replica_threads import as_replica
 from keras_het.strategy.exact.step import ExactStep
 from keras_het.strategy.measure.step_clock import StepClock
 from keras_het.training_strategy import TrainingStrategy
+from keras_het.value_types import Leaf, Nest
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.stop_request import StopRequest
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 Run = Callable[..., Any]
 
 
-def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, data: Any) -> Any:
+def run_train_or_test_step(
+    strategy: TrainingStrategy, run: Run, function: MethodType, data: Nest
+) -> Nest:
     """Run `model.train_step` or `model.test_step` on every replica.
 
     Args:
@@ -47,7 +51,7 @@ def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, 
     Returns:
         The logs of the cluster as plain tensors.
     """
-    model = function.__self__
+    model: keras.Model = function.__self__
     if model._distribute_strategy is strategy:
         adopt_compiled(strategy, model)
     metrics = list(model.metrics)
@@ -65,7 +69,7 @@ def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, 
         refuse_compiled_batch(model, data)
     data = share_out(strategy, data)
 
-    def replica_step(replica_data: Any, sizes: Any) -> Any:
+    def replica_step(replica_data: Nest, sizes: tf.Tensor | None) -> Nest:
         step = _make_step(strategy, replica_data, sizes)
         step.state_before = state_before(step, model)
         step.remarks = remarks
@@ -89,7 +93,9 @@ def run_train_or_test_step(strategy: TrainingStrategy, run: Run, function: Any, 
     return tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], logs)
 
 
-def run_predict_step(strategy: TrainingStrategy, run: Run, function: Any, data: Any) -> Any:
+def run_predict_step(
+    strategy: TrainingStrategy, run: Run, function: Callable[[Nest], Nest], data: Nest
+) -> Nest:
     """Run Keras's predict step and return the outputs of all replicas in global order.
 
     Args:
@@ -106,7 +112,7 @@ def run_predict_step(strategy: TrainingStrategy, run: Run, function: Any, data: 
     model = private_api.model_of_prediction(function)
     remarks: list[str] = []
 
-    def replica_step(replica_data: Any, sizes: Any) -> Any:
+    def replica_step(replica_data: Nest, sizes: tf.Tensor | None) -> Nest:
         step = _make_step(strategy, replica_data, sizes)
         step.is_prediction = True
         step.seed_stream += strategy._first_seed_stream
@@ -145,7 +151,9 @@ def _check_is_not_measured(strategy: TrainingStrategy) -> None:
         )
 
 
-def _make_step(strategy: TrainingStrategy, replica_data: Any, sizes: Any) -> ExactStep:
+def _make_step(
+    strategy: TrainingStrategy, replica_data: Nest, sizes: tf.Tensor | None
+) -> ExactStep:
     context = tf.distribute.get_replica_context()
     replica_id = context.replica_id_in_sync_group
     if tf.is_tensor(replica_id):
@@ -166,7 +174,7 @@ def _make_step(strategy: TrainingStrategy, replica_data: Any, sizes: Any) -> Exa
     return step
 
 
-def _num_rows(data: Any) -> Any:
+def _num_rows(data: Nest) -> tf.Tensor:
     """Number of samples of a batch that bypassed the strategy's data path."""
     for leaf in tf.nest.flatten(data):
         if isinstance(leaf, tf.RaggedTensor):
@@ -182,8 +190,8 @@ def _num_rows(data: Any) -> Any:
 
 
 def _start_clock(
-    strategy: TrainingStrategy, step: ExactStep, data: Any, is_measuring: bool = False
-) -> Any:
+    strategy: TrainingStrategy, step: ExactStep, data: Nest, is_measuring: bool = False
+) -> Nest:
     """Start timing the replica if its time is measured or its device is emulated.
 
     Returns:
@@ -199,7 +207,9 @@ def _start_clock(
     return step.clock.inputs
 
 
-def _synchronise(strategy: TrainingStrategy, step: ExactStep, model: Any, logs: Any) -> Any:
+def _synchronise(
+    strategy: TrainingStrategy, step: ExactStep, model: keras.Model, logs: Nest
+) -> Nest:
     """Combine logs, moving statistics and pending gradients of all replicas in one collective."""
     logs = tf.nest.map_structure(lambda leaf: _value_of(step, leaf), logs)
     changes = changed_state(step, model, flatten_metrics(model.metrics))
@@ -239,7 +249,7 @@ def _synchronise(strategy: TrainingStrategy, step: ExactStep, model: Any, logs: 
     return logs
 
 
-def _compute_time(strategy: TrainingStrategy, step: ExactStep) -> list[Any]:
+def _compute_time(strategy: TrainingStrategy, step: ExactStep) -> list[tf.Tensor]:
     """This replica's measurement, to be summed over all; empty unless it was requested."""
     times = strategy.compute_times
     if not times.is_measuring or not _is_timed(step) or step.clock is None:
@@ -268,7 +278,7 @@ def _is_timed(step: ExactStep) -> bool:
     )
 
 
-def _wishes(strategy: TrainingStrategy, step: ExactStep, logs: Any) -> list[Any]:
+def _wishes(strategy: TrainingStrategy, step: ExactStep, logs: Nest) -> list[tf.Tensor]:
     """This worker's stop requests, to be summed over all; empty if no worker waits for others."""
     request = _carried_request(strategy)
     if request is None:
@@ -284,11 +294,11 @@ def _carried_request(strategy: TrainingStrategy) -> StopRequest | None:
     return strategy._stop_request if strategy._steps_carry_wishes else None
 
 
-def _tensors(structure: Any) -> list[Any]:
+def _tensors(structure: Nest) -> list[Leaf]:
     return [leaf for leaf in tf.nest.flatten(structure) if tf.is_tensor(leaf)]
 
 
-def _value_of(step: ExactStep, leaf: Any) -> Any:
+def _value_of(step: ExactStep, leaf: Leaf) -> Leaf:
     # A variable that a metric returns as its result is known by its id.
     is_plain = isinstance(leaf, keras.Variable) and id(leaf) not in step.metric_results
     if is_plain and id(leaf) in step.metric_state_before:  # a metric's: a part of its value

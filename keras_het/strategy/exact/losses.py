@@ -19,17 +19,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.step import ExactStep, current_step
+from keras_het.value_types import Leaf, Nest, TensorLike
 
 
 def keep_local_mean(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook `scale_loss_for_distribution` and its inverse: the gradient gets the weight."""
 
     @functools.wraps(original)
-    def scale_loss(value: Any) -> Any:
+    def scale_loss(value: tf.Tensor) -> tf.Tensor:
         return original(value) if current_step() is None else value
 
     return scale_loss
@@ -43,13 +45,13 @@ def sum_over_samples(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def gradient(
-        self: Any,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        self: tf.GradientTape,
+        target: Nest,
+        sources: Nest,
+        output_gradients: Nest = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Nest:
         step = current_step()
         is_free = step is not None and output_gradients is None
         if step is None or not is_free or not any(map(_is_variable, tf.nest.flatten(sources))):
@@ -75,8 +77,10 @@ def average_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def compute_average_loss(
-        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
-    ) -> Any:
+        per_example_loss: TensorLike,
+        sample_weight: TensorLike | None = None,
+        global_batch_size: tf.Tensor | int | None = None,
+    ) -> tf.Tensor:
         loss = original(per_example_loss, sample_weight, global_batch_size)
         step = current_step()
         if step is None:
@@ -87,18 +91,18 @@ def average_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_average_loss
 
 
-def _is_variable(source: Any) -> bool:
+def _is_variable(source: object) -> bool:
     return isinstance(source, (tf.Variable, private_api.KerasTensorFlowVariable))
 
 
-def _without_factor(step: ExactStep, source: Any, gradient: Any) -> Any:
+def _without_factor(step: ExactStep, source: Leaf, gradient: Leaf) -> Leaf:
     """Return the gradient of an input, which belongs to each sample."""
     if gradient is None or _is_variable(source):
         return gradient
     return gradient * tf.cast(step.weight, gradient.dtype)
 
 
-def _factors(step: ExactStep, targets: list[Any]) -> list[Any] | None:
+def _factors(step: ExactStep, targets: list[tf.Tensor]) -> list[tf.Tensor] | None:
     """Return the factors of vectors, 1 for a mean; None if nothing is a vector."""
     if not any(_has_value_per_sample(step, target) for target in targets):
         return None
@@ -111,7 +115,7 @@ def _factors(step: ExactStep, targets: list[Any]) -> list[Any] | None:
     return factors
 
 
-def _has_value_per_sample(step: ExactStep, target: Any) -> bool:
+def _has_value_per_sample(step: ExactStep, target: tf.Tensor) -> bool:
     """Tell a vector of samples from a vector of means, such as the losses of several outputs.
 
     The number of samples is not known before the step runs, unless it runs eagerly. In Keras's own
@@ -129,7 +133,7 @@ def sum_added_losses(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook the reduction of a tensor given to `add_loss`: Keras sums its values."""
 
     @functools.wraps(original)
-    def aggregate_additional_loss(self: Any, loss: Any) -> Any:
+    def aggregate_additional_loss(self: keras.Model, loss: tf.Tensor) -> tf.Tensor:
         total = original(self, loss)
         step = current_step()
         if step is None or not _is_of_samples(step, loss):
@@ -139,7 +143,7 @@ def sum_added_losses(original: Callable[..., Any]) -> Callable[..., Any]:
     return aggregate_additional_loss
 
 
-def _is_of_samples(step: ExactStep, loss: Any) -> bool:
+def _is_of_samples(step: ExactStep, loss: tf.Tensor) -> bool:
     """Tell values of samples from values of weights, whose number is known in advance."""
     if not loss.shape.rank:
         return False
@@ -151,12 +155,12 @@ def reduce_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def reduce_weighted_values(
-        values: Any,
-        sample_weight: Any = None,
-        mask: Any = None,
+        values: tf.Tensor,
+        sample_weight: TensorLike | None = None,
+        mask: tf.Tensor | None = None,
         reduction: str | None = "sum_over_batch_size",
-        dtype: Any = None,
-    ) -> Any:
+        dtype: str | None = None,
+    ) -> tf.Tensor:
         loss = original(values, sample_weight, mask, reduction, dtype)
         step = current_step()
         if step is None or len(values.shape) == 0:
@@ -173,7 +177,9 @@ def reduce_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_weighted_values
 
 
-def _data_dependent_divisor(values: Any, sample_weight: Any, mask: Any, reduction: str) -> Any:
+def _data_dependent_divisor(
+    values: tf.Tensor, sample_weight: TensorLike | None, mask: tf.Tensor | None, reduction: str
+) -> tf.Tensor | None:
     """Return the local divisor of a mean unless it is simply proportional to the samples."""
     dtype = tf.float64 if values.dtype == tf.float64 else tf.float32  # half precision cannot count
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
@@ -190,7 +196,7 @@ def _data_dependent_divisor(values: Any, sample_weight: Any, mask: Any, reductio
     return None
 
 
-def _divisor_factor(step: ExactStep, divisor: Any) -> Any:
+def _divisor_factor(step: ExactStep, divisor: tf.Tensor) -> tf.Tensor:
     # A replica without samples computes on a row of zeros, which does not count.
     divisor = tf.stop_gradient(tf.where(step.samples > 0, divisor, tf.zeros_like(divisor)))
     fraction = tf.math.divide_no_nan(divisor, step.all_reduce_sum(divisor))
@@ -205,7 +211,9 @@ def weigh_scalar_updates(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(original)
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+    def update_state(
+        self: keras.metrics.Metric, values: TensorLike, sample_weight: TensorLike | None = None
+    ) -> Any:
         step = current_step()
         is_scalar = len(getattr(values, "shape", ())) == 0
         if step is not None and sample_weight is None and is_scalar:

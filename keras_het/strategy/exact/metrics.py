@@ -12,21 +12,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
+import keras
 import tensorflow as tf
 
 from keras_het.strategy.exact.gradients import sum_with_gradients
 from keras_het.strategy.exact.step import ExactStep, current_step
+from keras_het.value_types import Leaf, Nest, Summand
 
 
 @dataclasses.dataclass(frozen=True)
 class _Recorded:
     """Origin of a tensor in the logs: a metric, its state at the time, and the key of a dict."""
 
-    metric: Any
-    state: tuple[Any, ...]
+    metric: keras.metrics.Metric | _OneVariable
+    state: tuple[tf.Tensor, ...]
     path: int
 
 
@@ -34,16 +35,16 @@ class _Recorded:
 class _OneVariable:
     """A metric's variable, treated as a metric whose result it is."""
 
-    variables: tuple[Any, ...]
+    variables: tuple[keras.Variable, ...]
 
-    def stateless_result(self, state: list[Any]) -> Any:
+    def stateless_result(self, state: list[tf.Tensor]) -> tf.Tensor:
         """The variable's combined value."""
         return state[0]
 
 
-def flatten_metrics(metrics: Sequence[Any]) -> list[Any]:
+def flatten_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.metrics.Metric]:
     """Return the metrics and the metrics inside them, innermost first."""
-    flat: list[Any] = []
+    flat: list[keras.metrics.Metric] = []
     for metric in metrics:
         flat.extend(flatten_metrics(getattr(metric, "_metrics", [])))
         flat.append(metric)
@@ -51,7 +52,7 @@ def flatten_metrics(metrics: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def recorded_results(metrics: Sequence[Any]) -> Iterator[None]:
+def recorded_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
     """Make the metrics record, in the running step, which tensor is the result of which metric."""
     flat = list({id(metric): metric for metric in flatten_metrics(metrics)}.values())
     for metric in flat:
@@ -63,9 +64,9 @@ def recorded_results(metrics: Sequence[Any]) -> Iterator[None]:
             object.__delattr__(metric, "result")
 
 
-def _recording(metric: Any, result: Any) -> Any:
+def _recording(metric: keras.metrics.Metric, result: Callable[[], Nest]) -> Callable[[], Nest]:
     @functools.wraps(result)
-    def recording_result() -> Any:
+    def recording_result() -> Nest:
         value = result()
         step = current_step()
         if step is None or step.is_computing_results:
@@ -83,7 +84,7 @@ def _recording(metric: Any, result: Any) -> Any:
     return recording_result
 
 
-def recorded_variable(step: ExactStep, variable: Any) -> Any:
+def recorded_variable(step: ExactStep, variable: keras.Variable) -> tf.Tensor:
     """Return this replica's part of a metric's variable, to be combined like the metric's state.
 
     Args:
@@ -97,7 +98,9 @@ def recorded_variable(step: ExactStep, variable: Any) -> Any:
 
 
 @contextlib.contextmanager
-def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterator[None]:
+def unchanged_without_samples(
+    step: ExactStep, metrics: Sequence[keras.metrics.Metric]
+) -> Iterator[None]:
     """Undo what a replica without samples wrote into its metrics (0 / 0 is NaN)."""
     variables = [v for metric in metrics for v in metric.variables]
     before = [tf.identity(tf.convert_to_tensor(v.value)) for v in variables]
@@ -106,7 +109,7 @@ def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterat
     }
     yield
 
-    def restore() -> Any:
+    def restore() -> tf.Tensor:
         for variable, value in zip(variables, before, strict=True):
             variable.value.assign(value)  # not Keras's assign: this is no part of the step
         return tf.constant(0)
@@ -116,8 +119,8 @@ def unchanged_without_samples(step: ExactStep, metrics: Sequence[Any]) -> Iterat
 
 
 def cluster_logs(
-    step: ExactStep, logs: Any, sums: Sequence[Any]
-) -> tuple[Any, list[Any], list[Any]]:
+    step: ExactStep, logs: Nest, sums: Sequence[tf.Tensor]
+) -> tuple[Nest, list[tf.Tensor], list[Summand]]:
     """Combine the logs of all replicas, and the gradients of a pending update.
 
     Args:
@@ -159,7 +162,7 @@ def cluster_logs(
     return cluster, list(summed), gradients
 
 
-def _contributions(step: ExactStep, record: _Recorded) -> list[Any]:
+def _contributions(step: ExactStep, record: _Recorded) -> list[tf.Tensor]:
     """Return what this replica adds to the sum of the metric's state."""
     contributions = []
     for variable, value in zip(record.metric.variables, record.state, strict=True):
@@ -176,8 +179,8 @@ def _contributions(step: ExactStep, record: _Recorded) -> list[Any]:
 
 
 def _results(
-    step: ExactStep, records: Sequence[_Recorded], states: Sequence[Sequence[Any]]
-) -> dict[int, list[Any]]:
+    step: ExactStep, records: Sequence[_Recorded], states: Sequence[Sequence[tf.Tensor]]
+) -> dict[int, list[Leaf]]:
     step.is_computing_results = True
     try:
         return {
@@ -188,5 +191,5 @@ def _results(
         step.is_computing_results = False
 
 
-def _is_float_scalar(leaf: Any) -> bool:
+def _is_float_scalar(leaf: Leaf) -> bool:
     return tf.is_tensor(leaf) and leaf.shape.rank == 0 and leaf.dtype.is_floating

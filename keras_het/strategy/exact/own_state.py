@@ -18,16 +18,17 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.sample_dependence import Combination, Kind, SampleDependence
 from keras_het.strategy.exact.step import ExactStep
+from keras_het.value_types import Nest
 
 _logger = logging.getLogger(__name__)
-_told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_told: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +41,12 @@ class StateChange:
         finish: makes the variable's new value from the sums.
     """
 
-    variable: Any
-    summands: list[Any]
-    finish: Callable[[Sequence[Any]], Any]
+    variable: keras.Variable
+    summands: list[tf.Tensor]
+    finish: Callable[[Sequence[tf.Tensor]], tf.Tensor]
 
 
-def state_before(step: ExactStep, model: Any) -> dict[int, Any]:
+def state_before(step: ExactStep, model: keras.Model) -> dict[int, tf.Tensor]:
     """Return the values of state before the step, by variable id, wherever they may be needed."""
     return {
         id(variable): tf.identity(tf.convert_to_tensor(variable.value))
@@ -54,7 +55,7 @@ def state_before(step: ExactStep, model: Any) -> dict[int, Any]:
     }
 
 
-def finish_prediction(step: ExactStep, model: Any) -> None:
+def finish_prediction(step: ExactStep, model: keras.Model) -> None:
     """Combine the state that a prediction has changed, in a collective if there is any.
 
     Args:
@@ -68,7 +69,9 @@ def finish_prediction(step: ExactStep, model: Any) -> None:
         change.variable.value.assign(change.finish(own))
 
 
-def changed_state(step: ExactStep, model: Any, metrics: Sequence[Any]) -> list[StateChange]:
+def changed_state(
+    step: ExactStep, model: keras.Model, metrics: Sequence[keras.metrics.Metric]
+) -> list[StateChange]:
     """Return the state that this step has changed and replicas must agree on.
 
     In a prediction only custom layers have such state.
@@ -107,7 +110,7 @@ def changed_state(step: ExactStep, model: Any, metrics: Sequence[Any]) -> list[S
     return changes
 
 
-def tell(model: Any, remarks: Sequence[str]) -> None:
+def tell(model: keras.Model, remarks: Sequence[str]) -> None:
     """Tell the user what steps have found, each remark once per model.
 
     Args:
@@ -121,7 +124,7 @@ def tell(model: Any, remarks: Sequence[str]) -> None:
             _logger.warning("%s", remark)
 
 
-def mean_of(step: ExactStep, variable: Any) -> StateChange:
+def mean_of(step: ExactStep, variable: keras.Variable) -> StateChange:
     """The mean over samples; the first replica's value if the type has no means."""
     if not _is_float(variable):
         return _first(step, variable)
@@ -129,14 +132,14 @@ def mean_of(step: ExactStep, variable: Any) -> StateChange:
     return StateChange(variable, [step.weighted(value)], lambda sums: sums[0])
 
 
-def _first(step: ExactStep, variable: Any) -> StateChange:
+def _first(step: ExactStep, variable: keras.Variable) -> StateChange:
     value = tf.convert_to_tensor(variable.value)
     carried = step.of_first_replica(_carried(value))
     return StateChange(variable, [carried], lambda sums: tf.cast(sums[0], value.dtype))
 
 
 def _own_change(
-    step: ExactStep, variable: Any, dependence: _Reader, unknown: dict[str, list[str]]
+    step: ExactStep, variable: keras.Variable, dependence: _Reader, unknown: dict[str, list[str]]
 ) -> StateChange:
     if variable.aggregation == "sum":
         return _sum_of_changes(step, variable, unless_equal=False)
@@ -158,13 +161,13 @@ def _own_change(
     return _sum_of_changes(step, variable, unless_equal=True)
 
 
-def _combined(step: ExactStep, variable: Any, combination: Combination) -> StateChange:
+def _combined(step: ExactStep, variable: keras.Variable, combination: Combination) -> StateChange:
     if not combination.aggregates:  # equal already
         value = tf.convert_to_tensor(variable.value)
         return StateChange(variable, [], lambda sums: value)
     aggregates = combination.aggregates
 
-    def finish(sums: Sequence[Any]) -> Any:
+    def finish(sums: Sequence[tf.Tensor]) -> tf.Tensor:
         return combination.compute(
             [
                 _of_all(kind, tensor, summed)
@@ -175,7 +178,7 @@ def _combined(step: ExactStep, variable: Any, combination: Combination) -> State
     return StateChange(variable, [_summand(step, *each) for each in aggregates], finish)
 
 
-def _summand(step: ExactStep, kind: Kind, tensor: Any) -> Any:
+def _summand(step: ExactStep, kind: Kind, tensor: tf.Tensor) -> tf.Tensor:
     if kind is Kind.MEAN:
         return step.weighted(tensor)
     value = _carried(tensor)
@@ -185,7 +188,7 @@ def _summand(step: ExactStep, kind: Kind, tensor: Any) -> Any:
     return _unless_empty(step, value, 0)
 
 
-def _of_all(kind: Kind, tensor: Any, summed: Any) -> Any:
+def _of_all(kind: Kind, tensor: tf.Tensor, summed: tf.Tensor) -> tf.Tensor:
     if kind in (Kind.MAX, Kind.MIN):
         choose = tf.reduce_max if kind is Kind.MAX else tf.reduce_min
         summed = choose(summed, axis=0)
@@ -194,7 +197,7 @@ def _of_all(kind: Kind, tensor: Any, summed: Any) -> Any:
     return result
 
 
-def _sum_of_changes(step: ExactStep, variable: Any, unless_equal: bool) -> StateChange:
+def _sum_of_changes(step: ExactStep, variable: keras.Variable, unless_equal: bool) -> StateChange:
     """The old value plus the changes of all replicas, or plus one of them if all are equal."""
     value = tf.convert_to_tensor(variable.value)
     before = step.state_before.get(id(variable))
@@ -205,7 +208,7 @@ def _sum_of_changes(step: ExactStep, variable: Any, unless_equal: bool) -> State
     own = _unless_empty(step, change, float("nan"))
     rows = _in_own_row(step, own)
 
-    def finish(sums: Sequence[Any]) -> Any:
+    def finish(sums: Sequence[tf.Tensor]) -> tf.Tensor:
         counts = ~tf.math.is_nan(sums[0])
         total = tf.reduce_sum(tf.where(counts, sums[0], tf.zeros_like(sums[0])), axis=0)
         if unless_equal:
@@ -217,16 +220,16 @@ def _sum_of_changes(step: ExactStep, variable: Any, unless_equal: bool) -> State
     return StateChange(variable, [rows], finish)
 
 
-def _carried(value: Any) -> Any:
+def _carried(value: tf.Tensor) -> tf.Tensor:
     """Return the value in a type that every collective sums; integers up to 2^53 are exact."""
     return value if value.dtype.is_floating else tf.cast(value, tf.float64)
 
 
-def _unless_empty(step: ExactStep, value: Any, nothing: float) -> Any:
+def _unless_empty(step: ExactStep, value: tf.Tensor, nothing: float) -> tf.Tensor:
     return tf.where(step.samples > 0, value, tf.cast(nothing, value.dtype))
 
 
-def _in_own_row(step: ExactStep, value: Any) -> Any:
+def _in_own_row(step: ExactStep, value: tf.Tensor) -> tf.Tensor:
     """Return one row per replica, zero except its own: the sum over replicas has all of them."""
     rows = [tf.zeros_like(value)] * step.num_replicas
     rows[step.position] = value
@@ -245,7 +248,7 @@ class _Reader:
         self._dependence: SampleDependence | None = None
         self._handles: dict[int, str] = {}
 
-    def combination(self, variable: Any) -> Combination | None:
+    def combination(self, variable: keras.Variable) -> Combination | None:
         """Return a variable's value as a function of aggregates, None if unknown."""
         dependence = self.dependence
         value = self._step.assigned_variables[id(variable)][1][-1]
@@ -257,7 +260,7 @@ class _Reader:
         has_means = all(k is not Kind.MEAN or t.dtype.is_floating for k, t in found.aggregates)
         return found if has_means else None
 
-    def adds_samples(self, variable: Any) -> bool:
+    def adds_samples(self, variable: keras.Variable) -> bool:
         """Tell whether a step adds a function of samples to a variable; True if unknown."""
         dependence = self.dependence
         if dependence is None or not self._is_known(id(variable)):
@@ -273,7 +276,7 @@ class _Reader:
             return None
         if self._dependence is None:
             step = self._step
-            assigned: dict[str, list[Any] | None] = {}
+            assigned: dict[str, list[tf.Tensor] | None] = {}
             for key, (variable, values) in step.assigned_variables.items():
                 handle = _handle_in_graph(variable)
                 if handle is not None:
@@ -294,12 +297,12 @@ class _Reader:
         return key in self._handles and is_here
 
 
-def _dense_leaves(batch: Any) -> list[Any]:
+def _dense_leaves(batch: Nest) -> list[tf.Tensor]:
     leaves = [getattr(leaf, "flat_values", leaf) for leaf in tf.nest.flatten(batch)]
     return [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.shape.rank != 0]
 
 
-def _handle_in_graph(variable: Any) -> str | None:
+def _handle_in_graph(variable: keras.Variable) -> str | None:
     """The name of a variable's resource handle in the graph that is being built."""
     tensor = tf.convert_to_tensor(variable.value)
     while tensor.op.type in ("Identity", "Cast"):
@@ -307,7 +310,9 @@ def _handle_in_graph(variable: Any) -> str | None:
     return str(tensor.op.inputs[0].name) if tensor.op.type == "ReadVariableOp" else None
 
 
-def _remark_on_sums(step: ExactStep, metrics: Sequence[Any], dependence: _Reader) -> None:
+def _remark_on_sums(
+    step: ExactStep, metrics: Sequence[keras.metrics.Metric], dependence: _Reader
+) -> None:
     for metric in metrics:
         if type(metric).__module__.split(".")[0] == "keras":
             continue
@@ -317,7 +322,7 @@ def _remark_on_sums(step: ExactStep, metrics: Sequence[Any], dependence: _Reader
                 step.remarks.append(_remark_on_metric(metric, variable))
 
 
-def _remark_on_metric(metric: Any, variable: Any) -> str:
+def _remark_on_metric(metric: keras.metrics.Metric, variable: keras.Variable) -> str:
     return (
         f"The metric {metric.name!r} ({type(metric).__name__}) assigns its state {variable.name!r} "
         "a value that is not what it held plus something of the samples: a maximum, say, or a "
@@ -340,5 +345,5 @@ def _remark_on_unknown(unknown: dict[str, list[str]]) -> str:
     )
 
 
-def _is_float(variable: Any) -> bool:
+def _is_float(variable: keras.Variable) -> bool:
     return bool(tf.as_dtype(variable.value.dtype).is_floating)

@@ -46,6 +46,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het import private_api
@@ -79,7 +80,7 @@ def _with_own(
     """
 
     @functools.wraps(original)
-    def with_own(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_own(self: object, *args: object, **kwargs: object) -> Any:
         replica: _Replica | None = getattr(_local, "replica", None)
         if replica is None:
             return original(self, *args, **kwargs)
@@ -110,7 +111,7 @@ class _Replica:
     def __init__(self, caller: dict[str, Any]) -> None:
         self.caller = caller
         # By id of the object: the object and its attributes.
-        self.attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self.attributes: dict[int, tuple[object, dict[str, Any]]] = {}
 
 
 @contextlib.contextmanager
@@ -140,7 +141,7 @@ def own_function(function: Callable[..., Any]) -> Callable[..., Any]:
     converted = private_api.convert_as_called(function)
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         with as_replica(caller):
             return converted(*args, **kwargs)
 
@@ -168,7 +169,7 @@ def share_seed_generator(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook Keras's generator of unspecified seeds: one for all replicas of a process."""
 
     @functools.wraps(original)
-    def global_seed_generator() -> Any:
+    def global_seed_generator() -> keras.random.SeedGenerator:
         replica: _Replica | None = getattr(_local, "replica", None)
         key = private_api.GLOBAL_SEED_GENERATOR
         if replica is None:

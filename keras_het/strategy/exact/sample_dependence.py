@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -69,8 +68,8 @@ class Combination:
         compute: makes the value from as many tensors, in the same order.
     """
 
-    aggregates: tuple[tuple[Kind, Any], ...]
-    compute: Callable[[Sequence[Any]], Any]
+    aggregates: tuple[tuple[Kind, tf.Tensor], ...]
+    compute: Callable[[Sequence[tf.Tensor]], tf.Tensor]
 
 
 class SampleDependence:
@@ -87,10 +86,10 @@ class SampleDependence:
 
     def __init__(
         self,
-        rows: Iterable[Any],
-        equal: Iterable[Any],
-        unequal: Iterable[Any],
-        assigned: dict[str, list[Any] | None],
+        rows: Iterable[tf.Tensor],
+        equal: Iterable[tf.Tensor],
+        unequal: Iterable[tf.Tensor],
+        assigned: dict[str, list[tf.Tensor] | None],
     ) -> None:
         self._kinds = {
             tensor.name: kind
@@ -100,7 +99,7 @@ class SampleDependence:
         self._unequal = {name for name, kind in self._kinds.items() if kind is Kind.OTHER}
         self._assigned = assigned
 
-    def kind(self, tensor: Any) -> Kind:
+    def kind(self, tensor: tf.Tensor) -> Kind:
         """Return a tensor's relation to the samples of its replica."""
         waiting = [tensor]  # no recursion: a network may be deeper than Python's stack
         while waiting:
@@ -114,18 +113,18 @@ class SampleDependence:
                     self._kinds[latest.name] = self._judge(latest, inputs)
         return self._kinds[tensor.name]
 
-    def combination(self, tensor: Any) -> Combination | None:
+    def combination(self, tensor: tf.Tensor) -> Combination | None:
         """Return the tensor as a function of aggregates over samples, None if it is not one."""
-        aggregates: dict[str, tuple[Kind, Any]] = {}
+        aggregates: dict[str, tuple[Kind, tf.Tensor]] = {}
         if not self._collect(tensor, aggregates):
             return None
 
-        def compute(values: Sequence[Any]) -> Any:
+        def compute(values: Sequence[tf.Tensor]) -> tf.Tensor:
             return self._again(tensor, dict(zip(aggregates, values, strict=True)))
 
         return Combination(tuple(aggregates.values()), compute)
 
-    def is_sum_with(self, tensor: Any, handle: str) -> bool:
+    def is_sum_with(self, tensor: tf.Tensor, handle: str) -> bool:
         """Tell whether a tensor is a variable's value plus or minus something.
 
         Args:
@@ -141,7 +140,7 @@ class SampleDependence:
                 waiting.extend(operation.inputs)
         return False
 
-    def _collect(self, tensor: Any, found: dict[str, tuple[Kind, Any]]) -> bool:
+    def _collect(self, tensor: tf.Tensor, found: dict[str, tuple[Kind, tf.Tensor]]) -> bool:
         kind = self.kind(tensor)
         if kind is Kind.EQUAL:
             return True
@@ -159,7 +158,7 @@ class SampleDependence:
             and all(self._collect(each, found) for each in inputs)
         )
 
-    def _again(self, tensor: Any, values: dict[str, Any]) -> Any:
+    def _again(self, tensor: tf.Tensor, values: dict[str, tf.Tensor]) -> tf.Tensor:
         if tensor.name in values:
             return values[tensor.name]
         if self.kind(tensor) is Kind.EQUAL:
@@ -169,7 +168,7 @@ class SampleDependence:
             return inputs[0]
         return private_api.repeat_operation(tensor.op, inputs)
 
-    def _inputs(self, tensor: Any) -> list[Any]:
+    def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         operation = tensor.op
         if operation.type == "IdentityN":
             return [operation.inputs[tensor.value_index]]
@@ -180,7 +179,7 @@ class SampleDependence:
         values = self._assigned.get(operation.inputs[0].name) or []
         return [v for v in values if private_api.order_of_operation(v.op) < order][-1:]
 
-    def _judge(self, tensor: Any, inputs: Sequence[Any]) -> Kind:
+    def _judge(self, tensor: tf.Tensor, inputs: Sequence[tf.Tensor]) -> Kind:
         operation = tensor.op
         kinds = [self._kinds[each.name] for each in inputs]
         if operation.type == "ReadVariableOp":
@@ -210,7 +209,7 @@ class SampleDependence:
         return Kind.SUBSET if _leaves_rows_out(operation, kinds) else Kind.ROWS
 
 
-def _of_shapes(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
+def _of_shapes(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
     if operation.type in ("Shape", "Size", "Rank", "ZerosLike", "OnesLike"):
         if operation.type == "Rank" or operation.inputs[0].shape.is_fully_defined():
             return Kind.EQUAL
@@ -232,7 +231,7 @@ def _of_shapes(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
     return None
 
 
-def _of_rows(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
+def _of_rows(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
     """Classify an operation that adds up, or selects from, rows of samples."""
     if operation.type in _OF_ROWS and kinds[0] in _ROWS:
         axes = tf.get_static_value(operation.inputs[1])
@@ -248,7 +247,7 @@ def _of_rows(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
     return _of_product(operation, kinds)
 
 
-def _of_product(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
+def _of_product(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind | None:
     """Classify a product of two matrices that sums over samples, as x^T y does."""
     attribute = {"MatMul": "transpose_a", "BatchMatMulV2": "adj_x"}.get(operation.type)
     if attribute is None or kinds[1] not in _ROWS:
@@ -261,14 +260,14 @@ def _of_product(operation: Any, kinds: Sequence[Kind]) -> Kind | None:
     return Kind.SUM if is_turned or (is_transposed and first.shape[0] is not None) else None
 
 
-def _couples(operation: Any) -> bool:
+def _couples(operation: tf.Operation) -> bool:
     is_over_rows = (
         operation.type in ("Softmax", "LogSoftmax") and operation.inputs[0].shape.rank == 1
     )
     return is_over_rows or operation.type in _COUPLES_ROWS
 
 
-def _leaves_rows_out(operation: Any, kinds: Sequence[Kind]) -> bool:
+def _leaves_rows_out(operation: tf.Operation, kinds: Sequence[Kind]) -> bool:
     if Kind.SUBSET in kinds or operation.type in _SUBSETS:
         return True
     if kinds[0] is not Kind.ROWS:
@@ -282,7 +281,7 @@ def _leaves_rows_out(operation: Any, kinds: Sequence[Kind]) -> bool:
     return operation.type == "Slice"
 
 
-def _of_aggregates(operation: Any, kinds: Sequence[Kind]) -> Kind:
+def _of_aggregates(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind:
     """Classify an operation on sums, means and equal values whose result is one of them again."""
     present = set(kinds) - {Kind.EQUAL}
     if len(present) > 1:
@@ -311,7 +310,7 @@ def _of_aggregates(operation: Any, kinds: Sequence[Kind]) -> Kind:
     return Kind.OTHER
 
 
-def _of_two(operation: Any, kinds: Sequence[Kind]) -> Kind:
+def _of_two(operation: tf.Operation, kinds: Sequence[Kind]) -> Kind:
     sums = {Kind.COUNT, Kind.SUM}
     if operation.type in ("Add", "AddV2", "Sub", "AddN") and set(kinds) == sums:
         return Kind.SUM
@@ -323,7 +322,7 @@ def _of_two(operation: Any, kinds: Sequence[Kind]) -> Kind:
     return Kind.OTHER
 
 
-def _can_repeat(operation: Any) -> bool:
+def _can_repeat(operation: tf.Operation) -> bool:
     return len(operation.outputs) == 1 and not (
         private_api.is_stateful(operation) or private_api.calls_functions(operation)
     )

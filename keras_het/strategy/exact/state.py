@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from keras_het.strategy.exact.step import ExactStep, running_step
+from keras_het.value_types import Leaf, TensorLike
 
 # A large prime keeps seeds of neighbouring replicas apart; it wraps around int32 on purpose.
 _SEED_STRIDE = 1_000_003
@@ -28,7 +29,7 @@ def record_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook `keras.Variable` assignments: record what the step assigns to which variable."""
 
     @functools.wraps(original)
-    def direct_assign(self: Any, value: Any) -> Any:
+    def direct_assign(self: keras.Variable, value: TensorLike) -> Any:
         step = running_step()
         if step is None:
             return original(self, value)
@@ -49,7 +50,9 @@ def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook synchronised moments: one collective instead of three, and a weighted gradient."""
 
     @functools.wraps(original)
-    def compute_moments_sync(x: Any, axes: Sequence[int], keepdims: bool) -> tuple[Any, Any]:
+    def compute_moments_sync(
+        x: tf.Tensor, axes: Sequence[int], keepdims: bool
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         step = running_step()
         if step is None:
             mean, variance = original(x, axes, keepdims)
@@ -69,7 +72,9 @@ def sum_masked_statistics_exactly(original: Callable[..., Any]) -> Callable[...,
     """Hook `BatchNormalization._moments`, which does not synchronise when there is a mask."""
 
     @functools.wraps(original)
-    def moments(self: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    def moments(
+        self: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         step = running_step()
         if step is None or mask is None or not self.synchronized:
             mean, variance = original(self, inputs, mask)
@@ -90,26 +95,26 @@ def sum_masked_statistics_exactly(original: Callable[..., Any]) -> Callable[...,
     return moments
 
 
-def _statistics(step: ExactStep, x: Any, axes: Sequence[int]) -> list[Any]:
+def _statistics(step: ExactStep, x: tf.Tensor, axes: Sequence[int]) -> list[tf.Tensor]:
     """Return this replica's sum, sum of squares and count."""
     return _sums(step, [x, tf.square(x), tf.ones_like(x)], axes)
 
 
-def _sums(step: ExactStep, values: Sequence[Any], axes: Sequence[int]) -> list[Any]:
-    def sums() -> list[Any]:
+def _sums(step: ExactStep, values: Sequence[tf.Tensor], axes: Sequence[int]) -> list[tf.Tensor]:
+    def sums() -> list[tf.Tensor]:
         return [tf.reduce_sum(value, axes, keepdims=True) for value in values]
 
     # A replica without samples computes on a row of zeros, which does not count.
-    def zeros() -> list[Any]:
+    def zeros() -> list[tf.Tensor]:
         return [tf.zeros_like(value) for value in sums()]
 
     return list(tf.cond(step.samples > 0, sums, zeros))
 
 
-def _sum_over_replicas(step: ExactStep, *values: Any) -> list[Any]:
+def _sum_over_replicas(step: ExactStep, *values: tf.Tensor) -> list[tf.Tensor]:
     @tf.custom_gradient
-    def summed(*xs: Any) -> Any:
-        def gradient(*upstream: Any) -> list[Any]:
+    def summed(*xs: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if step.loss_is_weighted:
                 has_samples = tf.cast(step.samples > 0, tf.float32)
                 guarded = [
@@ -129,7 +134,7 @@ def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook `SeedGenerator.next`: an independent stream per replica."""
 
     @functools.wraps(original)
-    def next_seed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def next_seed(self: keras.random.SeedGenerator, *args: object, **kwargs: object) -> tf.Tensor:
         seed = original(self, *args, **kwargs)
         step = running_step()
         if step is None:
@@ -152,7 +157,9 @@ def update_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(original)
-    def apply_aggregation(value: Any, aggregation: Any, destinations: Any) -> Any:
+    def apply_aggregation(
+        value: Leaf, aggregation: tf.VariableAggregation, destinations: tf.Variable
+    ) -> Leaf:
         step = running_step()
         if step is not None and (step.is_assigning or _is_of_first(step, aggregation)):
             return value
@@ -161,5 +168,5 @@ def update_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_aggregation
 
 
-def _is_of_first(step: ExactStep, aggregation: Any) -> bool:
+def _is_of_first(step: ExactStep, aggregation: tf.VariableAggregation) -> bool:
     return not step.is_prediction and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA

@@ -16,12 +16,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from keras_het.strategy.batches.packed_tensors import PackedTensors
+from keras_het.strategy.measure.emulated_device_config import EmulatedDevice
 from keras_het.strategy.measure.step_clock import StepClock
+from keras_het.value_types import Leaf, Nest, Summand
+
+if TYPE_CHECKING:
+    from keras_het.strategy.exact.gradients import PendingUpdate
 
 _local = threading.local()
 
@@ -35,7 +41,7 @@ class ExactStep:
         total: int64 scalar, number of samples of the global batch.
     """
 
-    def __init__(self, replica_id: int, samples: Any, total: Any) -> None:
+    def __init__(self, replica_id: int, samples: tf.Tensor, total: tf.Tensor) -> None:
         self.replica_id = replica_id
         # The independent stream of random numbers that this replica draws from.
         self.seed_stream = replica_id
@@ -53,19 +59,19 @@ class ExactStep:
         self.values_of_model: set[int] = set()
         # A worker that trains locally may have no samples at all: it then takes no step.
         self.may_have_no_samples = False
-        self.state_before: dict[int, Any] = {}
+        self.state_before: dict[int, tf.Tensor] = {}
         self.weight = tf.math.divide_no_nan(samples, total)
         self.inverse_weight = tf.math.divide_no_nan(total, samples)
         # Shares of all replicas, int64 of shape [num_replicas], if the batch carries them.
-        self.sizes: Any = None
+        self.sizes: tf.Tensor | None = None
         # Times this replica's computation, if needed.
         self.clock: StepClock | None = None
         self.is_measured = False
         # Outputs of a predict step belong to single samples: none of them is weighted.
         self.is_prediction = False
         # Set for an emulated device only.
-        self.emulated_device: Any = None
-        self.waited: Any = None
+        self.emulated_device: EmulatedDevice | None = None
+        self.waited: tf.Tensor | None = None
         # Optimizers whose loss already carries the weight, by id.
         self.weighted_optimizers: set[int] = set()
         self.is_scaling_loss = False
@@ -74,25 +80,25 @@ class ExactStep:
         self.is_computing_results = False
         # Keras's own train step and metrics read no weight after the update of this optimizer,
         # which may then wait until they are known, so that both travel in one collective.
-        self.deferrable_optimizer: Any = None
-        self.pending_update: Any = None
+        self.deferrable_optimizer: keras.optimizers.Optimizer | None = None
+        self.pending_update: PendingUpdate | None = None
         # Squared norms of this replica's own mean gradient and of the global one, on request.
         self.wants_gradient_squares = False
-        self.gradient_square: Any = None
-        self.global_gradient_square: Any = None
+        self.gradient_square: tf.Tensor | None = None
+        self.global_gradient_square: tf.Tensor | None = None
         # Variable id to the variable and the values that the step has assigned to it, in order.
-        self.assigned_variables: dict[int, tuple[Any, list[Any]]] = {}
+        self.assigned_variables: dict[int, tuple[keras.Variable, list[Leaf]]] = {}
         self.is_assigning = False  # a Keras variable
         # The batch (nested structure), tensors that are equal on all replicas, and tensors that
         # differ although no sample affects them: the starting points of `SampleDependence`.
-        self.rows: Any = ()
-        self.reduced: list[Any] = []
-        self.own_seeds: list[Any] = []
+        self.rows: Nest = ()
+        self.reduced: list[Summand] = []
+        self.own_seeds: list[tf.Tensor] = []
         # What the user should know about the step.
         self.remarks: list[str] = []
         # Tensor id to the tensor itself and the metric whose result it is.
         self.metric_results: dict[int, Any] = {}
-        self.metric_state_before: dict[int, Any] = {}
+        self.metric_state_before: dict[int, tf.Tensor] = {}
 
     @property
     def loss_is_weighted(self) -> bool:
@@ -109,7 +115,9 @@ class ExactStep:
         finally:
             _local.step = previous
 
-    def all_reduce_sum(self, values: Any, prepare: Callable[[Any], Any] | None = None) -> Any:
+    def all_reduce_sum(
+        self, values: Nest, prepare: Callable[[tf.Tensor], tf.Tensor] | None = None
+    ) -> Nest:
         """Sum a structure of tensors over all replicas, in one collective per element type.
 
         No gradient flows through it.
@@ -137,16 +145,16 @@ class ExactStep:
         ]
         return tf.nest.pack_sequence_as(values, result)
 
-    def of_first_replica(self, value: Any) -> Any:
+    def of_first_replica(self, value: tf.Tensor) -> tf.Tensor:
         """Return the value on the first replica with samples, and zero on the others."""
-        is_first: Any = self.position == 0
+        is_first: tf.Tensor | bool = self.position == 0
         if self.sizes is not None:
             start = self.replica_id - self.position
             sizes = self.sizes[start : start + self.num_replicas]
             is_first = tf.argmax(tf.cast(sizes > 0, tf.int32)) == self.position
         return tf.where(is_first, value, tf.zeros_like(value))
 
-    def weighted(self, value: Any) -> Any:
+    def weighted(self, value: Summand) -> Summand:
         """Return `weight * value`, and zero on a replica without samples (even for NaN)."""
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self.weighted(value.values), value.indices, value.dense_shape)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -81,7 +82,7 @@ class ControlChannel:
         """
         self._batch.assign([float(global_batch_size), rate_factor])
 
-    def shares(self, is_chief: bool) -> Any:
+    def shares(self, is_chief: bool) -> tf.Tensor:
         """What a replica adds to the sum over all replicas, in the graph.
 
         Args:
@@ -93,7 +94,7 @@ class ControlChannel:
         with tf.device("CPU:0"):
             return self._shares.read_value() if is_chief else tf.zeros_like(self._shares)
 
-    def batch(self, is_chief: bool) -> Any:
+    def batch(self, is_chief: bool) -> tf.Tensor:
         """As `shares`, for the global batch: its size and the factor, padded with zeros.
 
         Args:
@@ -124,7 +125,9 @@ class ComputeTimes:
         self.is_measuring = False
         self.is_measuring_gradients = False
         # Models whose train function was made during measurement; whether with gradients.
-        self._measured_models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._measured_models: weakref.WeakKeyDictionary[keras.Model, bool] = (
+            weakref.WeakKeyDictionary()
+        )
         self._keeps_measuring = self._keeps_measuring_gradients = False
         with tf.init_scope(), tf.device("CPU:0"):
             self._rows = tf.Variable(
@@ -137,7 +140,7 @@ class ComputeTimes:
         """Whether the training steps that are traced now read the clock."""
         return self.is_measuring or self.phases.is_measuring
 
-    def begin(self, model: Any, gradients: bool, stops: bool) -> None:
+    def begin(self, model: keras.Model | None, gradients: bool, stops: bool) -> None:
         """Make training steps measure, see `HeterogeneousStrategy.measure_compute_times`."""
         gradients = gradients and self._num_replicas > 1
         self.is_measuring = True
@@ -151,7 +154,7 @@ class ComputeTimes:
         if model.train_function is not None:
             model.make_train_function(force=True)
 
-    def end(self, model: Any) -> None:
+    def end(self, model: keras.Model) -> None:
         """End a measurement that stops, see `HeterogeneousStrategy.stop_measuring`."""
         keeps = self._keeps_measuring_gradients
         if self._keeps_measuring and self.is_measuring_gradients == keeps:
@@ -164,8 +167,12 @@ class ComputeTimes:
             model.make_train_function(force=True)
 
     def contribution(
-        self, replica_id: int, sizes: Any, seconds: Any, gradient_square: Any = None
-    ) -> Any:
+        self,
+        replica_id: int,
+        sizes: tf.Tensor,
+        seconds: tf.Tensor,
+        gradient_square: tf.Tensor | None = None,
+    ) -> tf.Tensor:
         """Return what a replica adds to the sum over all replicas, in the graph.
 
         Args:
@@ -187,10 +194,10 @@ class ComputeTimes:
 
     def record(
         self,
-        sizes: Any,
-        summed: Any,
-        collective_seconds: Any,
-        global_gradient_square: Any = None,
+        sizes: tf.Tensor,
+        summed: tf.Tensor,
+        collective_seconds: tf.Tensor,
+        global_gradient_square: tf.Tensor | None = None,
     ) -> None:
         """Write one step; called in the graph, by one local replica.
 
@@ -240,7 +247,7 @@ class ComputeTimes:
         return [_step_times(row) for row in rows.numpy()]
 
 
-def _step_times(row: Any) -> StepTimes:
+def _step_times(row: np.ndarray) -> StepTimes:
     shares, mean_shares, seconds, wanted, squares, batch, square, collective = row
     wanted_batch, factor = (batch[0], batch[1]) if len(batch) > 1 else (0.0, 0.0)
     return StepTimes(

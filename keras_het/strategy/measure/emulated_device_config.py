@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from keras_het.planning.times.time_model import LinearTimeModel
 
@@ -93,7 +92,7 @@ def read_emulated_devices(
     return tuple(_read_device(device, index, text) for index, device in enumerate(devices))
 
 
-def _read_device(device: Any, index: int, text: str) -> EmulatedDevice:
+def _read_device(device: object, index: int, text: str) -> EmulatedDevice:
     if not isinstance(device, dict) or set(device) != set(_KEYS):
         raise _error(f"must hold objects with the keys {list(_KEYS)}; device {index} is not", text)
     for key in _KEYS:
@@ -114,7 +113,9 @@ def _error(problem: str, text: str) -> ValueError:
     )
 
 
-def warn_of_emulated_devices(devices: Any, num_local_replicas: int) -> None:
+def warn_of_emulated_devices(
+    devices: tuple[EmulatedDevice, ...] | None, num_local_replicas: int
+) -> None:
     """Warn that times are not real if devices are emulated.
 
     Args:

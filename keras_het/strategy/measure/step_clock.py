@@ -8,11 +8,11 @@ forward or backward pass (SyncBatchNormalization) are subtracted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.value_types import Leaf, Nest, Summand
 
 
 class StepClock:
@@ -26,17 +26,17 @@ class StepClock:
             value that was copied back tells when it was done.
     """
 
-    def __init__(self, inputs: Any, on_accelerator: bool) -> None:
+    def __init__(self, inputs: Nest, on_accelerator: bool) -> None:
         self._on_accelerator = on_accelerator
         self.start_time = self._time_when_ready(_tensors(inputs))
         self.inputs = _after(self.start_time, inputs)
         self._graph = getattr(self.start_time, "graph", None)
-        self._waits: list[Any] = []
-        self.seconds: Any = None
+        self._waits: list[tf.Tensor] = []
+        self.seconds: tf.Tensor | None = None
         """Compute time in seconds, float64 scalar; None before `stop`."""
-        self._end_time: Any = None
+        self._end_time: tf.Tensor | None = None
 
-    def stop(self, values: Sequence[Any]) -> None:
+    def stop(self, values: Sequence[Leaf]) -> None:
         """Record the time at which values are computed; if called again, the later time counts.
 
         Args:
@@ -45,7 +45,7 @@ class StepClock:
         end = self._end_time = self._time_when_ready(_tensors(values))
         self.seconds = tf.maximum(end - self.start_time - self.seconds_in_collectives(), 0)
 
-    def seconds_since_stop(self, results: Sequence[Any]) -> Any:
+    def seconds_since_stop(self, results: Sequence[Leaf]) -> tf.Tensor:
         """Time from `stop` until other values are available, float64 scalar.
 
         Args:
@@ -53,11 +53,11 @@ class StepClock:
         """
         return self._time_when_ready(_tensors(results)) - self._end_time
 
-    def seconds_in_collectives(self) -> Any:
+    def seconds_in_collectives(self) -> tf.Tensor:
         """Time that the step's collectives took so far, float64 scalar: waits and transfers."""
         return tf.add_n(self._waits) if self._waits else tf.constant(0, tf.float64)
 
-    def time_when_ready(self, values: Sequence[Any]) -> Any:
+    def time_when_ready(self, values: Sequence[Leaf]) -> tf.Tensor:
         """The time at which values are available, float64 scalar, in seconds since the epoch.
 
         Args:
@@ -65,7 +65,7 @@ class StepClock:
         """
         return self._time_when_ready(_tensors(values))
 
-    def collective_starts(self, values: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def collective_starts(self, values: Sequence[Summand]) -> tuple[tf.Tensor, list[Summand]]:
         """Record when a collective inside the step has the values that it sums.
 
         Returns:
@@ -74,14 +74,14 @@ class StepClock:
         started = self._time_when_ready(_tensors(values))
         return started, _after(started, list(values))
 
-    def collective_ends(self, started: Any, results: Sequence[Any]) -> None:
+    def collective_ends(self, started: tf.Tensor, results: Sequence[Summand]) -> None:
         """Subtract the time of a collective inside the step from the compute time."""
         waited = self._time_when_ready(_tensors(results)) - started
         # A collective in a branch or a loop belongs to another graph, unreadable from here.
         if getattr(waited, "graph", None) is self._graph:
             self._waits.append(waited)
 
-    def _time_when_ready(self, values: Sequence[Any]) -> Any:
+    def _time_when_ready(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """Read the clock once all values are available.
 
         Independent of other stateful operations: otherwise a replica would have to delay its start
@@ -93,7 +93,7 @@ class StepClock:
             return private_api.run_independently(tf.timestamp())
 
 
-def _after(time: Any, structure: Any) -> Any:
+def _after(time: tf.Tensor, structure: Nest) -> Nest:
     """Return the same values, but not before `time` was read."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
     with tf.control_dependencies([time]):
@@ -101,17 +101,17 @@ def _after(time: Any, structure: Any) -> Any:
     return tf.nest.pack_sequence_as(structure, gated, expand_composites=True)
 
 
-def _tensors(structure: Any) -> list[Any]:
+def _tensors(structure: Nest) -> list[tf.Tensor]:
     leaves = tf.nest.flatten(structure, expand_composites=True)
     return [leaf for leaf in leaves if tf.is_tensor(leaf)]
 
 
-def _on_host(values: Sequence[Any]) -> list[Any]:
+def _on_host(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Return one element of each value, copied to the host once the device has computed it."""
     firsts = [_first_element(value) for value in values if value.dtype != tf.string]
     with tf.device("CPU:0"):
         return [tf.identity(first) for first in firsts]
 
 
-def _first_element(value: Any) -> Any:
+def _first_element(value: tf.Tensor) -> tf.Tensor:
     return tf.reshape(value, [-1])[:1]
