@@ -11,8 +11,8 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -56,7 +56,8 @@ except ImportError:
     from keras.src.backend.tensorflow.core import Variable as KerasTensorFlowVariable
 
 CompositeTensor = composite_tensor.CompositeTensor
-ConcreteFunction = concrete_function.ConcreteFunction
+ConcreteFunction: TypeAlias = concrete_function.ConcreteFunction
+EpochIterator: TypeAlias = keras_tf_trainer.EpochIterator
 # AutoGraph turns a loop over this type into one of the graph; Keras asks for its subclass
 # tf.distribute.DistributedIterator, and steps through anything else in Python.
 IteratorInterface = distribute_types.Iterator
@@ -64,8 +65,8 @@ Mirrored = distribute_values.Mirrored
 PerReplica = distribute_values.PerReplica
 GLOBAL_SEED_GENERATOR = keras_seed_generator.GLOBAL_SEED_GENERATOR
 StrategyExtended = distribute_lib.StrategyExtendedV2
-CollectiveKeys = cross_device_utils.CollectiveKeys
-CommunicationOptions = collective_util.Options
+CollectiveKeys: TypeAlias = cross_device_utils.CollectiveKeys
+CommunicationOptions: TypeAlias = collective_util.Options
 RpcServer = rpc_ops.GrpcServer
 # Keras 3.16 renames both.
 TensorFlowTrainer = getattr(keras_tf_trainer, "TensorFlowTrainer", None) or keras_tf_trainer.Trainer
@@ -83,6 +84,7 @@ __all__ = [
     "CompositeTensor",
     "ConcreteFunction",
     "DropoutRNNCell",
+    "EpochIterator",
     "EpochLoop",
     "IteratorInterface",
     "KerasTensorFlowVariable",
@@ -156,24 +158,24 @@ class RpcClient(rpc_ops.GrpcClient):
     """TensorFlow's client; its calls return `RpcAnswer`."""
 
     @tf.autograph.experimental.do_not_convert  # frames that it converts outlive the call
-    def call(self, *args: Any, **kwargs: Any) -> RpcAnswer:
+    def call(self, *args: object, **kwargs: object) -> RpcAnswer:
         """Send a call without waiting for the answer."""
         answer = super().call(*args, **kwargs)
         answer.__class__ = RpcAnswer
         return answer
 
 
-def bind_captures(function: Any, captures: list[Any]) -> None:
+def bind_captures(function: ConcreteFunction, captures: list[tf.Tensor]) -> None:
     """Make a concrete function run on `captures` in place of its captured values."""
     function.set_external_captures(captures)
 
 
-def mutex_of(section: Any) -> Any:
+def mutex_of(section: tf.CriticalSection) -> tf.Tensor:
     """Return the resource handle of a `tf.CriticalSection`'s lock."""
     return section._handle
 
 
-def recreate_variable(variable: Any) -> None:
+def recreate_variable(variable: keras.Variable) -> None:
     """Give an initialised Keras variable a TensorFlow variable of the current scope, same value.
 
     Args:
@@ -183,12 +185,12 @@ def recreate_variable(variable: Any) -> None:
     variable._initialize(value)
 
 
-def move_optimizer(optimizer: Any, strategy: Any) -> None:
+def move_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
     """Make an optimizer update variables of a strategy; by default it keeps its original one."""
     optimizer._distribution_strategy = strategy
 
 
-def keras_step_kind(function: Any) -> str | None:
+def keras_step_kind(function: object) -> str | None:
     """Tell which step of Keras `function` is, in the form `Strategy.run` receives it.
 
     Returns:
@@ -238,12 +240,12 @@ def undecorated_step(function: Any) -> Any:
     return types.MethodType(_named_as_step(step, model, function), model)
 
 
-def _named_as_step(step: Any, model: Any, function: Any) -> Any:
+def _named_as_step(step: Callable[..., Any], model: keras.Model, function: object) -> Any:
     """Return `step` under its known name, which a decorator below may not have copied."""
     for name in ("train_step", "test_step"):
         if getattr(model, name) is function and getattr(step, "__name__", "") != name:
 
-            def named(*arguments: Any, **options: Any) -> Any:
+            def named(*arguments: object, **options: object) -> Any:
                 return step(*arguments, **options)
 
             named.__name__ = name
@@ -251,7 +253,7 @@ def _named_as_step(step: Any, model: Any, function: Any) -> Any:
     return step
 
 
-def model_of_step(function: Any) -> Any:
+def model_of_step(function: object) -> keras.Model | None:
     """Return the model whose Keras step `function` is, or None."""
     owner = getattr(function, "__self__", None)
     cells = getattr(getattr(function, "__wrapped__", function), "__closure__", None) or ()
@@ -261,19 +263,19 @@ def model_of_step(function: Any) -> Any:
     return None
 
 
-def model_of_prediction(function: Any) -> Any:
+def model_of_prediction(function: object) -> keras.Model | None:
     """Return the model whose predict step `function` is, under all its decorators, or None."""
     while (model := model_of_step(function)) is None and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return model
 
 
-def runs_keras_train_step(function: Any) -> bool:
+def runs_keras_train_step(function: object) -> bool:
     """Tell whether a bound `train_step` is Keras's own."""
     return getattr(function, "__func__", None) is TensorFlowTrainer.train_step
 
 
-def is_stock_train_step(function: Any) -> bool:
+def is_stock_train_step(function: object) -> bool:
     """Tell whether a bound `train_step` and its computation of metrics are Keras's own."""
     trainer = TensorFlowTrainer
     model = getattr(function, "__self__", None)
@@ -284,7 +286,7 @@ def is_stock_train_step(function: Any) -> bool:
     )
 
 
-def is_of_keras(metric: Any) -> bool:
+def is_of_keras(metric: object) -> bool:
     """Tell whether the class of a metric, and its wrapped function or loss, are Keras's."""
     module = getattr(metric, "__module__", None) or ""
     wrapped = [getattr(metric, name, None) for name in ("_fn", "fn")]
@@ -309,10 +311,15 @@ def share_instances(collectives: CollectiveAllReduce) -> None:
 class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
     """A launcher of all-reduces that share an instance per type and shape."""
 
-    _instances: dict[Any, Any]
+    _instances: dict[tuple[tf.DType, tuple[int, ...]], tf.Tensor | int]
     _lock = threading.RLock()
 
-    def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> Any:
+    def all_reduce(
+        self,
+        input_tensor: tf.Tensor,
+        control_input: tf.Tensor | tf.Operation | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> tf.Tensor:
         """Add up a dense tensor of each worker."""
         if not input_tensor.shape.is_fully_defined():
             return super().all_reduce(input_tensor, control_input, options)
@@ -320,7 +327,7 @@ class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
             return super().all_reduce(input_tensor, control_input, options)
 
     @contextlib.contextmanager
-    def _launching(self, kind: Any) -> Iterator[None]:
+    def _launching(self, kind: tuple[tf.DType, tuple[int, ...]]) -> Iterator[None]:
         """Make TensorFlow's launcher ask for the instance of this type and shape."""
         with self._lock:
             before = vars(self).get("_next_instance_key")
@@ -332,7 +339,7 @@ class _SharedInstances(cross_device_utils.CollectiveReplicaLauncher):
                 if before is not None:
                     self._next_instance_key = before
 
-    def _instance_of(self, kind: Any) -> Any:
+    def _instance_of(self, kind: tuple[tf.DType, tuple[int, ...]]) -> tf.Tensor | int:
         """Return the instance's number; in a graph, a placeholder filled by the function's call."""
         new_instance = cross_device_utils.CollectiveReplicaLauncher._next_instance_key
         if not tf.executing_eagerly():
@@ -356,7 +363,7 @@ class EpochLoop:
         data: the distributed data set that `fit` iterates, None if the loop was not found.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._iterator = _epoch_iterator_of_fit(model)
         self.steps_per_epoch: int | None = getattr(self._iterator, "steps_per_epoch", None)
         self.data: Any = None if self._iterator is None else self._iterator._get_iterator()
@@ -391,7 +398,7 @@ class EpochLoop:
             self._iterator._num_batches = None
 
 
-def _epoch_iterator_of_fit(model: Any) -> Any:
+def _epoch_iterator_of_fit(model: keras.Model) -> Any:
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
@@ -402,22 +409,22 @@ def _epoch_iterator_of_fit(model: Any) -> Any:
     return None
 
 
-def distributed_data_of(iterator: Any) -> Any:
+def distributed_data_of(iterator: EpochIterator | None) -> object:
     """Return the distributed data set of `fit`'s or `evaluate`'s `EpochIterator`, or None."""
     return getattr(iterator, "_distributed_dataset", None)
 
 
-def epoch_steps_of(iterator: Any) -> int | None:
+def epoch_steps_of(iterator: Callable[[], EpochIterator | None]) -> int | None:
     """Return `steps_per_epoch` of a weakly referenced `EpochIterator`, None without one."""
     return getattr(iterator(), "steps_per_epoch", None)
 
 
-def has_begun(iterator: Any) -> bool:
+def has_begun(iterator: EpochIterator | None) -> bool:
     """Tell whether an `EpochIterator` continues a pass that an earlier epoch began."""
     return getattr(iterator, "_current_iterator", None) is not None
 
 
-def learning_rate_of(optimizer: Any) -> Any:
+def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     """Return a Keras optimizer's representation of its rate: a variable, schedule or function."""
     return optimizer._learning_rate
 
@@ -500,7 +507,7 @@ def wait_for_cluster(name: str) -> str | None:
     return text
 
 
-def run_independently(result: Any) -> Any:
+def run_independently(result: tf.Tensor | tf.Operation) -> tf.Tensor | tf.Operation:
     """Let a stateful operation of a `tf.function` run in parallel with the other stateful ones.
 
     Otherwise TensorFlow runs them one after the other, including those of other replicas and
@@ -519,7 +526,7 @@ def run_independently(result: Any) -> Any:
     return result
 
 
-def function_being_traced(graph: Any) -> Any:
+def function_being_traced(graph: tf.Graph) -> Any:
     """Return the outermost graph around `graph` if a `tf.function` is being traced into it.
 
     Args:
@@ -534,28 +541,28 @@ def function_being_traced(graph: Any) -> Any:
     return None if getattr(graph, "experimental_acd_manager", None) is None else graph
 
 
-def convert_as_called(function: Any) -> Any:
+def convert_as_called(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make AutoGraph convert a function if `Strategy.run`, called here, would."""
     return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 
-def order_of_operation(operation: Any) -> int:
+def order_of_operation(operation: tf.Operation) -> int:
     """Return a number that is larger for an operation that was made later, in one graph."""
     return int(operation._id)
 
 
-def is_stateful(operation: Any) -> bool:
+def is_stateful(operation: tf.Operation) -> bool:
     """Tell whether an operation reads or changes more than its inputs and outputs."""
     return bool(operation.op_def.is_stateful)
 
 
-def calls_functions(operation: Any) -> bool:
+def calls_functions(operation: tf.Operation) -> bool:
     """Tell whether an operation runs other graphs, such as the branches of a `tf.cond`."""
     values = operation.node_def.attr.values()
     return any(value.HasField("func") or value.list.func for value in values)
 
 
-def repeat_operation(operation: Any, inputs: list[Any]) -> Any:
+def repeat_operation(operation: tf.Operation, inputs: list[tf.Tensor]) -> tf.Tensor:
     """Repeat an operation on other inputs.
 
     Args:
@@ -578,11 +585,11 @@ def keras_state_of_thread() -> dict[str, Any]:
     return vars(keras_global_state.GLOBAL_STATE_TRACKER)
 
 
-def layers_with_state(model: Any) -> list[Any]:
+def layers_with_state(model: keras.Model) -> list[keras.layers.Layer]:
     """Return the model and its layers, each of which has its own variables."""
     return list(model._flatten_layers())
 
 
-def own_state(layer: Any) -> list[Any]:
+def own_state(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return the non-trainable variables of a layer itself, without random seeds and metrics."""
     return list(layer._non_trainable_variables)

@@ -29,8 +29,8 @@ _LOOPS = ("fit", "evaluate", "predict")
 # Compared in the first call only: later calls may be as short as a step.
 _ON_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _TRAINING = ("fit", "train_on_batch")
-_clusters: weakref.WeakSet[Any] = weakref.WeakSet()
-_called: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_clusters: weakref.WeakSet[TrainingStrategy] = weakref.WeakSet()
+_called: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
 
 
 def install_agreement(strategy: TrainingStrategy) -> None:
@@ -52,7 +52,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def agreed_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def agreed_call(self: keras.Model, *args: object, **kwargs: object) -> Any:
         strategy: TrainingStrategy = getattr(self, "distribute_strategy", None)  # type: ignore[assignment]
         if name in _TRAINING:
             _check_was_made_in_scope(self, name)
@@ -96,7 +96,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return agreed_call
 
 
-def _check_was_made_in_scope(model: Any, name: str) -> None:
+def _check_was_made_in_scope(model: keras.Model, name: str) -> None:
     if getattr(model, "_distribute_strategy", None) is not None:
         return
     for cluster in _clusters:
@@ -109,7 +109,9 @@ def _check_was_made_in_scope(model: Any, name: str) -> None:
         )
 
 
-def _agree(strategy: TrainingStrategy, model: Any, name: str, given: dict[str, Any]) -> None:
+def _agree(
+    strategy: TrainingStrategy, model: keras.Model, name: str, given: dict[str, Any]
+) -> None:
     described = describe_call(model, given)
     weights = [weight / sum(strategy.shares) for weight in strategy.shares]
     described["shares"] = str([float(f"{weight:.4g}") for weight in weights])
@@ -134,7 +136,9 @@ def _agree(strategy: TrainingStrategy, model: Any, name: str, given: dict[str, A
         )
 
 
-def _with_step_watch(model: Any, callbacks: Any) -> Any:
+def _with_step_watch(
+    model: keras.Model, callbacks: object
+) -> keras.callbacks.CallbackList | list[keras.callbacks.Callback]:
     watch = _StepWatch()
     if isinstance(callbacks, keras.callbacks.CallbackList):
         watch.set_model(model)
@@ -151,19 +155,19 @@ class _StepWatch(keras.callbacks.Callback):
     _batches = 0
     _trains = False
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches, self._trains = epoch, 0, True
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._batches = batch + 1
         if self.model.stop_training:
             self._agree(is_early=True)
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._trains and self.model.stop_training:
             self._agree(is_early=True)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._agree(is_early=bool(self.model.stop_training))
         self._trains = False
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from types import CodeType, FrameType
-from typing import Any
 
 import tensorflow as tf
 
 from keras_het.strategy.exact.step import current_step
 from keras_het.strategy.extended import HeterogeneousExtended
+from keras_het.value_types import TensorLike
 
 _original_code: CodeType | None = None
 # In newer versions TensorFlow's function asks through two others.
@@ -31,8 +31,10 @@ def install_average_loss() -> None:
 
     @functools.wraps(original)
     def compute_average_loss(
-        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
-    ) -> Any:
+        per_example_loss: tf.Tensor,
+        sample_weight: TensorLike | None = None,
+        global_batch_size: tf.Tensor | int | None = None,
+    ) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         if global_batch_size is None and context is not None and _are_unequal(context.strategy):
             per_example_loss = tf.convert_to_tensor(per_example_loss)
@@ -72,6 +74,6 @@ def check_caller(frame: FrameType | None) -> None:
         )
 
 
-def _are_unequal(strategy: Any) -> bool:
+def _are_unequal(strategy: tf.distribute.Strategy) -> bool:
     is_ours = isinstance(strategy.extended, HeterogeneousExtended)
     return is_ours and strategy.extended.layout.num_replicas > 1 and current_step() is None

@@ -5,17 +5,22 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
+from keras_het.loader.input.claimed_pass import Claims
+from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeatable_order
 from keras_het.planning import ReplicaLayout
 from keras_het.strategy.batches.uneven_per_replica import wrap_shares, wrapped_spec
 from keras_het.strategy.cluster import agreement
 from keras_het.training_strategy import TrainingStrategy
+from keras_het.value_types import Nest
+
+_Steps = TypeVar("_Steps", bound=DistributedSteps)
 
 
 class DataPath:
@@ -34,19 +39,19 @@ class DataPath:
         self._strategy = weakref.ref(strategy)
         self.weights = weights
         self.on_input_wait: Callable[[float], None] | None = None
-        self._latest: weakref.ref[Any] | None = None
+        self._latest: weakref.ref[DistributedSteps] | None = None
         self.latest_shares: tuple[int, ...] = ()
         self.samples_delivered = 0
         self.own_samples_delivered = 0
         # When async workers take a part of each epoch: which worker takes which batches of a new
         # pass, and of which data set.
-        self.claims_source: Callable[[], Any] | None = None
-        self._claimed: weakref.ref[Any] | None = None
+        self.claims_source: Callable[[], Claims | None] | None = None
+        self._claimed: weakref.ref[DistributedSteps] | None = None
         self._num_distributed = 0
-        self._latest_built: weakref.ref[Any] | None = None
+        self._latest_built: weakref.ref[DistributedSteps] | None = None
 
     def distribute(
-        self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: Any
+        self, dataset: tf.data.Dataset, global_batch_size: int | None, **options: object
     ) -> GlobalOrderDataset:
         """Give every replica its share of one global order; see `Strategy.distribute`."""
         drawn = agreement.drawn_seed()
@@ -64,16 +69,18 @@ class DataPath:
             **options,
         )
 
-    def claim(self, dataset: Any, source: Callable[[], Any] | None) -> None:
+    def claim(
+        self, dataset: DistributedSteps | None, source: Callable[[], Claims | None] | None
+    ) -> None:
         """Make passes over `dataset` take only the batches that `source` provides."""
         self.claims_source = source
-        self._claimed = weakref.ref(dataset) if source is not None else None
+        self._claimed = weakref.ref(dataset) if dataset is not None else None
 
-    def _claims(self, dataset: Any) -> Any:
+    def _claims(self, dataset: GlobalOrderDataset) -> Claims | None:
         is_claimed = self._claimed is not None and self._claimed() is dataset
         return self.claims_source() if is_claimed and self.claims_source is not None else None
 
-    def to_be_trained(self) -> Any:
+    def to_be_trained(self) -> DistributedSteps | None:
         """Return the data that a `fit` starting now will iterate, or None if unknown."""
         iterated = self.iterated()
         built = self._latest_built() if self._latest_built is not None else None
@@ -84,9 +91,9 @@ class DataPath:
     def distribute_files(
         self,
         filenames: Sequence[str],
-        reader: Callable[[Any], tf.data.Dataset],
+        reader: Callable[[tf.Tensor], tf.data.Dataset],
         global_batch_size: int,
-        **options: Any,
+        **options: object,
     ) -> FileShardedDataset:
         """Give every worker whole files; see `Strategy.distribute_files`."""
         if self._get_strategy().num_async_workers:
@@ -98,7 +105,7 @@ class DataPath:
             FileShardedDataset, filenames, reader, global_batch_size=global_batch_size, **options
         )
 
-    def _build(self, kind: Any, *sources: Any, **options: Any) -> Any:
+    def _build(self, kind: Callable[..., _Steps], *sources: object, **options: object) -> _Steps:
         dataset = kind(
             *sources,
             layout=self._get_strategy().layout,
@@ -109,7 +116,7 @@ class DataPath:
         self._latest_built = weakref.ref(dataset)
         return dataset
 
-    def iterated(self) -> Any:
+    def iterated(self) -> DistributedSteps | None:
         """The data set that provided the latest step, or None before the first."""
         return self._latest() if self._latest is not None else None
 
@@ -123,7 +130,7 @@ class DataPath:
             )
         dataset.start_at(passes, step)
 
-    def on_step(self, dataset: Any, is_new_pass: bool) -> None:
+    def on_step(self, dataset: DistributedSteps, is_new_pass: bool) -> None:
         """Compare the workers' data in the first step of a pass; called with every step."""
         self._latest = weakref.ref(dataset)
         if self.on_input_wait is not None:
@@ -132,7 +139,7 @@ class DataPath:
             shares = str(list(self.latest_shares))
             agreement.check_same_pass(self._get_strategy(), dataset, shares)
 
-    def on_end(self, dataset: Any, steps: int) -> None:
+    def on_end(self, dataset: DistributedSteps, steps: int) -> None:
         """Compare the steps of a pass unless they were known before; called at its end."""
         if dataset.cardinality >= 0 or not self._is_compared:
             return
@@ -148,14 +155,12 @@ class DataPath:
     @functools.cached_property
     def layout(self) -> ReplicaLayout:
         """The strategy's layout."""
-        layout: ReplicaLayout = self._get_strategy().layout
-        return layout
+        return self._get_strategy().layout
 
     @functools.cached_property
     def devices(self) -> tuple[str, ...]:
         """Names of this worker's devices."""
-        devices: tuple[str, ...] = self._get_strategy().extended.worker_devices
-        return devices
+        return self._get_strategy().extended.worker_devices
 
     @functools.cached_property
     def own_replicas(self) -> slice:
@@ -163,7 +168,7 @@ class DataPath:
         local = self.layout.local_replicas
         return slice(local.start, local.stop)
 
-    def _get_strategy(self) -> Any:
+    def _get_strategy(self) -> TrainingStrategy:
         strategy = self._strategy()
         if strategy is None:
             raise RuntimeError(
@@ -173,7 +178,9 @@ class DataPath:
         return strategy
 
 
-def with_own_batches(dataset: Any, strategy: TrainingStrategy) -> Any:
+def with_own_batches(
+    dataset: tf.distribute.DistributedDataset, strategy: TrainingStrategy
+) -> tf.distribute.DistributedDataset:
     """Make a data set with one batch per replica refuse what cannot apply to it.
 
     Args:
@@ -188,7 +195,7 @@ def with_own_batches(dataset: Any, strategy: TrainingStrategy) -> Any:
     class WithOwnBatches(kind):  # type: ignore[misc, valid-type]
         """Data sets made by a user-defined function."""
 
-        def __iter__(self) -> Any:
+        def __iter__(self) -> tf.distribute.DistributedIterator:
             if len(set(strategy.shares)) > 1:
                 refuse_own_batches(f"shares {list(strategy.shares)}")
             return super().__iter__()
@@ -216,17 +223,17 @@ def refuse_own_batches(what: str) -> None:
 class _Wrapper:
     """Wrapper of one data set's batches for the train step."""
 
-    def __init__(self, data_path: DataPath, dataset: Any = None) -> None:
+    def __init__(self, data_path: DataPath, dataset: DistributedSteps | None = None) -> None:
         self._data_path = data_path
         self._dataset = weakref.ref(dataset) if dataset is not None else None
         self._checked_passes = 0
-        self._sizes: tuple[bytes, Any] | None = None
+        self._sizes: tuple[bytes, tf.Tensor] | None = None
 
-    def bound_to(self, dataset: Any) -> _Wrapper:
+    def bound_to(self, dataset: DistributedSteps) -> _Wrapper:
         """Return a wrapper for one data set, which holds a reference to it."""
         return _Wrapper(self._data_path, dataset)
 
-    def element_spec(self, spec: Any) -> Any:
+    def element_spec(self, spec: Nest) -> Nest:
         """The type of the wrapped batches.
 
         Args:
@@ -235,7 +242,7 @@ class _Wrapper:
         layout = self._data_path.layout
         return wrapped_spec(spec, len(layout.local_replicas), layout.num_replicas)
 
-    def __call__(self, local_batches: list[Any], sizes: np.ndarray) -> Any:
+    def __call__(self, local_batches: list[Nest], sizes: np.ndarray) -> Nest:
         self._data_path.latest_shares = tuple(sizes.tolist())
         self._data_path.samples_delivered += int(sizes.sum())
         self._data_path.own_samples_delivered += int(sizes[self._data_path.own_replicas].sum())
@@ -254,7 +261,7 @@ class _Wrapper:
         if dataset is not None:
             self._data_path.on_end(dataset, steps)
 
-    def _sizes_tensor(self, sizes: np.ndarray) -> Any:
+    def _sizes_tensor(self, sizes: np.ndarray) -> tf.Tensor:
         """Convert the shares once for all steps that have the same ones."""
         key = sizes.tobytes()
         if self._sizes is None or self._sizes[0] != key:

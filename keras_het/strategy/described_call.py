@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -24,7 +25,7 @@ _MOST_READ = 1_000_000
 _TOLERANCE = 0.01
 
 
-def describe_call(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
+def describe_call(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return what must be equal on all workers.
 
     Args:
@@ -54,7 +55,7 @@ def describe_call(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
     return dict(parts)
 
 
-def _communicating(callbacks: Any) -> list[Any]:
+def _communicating(callbacks: object) -> list[keras.callbacks.Callback]:
     each = getattr(callbacks, "callbacks", callbacks) or []
     each = each if isinstance(each, (list, tuple)) else [each]
     return [
@@ -65,7 +66,7 @@ def _communicating(callbacks: Any) -> list[Any]:
     ]
 
 
-def _settings(callback: Any) -> Iterator[tuple[str, str]]:
+def _settings(callback: keras.callbacks.Callback) -> Iterator[tuple[str, str]]:
     """A callback's arguments, if it keeps them under their names."""
     kind = type(callback).__name__
     for name in inspect.signature(type(callback)).parameters:
@@ -75,7 +76,7 @@ def _settings(callback: Any) -> Iterator[tuple[str, str]]:
             yield from flat(f"{kind}.{name}", value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(_is_plain(each) for each in value.values())
     if isinstance(value, (list, tuple)):
@@ -83,7 +84,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float, bool))
 
 
-def trains_locally(callbacks: Any) -> bool:
+def trains_locally(callbacks: object) -> bool:
     """Tell whether weights may differ between workers: training starts from the chief's."""
     return any(type(each).__name__ == "LocalTraining" for each in _communicating(callbacks))
 
@@ -114,18 +115,18 @@ def _data(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield f"some rows of {path}", sample_of(array)
 
 
-def _is_loader(value: Any) -> bool:
+def _is_loader(value: object) -> bool:
     return type(value).__module__.startswith("torch.utils.data")
 
 
-def _cardinality(dataset: Any) -> str:
+def _cardinality(dataset: DistributedSteps | tf.data.Dataset) -> str:
     size = dataset.cardinality
     number = int(size() if callable(size) else size)
     named = {tf.data.INFINITE_CARDINALITY: "infinite", tf.data.UNKNOWN_CARDINALITY: "unknown"}
     return named.get(number, str(number))
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(name: str, value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from _leaves(f"{name}[{key!r}]", value[key])
@@ -139,12 +140,12 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value if is_array or not isinstance(value, (list, tuple)) else np.asarray(value)
 
 
-def _dtype(array: Any) -> str:
+def _dtype(array: object) -> str:
     dtype = getattr(array, "dtype", None)
     return str(getattr(dtype, "name", dtype))
 
 
-def _compiled(model: Any) -> Iterator[tuple[str, str]]:
+def _compiled(model: keras.Model) -> Iterator[tuple[str, str]]:
     """Optimizer, loss and metrics."""
     try:
         config = model.get_compile_config() or {}
@@ -158,7 +159,7 @@ def _compiled(model: Any) -> Iterator[tuple[str, str]]:
         yield "steps trained before", str(int(np.asarray(optimizer.iterations)))
 
 
-def _architecture(model: Any) -> Iterator[tuple[str, str]]:
+def _architecture(model: keras.Model) -> Iterator[tuple[str, str]]:
     yield "model", type(model).__name__
     for number, layer in enumerate(_layers(model)):
         kind = type(layer).__name__
@@ -177,13 +178,13 @@ def _architecture(model: Any) -> Iterator[tuple[str, str]]:
             yield f"weight {number}", f"{_dtype(weight)} {list(weight.shape)}, {kind}"
 
 
-def _layers(model: Any) -> Iterator[Any]:
+def _layers(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
     for layer in getattr(model, "layers", ()):
         yield layer
         yield from _layers(layer)
 
 
-def weights_in_short(model: Any) -> list[int]:
+def weights_in_short(model: keras.Model) -> list[int]:
     """Four numbers that tell one set of weights from another, up to rounding.
 
     They are the norm of some of the elements, and three sums of them with random signs, float64.
@@ -200,7 +201,7 @@ def weights_in_short(model: Any) -> list[int]:
     return [int(number) for number in numbers.view(np.int64)]
 
 
-def _some(weight: Any) -> np.ndarray:
+def _some(weight: keras.Variable) -> np.ndarray:
     dtype = tf.as_dtype(weight.dtype)
     if not (dtype.is_floating or dtype.is_integer):
         return np.zeros([0])

@@ -17,6 +17,7 @@ from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.summation import SummationGroup
+from keras_het.value_types import Leaf, Nest
 
 _KEYS_PER_RANGE = 10_000
 # PeerWatch finds a silent worker first, and names it.
@@ -46,9 +47,9 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
     def __init__(
         self,
-        container_strategy: Any,
-        cluster_resolver: Any,
-        communication_options: Any,
+        container_strategy: tf.distribute.Strategy,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        communication_options: private_api.CommunicationOptions,
         devices: Sequence[str],
         connect_seconds: float = 300.0,
         peer_timeout_seconds: float = 30.0,
@@ -58,7 +59,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self._requested_devices = tuple(devices)
         self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
         self._num_key_ranges = 0
-        self._departure_barrier: Callable[[], Any] | None = None
+        self._departure_barrier: Callable[[], tf.Tensor] | None = None
         super().__init__(
             container_strategy,
             cluster_resolver=cluster_resolver,
@@ -69,7 +70,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         self.experimental_enable_get_next_as_optional = True
 
     def _initialize_local_devices(
-        self, cluster_resolver: Any, worker_device: str
+        self, cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
         del cluster_resolver
         device_type = self._requested_devices[0].split(":")[0]
@@ -78,11 +79,17 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             device_type,
         )
 
-    def _initialize_local(self, cluster_resolver: Any, devices: Any = None) -> None:
+    def _initialize_local(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        devices: Sequence[str] | None = None,
+    ) -> None:
         super()._initialize_local(cluster_resolver, devices=devices)
         self._use_hierarchical_all_reduce((len(self._devices),))
 
-    def _initialize_multi_worker(self, cluster_resolver: Any) -> None:
+    def _initialize_multi_worker(
+        self, cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver
+    ) -> None:
         with private_api.coordination_timeouts(*self._timeouts), _ended_after(self._timeouts[0]):
             super()._initialize_multi_worker(cluster_resolver)
         self._on_join()
@@ -126,8 +133,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         private_api.end_collectives_of_all(message)
 
     def _get_variable_creator_initial_value(
-        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
-    ) -> Callable[[], Any]:
+        self, replica_id: int, device: str, primary_var: tf.Variable | None, **kwargs: object
+    ) -> Callable[[], tf.Tensor]:
         """Give all replicas of a new variable one value.
 
         Workers compare their values first; the chief's value is sent only if they differ, which
@@ -139,7 +146,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         places = {"replica_id": replica_id, "device": device, "primary_var": primary_var}
         create = functools.partial(super()._get_variable_creator_initial_value, **places)
 
-        def initial_value() -> Any:
+        def initial_value() -> tf.Tensor:
             if tf.executing_eagerly():
                 if replica_id or self.layout.num_workers == 1:
                     return create(**kwargs)()
@@ -150,7 +157,9 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
 
         return initial_value
 
-    def _agreed_value(self, create: Any, device: Any, given: dict[str, Any]) -> Any:
+    def _agreed_value(
+        self, create: Callable[..., Callable[[], tf.Tensor]], device: str, given: dict[str, Any]
+    ) -> tf.Tensor:
         """Return the chief's value, which most often every worker has."""
         value = given["initial_value"]
         with tf.device(device):
@@ -182,7 +191,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             (self._worker_device,), self.layout.num_workers, keys
         )
 
-    def _new_collective_keys(self) -> Any:
+    def _new_collective_keys(self) -> private_api.CollectiveKeys:
         self._num_key_ranges += 1
         first_key = 1 + self._collective_key_base + self._num_key_ranges * _KEYS_PER_RANGE
         return private_api.CollectiveKeys(group_key_start=first_key)
@@ -220,7 +229,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return self._cross_device_ops.summation
 
     def _hierarchical(
-        self, devices: Sequence[str], num_values: int, keys: Any
+        self, devices: Sequence[str], num_values: int, keys: private_api.CollectiveKeys
     ) -> HierarchicalAllReduce:
         return HierarchicalAllReduce(
             devices=devices,
@@ -230,18 +239,18 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
             collective_keys=keys,
         )
 
-    def gather_rows_over_workers(self, value: Any) -> Any:
+    def gather_rows_over_workers(self, value: tf.Tensor) -> tf.Tensor:
         """Concatenate a tensor of every worker along its first dimension, in worker order."""
         return self._host_cross_device_ops.gather_between_workers(value)
 
-    def sum_over_workers(self, value: Any) -> Any:
+    def sum_over_workers(self, value: tf.Tensor) -> tf.Tensor:
         """Sum a tensor in host memory over all workers; in a function that all workers call."""
         return self._host_cross_device_ops.sum_between_workers(value)
 
     def _use_merge_call(self) -> bool:
         return False
 
-    def all_reduce_in_replica(self, reduce_op: Any, value: Any) -> Any:
+    def all_reduce_in_replica(self, reduce_op: tf.distribute.ReduceOp, value: Nest) -> Nest:
         """Return the result of a replica context's `all_reduce`, without a gradient.
 
         TensorFlow keeps the gradient functions of a graph, and with them the graph and its model,
@@ -253,7 +262,12 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         """
         return self._replica_ctx_all_reduce(reduce_op, value, private_api.CommunicationOptions())
 
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def _replica_ctx_all_reduce(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value: Nest,
+        options: private_api.CommunicationOptions | None = None,
+    ) -> Nest:
         if len(self._devices) > 1 or tf.executing_eagerly():
             # The local sum needs the values of all local replicas together.
             return private_api.StrategyExtended._replica_ctx_all_reduce(
@@ -262,7 +276,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         options = options or private_api.CommunicationOptions()
         return self._cross_device_ops._all_reduce(reduce_op, value, 0, options)
 
-    def _local_results(self, value: Any) -> Any:
+    def _local_results(self, value: Leaf) -> tuple[Leaf, ...]:
         # The inherited method bypasses the property, which moves batches to their devices.
         if isinstance(value, UnevenPerReplica):
             return value.values
@@ -279,8 +293,8 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         return self.layout.num_replicas
 
     def _experimental_distribute_values_from_function(
-        self, value_fn: Callable[[tf.distribute.ValueContext], Any]
-    ) -> Any:
+        self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Nest]
+    ) -> Nest:
         values = [
             value_fn(tf.distribute.experimental.ValueContext(replica_id, self.layout.num_replicas))
             for replica_id in self.layout.local_replicas

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +18,7 @@ from keras_het import private_api
 from keras_het.fit.session import install_sessions
 from keras_het.keras_backend import check_keras_backend
 from keras_het.loader import FileShardedDataset, GlobalOrderDataset
+from keras_het.loader.input.claimed_pass import Claims
 from keras_het.loader.input.distributed_steps import DistributedSteps
 from keras_het.planning import ReplicaLayout
 from keras_het.planning.replica_layout import share_weights
@@ -45,8 +46,10 @@ from keras_het.strategy.exact.replica_threads import own_function
 from keras_het.strategy.extended import HeterogeneousExtended
 from keras_het.strategy.measure.compute_times import ComputeTimes
 from keras_het.strategy.measure.emulated_device_config import (
+    EmulatedDevice,
     read_emulated_devices,
     warn_of_emulated_devices,
+    warn_that_nothing_waits,
 )
 from keras_het.strategy.membership import (
     Membership,
@@ -66,8 +69,8 @@ from keras_het.summation import (
     read_aggregation,
     start_summation,
 )
+from keras_het.value_types import Nest
 
-_logger = logging.getLogger(__name__)
 _SEED_STREAMS_PER_GROUP = 1000
 
 
@@ -133,8 +136,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self,
         devices: Sequence[str] | None = None,
         shares: Sequence[float] | None = None,
-        cluster_resolver: Any = None,
-        communication_options: Any = None,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         aggregation: str | Summation = "all_reduce",
         connect_seconds: float = 300.0,
         peer_timeout_seconds: float | None = None,
@@ -177,8 +180,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             watch = self._peer_watch or watch_peers(membership, patience)
             share_news(watch)
             if summation is not None:
-                check = watch.raise_if_lost
-                group = start_summation(summation, self.extended, membership, check)
+                group = start_summation(summation, self.extended, membership, watch.raise_if_lost)
                 watch_summation(watch, group)
                 self.extended.use_summation(group)
             install_chief_only()
@@ -199,7 +201,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas of all workers of the sync group."""
-        count: int = super().num_replicas_in_sync
+        count = super().num_replicas_in_sync
         if count > 1:
             check_caller(sys._getframe(1))
         return count
@@ -226,8 +228,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     @property
     def layout(self) -> ReplicaLayout:
         """The number of replicas of every worker, and those of this worker."""
-        layout: ReplicaLayout = self.extended.layout
-        return layout
+        return self.extended.layout
 
     @property
     def num_workers(self) -> int:
@@ -280,12 +281,12 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return watch is not None and watch.wait_for_loss(timeout_seconds=0.0) is not None
 
     @property
-    def cluster_resolver(self) -> Any:
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """The cluster resolver, as in `MultiWorkerMirroredStrategy`."""
         return self.extended._cluster_resolver
 
     @property
-    def emulated_devices(self) -> Any:
+    def emulated_devices(self) -> tuple[EmulatedDevice, ...] | None:
         """The emulated devices of this worker's replicas, or None if they are real."""
         return self._emulated_devices
 
@@ -309,7 +310,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._data_path.weights = share_weights(shares, self.layout)
 
     def distribute(
-        self, dataset: tf.data.Dataset, global_batch_size: int | None = None, **options: Any
+        self, dataset: tf.data.Dataset, global_batch_size: int | None = None, **options: object
     ) -> GlobalOrderDataset:
         """Give every replica its share of one global order of samples.
 
@@ -327,9 +328,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     def distribute_files(
         self,
         filenames: Sequence[str],
-        reader: Callable[[Any], tf.data.Dataset],
+        reader: Callable[[tf.Tensor], tf.data.Dataset],
         global_batch_size: int,
-        **options: Any,
+        **options: object,
     ) -> FileShardedDataset:
         """Give every worker whole files in proportion to its shares; it reads no others.
 
@@ -358,7 +359,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._compute_times.phases.begin(model, sampled)
 
     def measure_compute_times(
-        self, model: Any = None, gradients: bool = False, stops: bool = False
+        self, model: keras.Model | None = None, gradients: bool = False, stops: bool = False
     ) -> None:
         """Make the training steps of Keras measure each replica's compute time.
 
@@ -373,7 +374,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         self._compute_times.begin(model, gradients, stops)
 
-    def stop_measuring(self, model: Any) -> None:
+    def stop_measuring(self, model: keras.Model) -> None:
         """End a measurement started with `stops`; other callers' measurements continue.
 
         Every worker must call it between the same two steps: a step that measures sums more values.
@@ -399,7 +400,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return self._data_path.own_samples_delivered
 
     @property
-    def iterated_data(self) -> Any:
+    def iterated_data(self) -> DistributedSteps | None:
         """The distributed data set that provided the latest step, None before the first step.
 
         Its `position` is what `resume_data` needs to continue from here.
@@ -421,7 +422,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """
         self._data_path.resume(passes, step)
 
-    def _take_claimed_batches(self, dataset: Any, source: Callable[[], Any] | None) -> None:
+    def _take_claimed_batches(
+        self, dataset: DistributedSteps | None, source: Callable[[], Claims | None] | None
+    ) -> None:
         """Make passes that start from now on take only some of the global batches.
 
         Args:
@@ -446,7 +449,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         described: Mapping[str, str],
         *,
         leaves_loop: str | None = None,
-        **options: Any,
+        **options: object,
     ) -> np.ndarray:
         """Compare what the workers are about to do; all of them must call it.
 
@@ -468,7 +471,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                 stack.enter_context(agreement.Patience(leaves_loop, self.extended.end_of_all))
             return compare(self.extended, place, described, **options)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self,
+        dataset: tf.data.Dataset | DistributedSteps,
+        options: tf.distribute.InputOptions | None = None,
+    ) -> DistributedSteps:
         """Distribute a data set of global batches; `fit(dataset)` goes through here.
 
         Args:
@@ -481,7 +488,11 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             return dataset
         return self.distribute(dataset)
 
-    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+        options: tf.distribute.InputOptions | None = None,
+    ) -> tf.distribute.DistributedDataset:
         """Distribute data sets that a function makes, as `tf.distribute.Strategy` does.
 
         Each replica takes the batches that the function makes, so the shares must be equal: with
@@ -495,7 +506,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         return with_own_batches(dataset, self)
 
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Nest],
+        args: Sequence[Nest] = (),
+        kwargs: Mapping[str, Nest] | None = None,
+        options: tf.distribute.RunOptions | None = None,
+    ) -> Nest:
         """Run `fn` on every replica.
 
         Keras's own steps are run exactly for uneven shares. Any other function keeps the meaning it
@@ -512,32 +529,27 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         kind = private_api.keras_step_kind(step) if args and not kwargs else None
         model = private_api.model_of_step(step) if kind is not None else None
         if kind is None:
-            self._warn_that_nothing_waits()
+            if self._emulated_devices is not None and not self._has_warned:
+                self._has_warned = True
+                warn_that_nothing_waits()
         elif self._stop_request is not None:
             self._stop_request.watch_steps(
                 private_api.model_of_prediction(step), f"{kind}_function", self._steps_carry_wishes
             )
-        if kind is None and len(self.layout.local_replicas) > 1 and not _is_traced_apart(fn):
+        if (
+            kind is None
+            and len(self.layout.local_replicas) > 1
+            and not hasattr(fn, "get_concrete_function")
+        ):
             with keras_hooks():
                 return super().run(own_function(fn), args=args, kwargs=kwargs, options=options)
         if kind is None or not self._needs_exact_step(model):
             return super().run(fn, args=args, kwargs=kwargs, options=options)
-        run = self._plain_run(options)
+        run = functools.partial(super().run, options=options)
         check_can_compile(self, model)
         if kind == "predict":
             return run_predict_step(self, run, step, args[0])
         return run_train_or_test_step(self, run, step, args[0])
-
-    def _warn_that_nothing_waits(self) -> None:
-        """Warn once that a custom loop does not emulate, although the launcher's label says so."""
-        if self._emulated_devices is None or self._has_warned:
-            return
-        self._has_warned = True
-        _logger.warning(
-            "A function of one's own in strategy.run does not wait for emulated devices "
-            "(KERAS_HET_EMULATED_DEVICES, `keras-het run --speeds`): only the steps of Keras, as "
-            "those of fit, do. Its times say nothing about devices of different speed."
-        )
 
     def _name_lost_workers(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Make a function that runs collectives report which worker was lost.
@@ -553,13 +565,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         """Whether a step traced now has a collective of all workers."""
         return self.num_workers > 1 and not self.extended.reduces_within_worker
 
-    def _plain_run(self, options: Any) -> Any:
-        def run(fn: Any, args: Any) -> Any:
-            return super(HeterogeneousStrategy, self).run(fn, args=args, options=options)
-
-        return run
-
-    def _needs_exact_step(self, model: Any) -> bool:
+    def _needs_exact_step(self, model: keras.Model | None) -> bool:
         optimizer = getattr(model, "optimizer", None)
         return (
             self.num_replicas_in_sync > 1
@@ -570,7 +576,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         )
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+    def reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: Nest, axis: int | None
+    ) -> Nest:
         """Reduce `value` over all replicas, as `tf.distribute.Strategy.reduce`.
 
         Keras asks for the mean over whole batches of unequal size only to learn the shapes of a
@@ -590,7 +598,3 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
                     lambda leaf: getattr(leaf, "global_spec", leaf), value, expand_composites=False
                 )
         return super().reduce(reduce_op, value, axis)
-
-
-def _is_traced_apart(function: Any) -> bool:
-    return hasattr(function, "get_concrete_function")

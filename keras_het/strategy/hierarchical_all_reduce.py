@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.summation import SummationGroup
+from keras_het.value_types import Nest, Summand
 
 # The collective gathers float16, float32, float64, int32 and int64. Other types travel as one that
 # holds every value (uint64 wraps around, and back again).
@@ -48,8 +49,8 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         devices: Sequence[str],
         num_workers: int,
         num_replicas: int,
-        options: Any,
-        collective_keys: Any,
+        options: private_api.CommunicationOptions,
+        collective_keys: private_api.CollectiveKeys,
     ) -> None:
         super().__init__(
             devices=(devices[0],),
@@ -66,14 +67,23 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         self.stays_within_worker = False
 
     def _all_reduce_per_replica_values(
-        self, reduce_op: Any, per_replica_values: Sequence[Any], options: Any
-    ) -> list[Any]:
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        per_replica_values: Sequence[tf.distribute.DistributedValues],
+        options: private_api.CommunicationOptions,
+    ) -> list[tf.distribute.DistributedValues | Summand]:
         with tf.device(self._local_devices[0]):
             local_sums = [_sum(value.values) for value in per_replica_values]
         reduced = self._all_reduce(reduce_op, local_sums, 0, options)
         return [self._mirror(value) for value in reduced]
 
-    def _all_reduce(self, reduce_op: Any, value: Any, replica_id: Any, options: Any) -> Any:
+    def _all_reduce(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value: Nest,
+        replica_id: int,
+        options: private_api.CommunicationOptions,
+    ) -> Nest:
         flat = list(tf.nest.flatten(value))
         if self._group_size > 1 and not self.stays_within_worker:
             flat = self._all_reduce_by_type(flat, replica_id, options)
@@ -86,10 +96,12 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
     def _num_reduced(self) -> int:
         return len(self._local_devices) if self.stays_within_worker else self._num_replicas
 
-    def _all_reduce_by_type(self, flat: list[Any], replica_id: Any, options: Any) -> list[Any]:
+    def _all_reduce_by_type(
+        self, flat: list[Summand], replica_id: int, options: private_api.CommunicationOptions
+    ) -> list[Summand]:
         """Sum over the workers; one packed collective per element type."""
         group = self.summation
-        by_type: dict[Any, list[int]] = {}
+        by_type: dict[tuple[tf.DType, bool], list[int]] = {}
         for position, item in enumerate(flat):
             kind = item.dtype, group is not None and group.can_sum(item)
             by_type.setdefault(kind, []).append(position)
@@ -105,7 +117,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
                 result[position] = item
         return result
 
-    def _sum_by_service(self, values: list[Any]) -> list[Any] | None:
+    def _sum_by_service(self, values: list[tf.Tensor]) -> list[tf.Tensor] | None:
         """Sum on the machines' CPUs; None if they have no room for it."""
         sums = None if self.summation is None else self.summation.sum(values)
         if sums is None:
@@ -114,13 +126,21 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             return [tf.identity(value) for value in sums]
 
     def _batch_all_gather(
-        self, per_replica_values: Sequence[Any], axis: Any, options: Any
-    ) -> list[Any]:
+        self,
+        per_replica_values: Sequence[tf.distribute.DistributedValues],
+        axis: int,
+        options: private_api.CommunicationOptions,
+    ) -> list[tf.distribute.DistributedValues | Summand]:
         with tf.device(self._local_devices[0]):
             local = [tf.concat(value.values, axis=axis) for value in per_replica_values]
         return [self._mirror(self.gather_between_workers(value, axis, options)) for value in local]
 
-    def gather_between_workers(self, value: Any, axis: Any = 0, options: Any = None) -> Any:
+    def gather_between_workers(
+        self,
+        value: tf.Tensor,
+        axis: int = 0,
+        options: private_api.CommunicationOptions | None = None,
+    ) -> tf.Tensor:
         """Concatenate one tensor of every worker along `axis`, in worker order.
 
         Args:
@@ -139,7 +159,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             gathered = self._launchers[0].all_gather(carried, axis, options)
         return tf.cast(gathered, value.dtype)
 
-    def new_barrier(self) -> Callable[[], Any]:
+    def new_barrier(self) -> Callable[[], tf.Tensor]:
         """Make a function that returns when all workers have called it; it is traced already.
 
         It counts as one of the collectives of these keys: with separate keys, nothing else would
@@ -150,7 +170,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
             own = tf.zeros([1], tf.int64)
             return functools.partial(gather.get_concrete_function(own), own)
 
-    def sum_between_workers(self, value: Any) -> Any:
+    def sum_between_workers(self, value: tf.Tensor) -> tf.Tensor:
         """Sum one tensor of every worker; in the graph.
 
         Args:
@@ -161,14 +181,16 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         return self._all_reduce_by_type([value], 0, self._options)[0]
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 - the strategy lives as long as its process.
-    def _gather_function(self, axis: Any, options: Any, spec: tf.TensorSpec) -> Any:
+    def _gather_function(
+        self, axis: int, options: private_api.CommunicationOptions, spec: tf.TensorSpec
+    ) -> tf.types.experimental.PolymorphicFunction:
         # one trace each: TensorFlow warns of a function that is retraced again and again
         return tf.function(
             lambda value: self._launchers[0].all_gather(value, axis, options),
             input_signature=[spec],
         )
 
-    def _mirror(self, value: Any) -> Any:
+    def _mirror(self, value: Summand) -> tf.distribute.DistributedValues | Summand:
         copies = []
         for device in self._local_devices:
             with tf.device(device):
@@ -180,7 +202,7 @@ class HierarchicalAllReduce(private_api.CollectiveAllReduce):
         return self
 
 
-def _sum(values: Sequence[Any]) -> Any:
+def _sum(values: Sequence[Summand]) -> Summand:
     if len(values) == 1:
         return values[0]
     if any(isinstance(value, tf.IndexedSlices) for value in values):
@@ -192,13 +214,13 @@ def _sum(values: Sequence[Any]) -> Any:
     return tf.add_n(values)
 
 
-def _divide(value: Any, divisor: int) -> Any:
+def _divide(value: Summand, divisor: int) -> Summand:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(value.values / divisor, value.indices, value.dense_shape)
     return value / tf.cast(divisor, value.dtype)
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: Summand) -> Summand:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(
             tf.identity(value.values), tf.identity(value.indices), value.dense_shape

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -43,7 +42,7 @@ class Membership:
         own_task: this worker's task name; None for a single worker.
     """
 
-    resolver: Any
+    resolver: tf.distribute.cluster_resolver.ClusterResolver
     workers: Mapping[str, str]
     num_workers: int
     config: ClusterConfig | None = None
@@ -60,7 +59,9 @@ class Membership:
         return self.config is not None and self.config.is_async_worker
 
 
-def find_cluster(cluster_resolver: Any = None) -> Membership:
+def find_cluster(
+    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+) -> Membership:
     """Find the cluster, in `TF_CONFIG` unless a resolver is given.
 
     Args:
@@ -99,7 +100,7 @@ def _check_runs_a_script(config: ClusterConfig | None) -> None:
         )
 
 
-def _sync_group_resolver(config: ClusterConfig) -> Any:
+def _sync_group_resolver(config: ClusterConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
     """Return a resolver of the workers with collectives; TensorFlow must not wait for others."""
     outsiders = (config.async_workers, config.parameter_services, config.summation_machines)
     if not any(outsiders):
@@ -111,7 +112,7 @@ def _sync_group_resolver(config: ClusterConfig) -> Any:
     )
 
 
-def _single_worker_resolver() -> Any:
+def _single_worker_resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
     return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
 
 

@@ -11,10 +11,12 @@ import functools
 import weakref
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.loader.input.distributed_steps import DistributedSteps
+from keras_het.value_types import Leaf, Nest
 
 
 def install_symbolic_build() -> None:
@@ -25,7 +27,11 @@ def install_symbolic_build() -> None:
         return
 
     @functools.wraps(original)
-    def build(model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+    def build(
+        model: keras.Model,
+        iterator: private_api.EpochIterator | None = None,
+        data_batch: Nest = None,
+    ) -> Any:
         data = private_api.distributed_data_of(iterator)
         if isinstance(data, DistributedSteps):
             data.epoch_steps = functools.partial(private_api.epoch_steps_of, weakref.ref(iterator))
@@ -39,6 +45,6 @@ def install_symbolic_build() -> None:
     trainer._maybe_symbolic_build = build
 
 
-def _shape_and_type(spec: Any) -> Any:
+def _shape_and_type(spec: Leaf) -> Leaf:
     """Return a spec in the form Keras reads; None if an element has no tensor."""
     return spec if hasattr(spec, "dtype") else None
