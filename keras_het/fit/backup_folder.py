@@ -12,10 +12,13 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
+
+if TYPE_CHECKING:
+    import keras
 
 _logger = logging.getLogger("keras_het")
 _NAME = re.compile(r"backup-(\d+)-([0-9a-f]{64})\.weights\.h5")
@@ -86,7 +89,7 @@ class BackupFolder:
             )
         return ""
 
-    def restore(self, model: Any) -> dict[str, np.ndarray]:
+    def restore(self, model: keras.Model) -> dict[str, np.ndarray]:
         """Load the weights of the newest backup, optimizer included.
 
         Args:
@@ -111,7 +114,7 @@ class BackupFolder:
         with np.load(content) as arrays:
             return dict(arrays)
 
-    def add(self, model: Any, state: Mapping[str, Any]) -> None:
+    def add(self, model: keras.Model, state: Mapping[str, Any]) -> None:
         """Write a backup, then remove those that are not kept.
 
         Args:
@@ -165,7 +168,7 @@ class BackupFolder:
                 )
 
 
-def _bytes_needed(model: Any) -> int:
+def _bytes_needed(model: keras.Model) -> int:
     optimizer = [] if model.optimizer is None else model.optimizer.variables
     variables = [*model.variables, *optimizer]
     sizes = (math.prod(each.shape) * each.value.dtype.size for each in variables)

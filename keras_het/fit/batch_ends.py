@@ -20,7 +20,7 @@ class BatchEnds:
         model: the `keras.Model` that is trained, in `on_train_begin`.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         history = getattr(model, "history", None)
         self._history = history if type(history) is keras.callbacks.History else None
         self._last = (-1, 0.0)
@@ -45,6 +45,6 @@ class BatchEnds:
         if self._history is not None:
             vars(self._history).pop("on_train_batch_end", None)
 
-    def _note(self, batch: int, logs: Any = None) -> None:
+    def _note(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         # Keras may call this in another thread, and late
         self._last = batch, time.perf_counter()

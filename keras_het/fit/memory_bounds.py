@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.fit.session import StepFunction
+from keras_het.fit.session import Batches, StepFunction
+from keras_het.value_types import Nest
 
 
 class MemoryBounds:
@@ -77,7 +78,7 @@ def replicas_without_memory(message: str, devices: Sequence[str], first: int) ->
     return hit or [first + index for index in range(len(devices))]
 
 
-def note_out_of_memory(note: Callable[[str], str], step: StepFunction, batches: Any) -> Any:
+def note_out_of_memory(note: Callable[[str], str], step: StepFunction, batches: Batches) -> Nest:
     """Report to a callback when memory runs out, as a layer around the steps of `fit`.
 
     Args:

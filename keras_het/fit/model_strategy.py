@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.keras_backend import check_keras_backend
+from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
 
 
-def tell(message: object, strategy: Any, verbose: int) -> None:
+def tell(message: object, strategy: object, verbose: int) -> None:
     """Log a callback's action at level INFO, and print it on the chief if the user wants that.
 
     Args:
@@ -29,7 +30,7 @@ def tell(message: object, strategy: Any, verbose: int) -> None:
         sys.stdout.write(f"\n{message}\n")
 
 
-def distribute_strategy(model: Any) -> Any:
+def distribute_strategy(model: keras.Model) -> tf.distribute.Strategy:
     """Return the strategy under which a model trains, or TensorFlow's default one.
 
     Args:
@@ -42,7 +43,7 @@ def distribute_strategy(model: Any) -> Any:
     return model.distribute_strategy
 
 
-def heterogeneous_strategy(model: Any, callback: Any) -> Any:
+def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
     """Return the `HeterogeneousStrategy` under which a model trains.
 
     Args:
@@ -64,7 +65,7 @@ def heterogeneous_strategy(model: Any, callback: Any) -> Any:
     return strategy
 
 
-def data_of_fit(model: Any, strategy: Any) -> Any:
+def data_of_fit(model: keras.Model, strategy: TrainingStrategy) -> Any:
     """Return the distributed data set that a running `fit` trains on, None if there is none.
 
     The strategy's most recently iterated data set may be that of another callback's evaluation.
@@ -77,7 +78,7 @@ def data_of_fit(model: Any, strategy: Any) -> Any:
     return strategy.iterated_data if data is None else data
 
 
-def check_keeps_weights(optimizer: Any, callback: Any) -> None:
+def check_keeps_weights(optimizer: keras.optimizers.Optimizer | None, callback: object) -> None:
     """Refuse an optimizer that replaces the weights at the end of `fit`.
 
     Args:
@@ -96,7 +97,7 @@ def check_keeps_weights(optimizer: Any, callback: Any) -> None:
         )
 
 
-def local_replicas(model: Any) -> dict[int, str]:
+def local_replicas(model: keras.Model) -> dict[int, str]:
     """Return the devices of the replicas of this process, by their numbers.
 
     Args:

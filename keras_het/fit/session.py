@@ -7,20 +7,24 @@ import enum
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import keras
 
-StepFunction = Callable[[Any], Any]
-"""Runs one execution of Keras: takes an iterator over batches, or a list of batches."""
-Layer = Callable[[StepFunction, Any], Any]
+from keras_het.value_types import Nest
+
+Batches = Iterator[Nest] | list[Nest]
+"""Argument of a step of Keras."""
+StepFunction = Callable[[Batches], Nest]
+"""Runs one execution of Keras."""
+Layer = Callable[[StepFunction, Batches], Nest]
 """Takes the rest of a step and its argument, and returns its result."""
 
 _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function", "predict": "predict_function"}
 _ON_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
-_running: weakref.WeakKeyDictionary[Any, list[FitSession]] = weakref.WeakKeyDictionary()
+_running: weakref.WeakKeyDictionary[keras.Model, list[FitSession]] = weakref.WeakKeyDictionary()
 
 
 class Rank(enum.IntEnum):
@@ -53,7 +57,9 @@ class FitSession:
         is_over: whether the call has ended.
     """
 
-    def __init__(self, model: Any, loop: str, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, model: keras.Model, loop: str, callbacks: Sequence[keras.callbacks.Callback] = ()
+    ) -> None:
         self.model, self.loop, self.callbacks = model, loop, list(callbacks)
         self.is_in_step = self.is_over = False
         self._layers: dict[Rank, Layer] = {}
@@ -63,7 +69,7 @@ class FitSession:
         self._layered: _LayeredStep | None = None
 
     @staticmethod
-    def of(model: Any) -> FitSession | None:
+    def of(model: keras.Model | None) -> FitSession | None:
         """Return the innermost running session of a model.
 
         Args:
@@ -114,7 +120,7 @@ class FitSession:
         """
         self._before_callbacks.setdefault(method, []).append(function)
 
-    def tell(self, method: str, *args: Any) -> None:
+    def tell(self, method: str, *args: object) -> None:
         """Call the functions that precede a method of the user's callbacks.
 
         Args:
@@ -136,7 +142,7 @@ class FitSession:
             self._layered = _LayeredStep(self, function)
         return self._layered
 
-    def run_step(self, function: StepFunction, batches: Any) -> Any:
+    def run_step(self, function: StepFunction, batches: Batches) -> Nest:
         """Run a step within the layers, unless it is within them already.
 
         Args:
@@ -189,7 +195,7 @@ class _LayeredStep:
     def __init__(self, session: FitSession, function: StepFunction) -> None:
         self._session, self.function = session, function
 
-    def __call__(self, batches: Any) -> Any:
+    def __call__(self, batches: Batches) -> Nest:
         """Run one execution."""
         return self._session.run_step(self.function, batches)
 
@@ -236,11 +242,11 @@ class _First(keras.callbacks.Callback):
         super().__init__()
         self._session = session
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Let the session prepare what the other callbacks are about to see."""
         self._session.tell("on_epoch_end", epoch, logs)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Let the session end what the other callbacks are about to look at."""
         self._session.tell("on_train_end", logs)
 
@@ -260,7 +266,7 @@ def _in_session(original: Callable[..., Any], loop: str) -> Callable[..., Any]:
     takes_callbacks = "callbacks" in signature.parameters
 
     @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: keras.Model, *args: object, **kwargs: object) -> Any:
         session = FitSession(self, loop)
         if takes_callbacks:
             args, kwargs = _with_first(session, signature, args, kwargs)
@@ -272,8 +278,11 @@ def _in_session(original: Callable[..., Any], loop: str) -> Callable[..., Any]:
 
 
 def _with_first(
-    session: FitSession, signature: inspect.Signature, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
+    session: FitSession,
+    signature: inspect.Signature,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Insert the session's own callback before the user's in the arguments of a call."""
     try:
         bound = signature.bind(session.model, *args, **kwargs)
@@ -301,16 +310,16 @@ def _step_property(loop: str, attribute: str) -> property:
     Keras reads it before each step, so it does not matter which code sets it, or when.
     """
 
-    def read(model: Any) -> Any:
+    def read(model: keras.Model) -> StepFunction | None:
         function = vars(model).get(attribute)
         session = FitSession.of(model)
         if function is None or session is None or session.loop != loop:
             return function
         return session.step_function(function)
 
-    def write(model: Any, function: Any) -> None:
-        # a value that was read within a session and is put back
-        is_layered = isinstance(function, _LayeredStep)
-        vars(model)[attribute] = function.function if is_layered else function
+    def write(model: keras.Model, function: StepFunction | None) -> None:
+        if isinstance(function, _LayeredStep):  # read within a session and put back
+            function = function.function
+        vars(model)[attribute] = function
 
     return property(read, write)

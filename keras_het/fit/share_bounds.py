@@ -78,7 +78,7 @@ def check_share_bounds(min_share: Bound, max_share: Bound) -> None:
         )
 
 
-def num_replicas_named(*settings: Any) -> int:
+def num_replicas_named(*settings: object) -> int:
     """Count the replicas for which settings have one number each; 1 if one number fits all.
 
     Args:

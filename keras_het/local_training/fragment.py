@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,9 +27,9 @@ class _Pending:
         combined: returns the weights and statistics after the exchange, as tensors.
     """
 
-    sent: tuple[Any, Any]
+    sent: tuple[tf.Tensor, tf.Tensor]
     due: int
-    combined: Future[tuple[Any, Any]]
+    combined: Future[tuple[tf.Tensor, tf.Tensor]]
 
 
 class Fragment:
@@ -60,7 +59,7 @@ class Fragment:
         self._strategy, self._rule = strategy, rule
         self._weights, self._statistics = weights, statistics
         self._pending: _Pending | None = None
-        self._own: tuple[Any, Any] | None = None
+        self._own: tuple[tf.Tensor, tf.Tensor] | None = None
         self.samples = 0
         self.steps = 0
         # All workers start from the same bits, wherever their weights come from.
@@ -71,14 +70,14 @@ class Fragment:
         self._exchange = self._traced()
 
     @property
-    def center(self) -> Any:
+    def center(self) -> tf.Tensor:
         """The center, a float32 vector."""
         return self.state["center"]
 
-    def _traced(self) -> Any:
+    def _traced(self) -> tf.types.experimental.ConcreteFunction:
         """Traced here: in the background, the order of tracing, and of keys, would be random."""
 
-        def specs(value: Any) -> Any:
+        def specs(value: tf.Tensor) -> tf.TensorSpec:
             return tf.TensorSpec(value.shape, value.dtype)
 
         return tf.function(self._combine, autograph=False).get_concrete_function(
@@ -90,12 +89,17 @@ class Fragment:
         )
 
     def _combine(
-        self, weights: Any, statistics: Any, last_mean: Any, samples: Any, state: Any
-    ) -> Any:
+        self,
+        weights: tf.Tensor,
+        statistics: tf.Tensor,
+        last_mean: tf.Tensor,
+        samples: tf.Tensor,
+        state: dict[str, tf.Tensor],
+    ) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
         """Run one exchange in the graph; return the weights, statistics and state after it."""
         mean = statistics
 
-        def all_reduce_sum(vector: Any) -> Any:
+        def all_reduce_sum(vector: tf.Tensor) -> tf.Tensor:
             nonlocal mean
             # Zero samples times infinity is not a number.
             own = tf.math.multiply_no_nan(statistics, samples)
@@ -126,7 +130,9 @@ class Fragment:
         combined = executor.submit(run, sent, samples)
         self._pending = _Pending(sent, step + self._rule.overlap, combined)
 
-    def _run(self, sent: tuple[Any, Any], samples: Any) -> tuple[Any, Any]:
+    def _run(
+        self, sent: tuple[tf.Tensor, tf.Tensor], samples: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         last_mean = self._mean_statistics
         weights, mean, self.state = self._exchange(*sent, last_mean, samples, self.state)
         self._mean_statistics = mean
@@ -217,6 +223,6 @@ class Fragment:
         if "pending" in saved:
             sizes = 2 * [self._weights.size, self._statistics.size]
             weights, statistics, *combined = tf.split(tf.constant(saved["pending"]), sizes)
-            done: Future[tuple[Any, Any]] = Future()
+            done: Future[tuple[tf.Tensor, tf.Tensor]] = Future()
             done.set_result((combined[0], combined[1]))
             self._pending = _Pending((weights, statistics), int(saved["due"]), done)

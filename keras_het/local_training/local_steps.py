@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import keras
 
-from keras_het.fit.session import FitSession, Rank, StepFunction
+from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
 from keras_het.local_training.variables_of_the_chief import adopt_variables_of_the_chief
 from keras_het.training_strategy import TrainingStrategy
+from keras_het.value_types import Nest
 
 
 class LocalSteps:
@@ -27,7 +28,7 @@ class LocalSteps:
         # Retrace, so that the step reduces within this worker only.
         fit.model.make_train_function(force=True)
 
-    def _reduce_locally(self, step: StepFunction, batches: Any) -> Any:
+    def _reduce_locally(self, step: StepFunction, batches: Batches) -> Nest:
         before = self._strategy.own_samples_delivered
         with self._strategy.extended.reductions_within_worker():
             try:
@@ -71,10 +72,10 @@ class _FromTheChief:
 
     adopts_the_chiefs = True
 
-    def __init__(self, model: Any, strategy: TrainingStrategy) -> None:
+    def __init__(self, model: keras.Model, strategy: TrainingStrategy) -> None:
         self._model, self._strategy = model, strategy
 
-    def __call__(self, batches: Any) -> Any:
+    def __call__(self, batches: Batches) -> Nest:
         adopt_variables_of_the_chief(self._model, self._strategy)
         self._strategy._training_state.export = None  # its center belongs to no other backup
         self._model.make_train_function(force=True)

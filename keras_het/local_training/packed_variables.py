@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het.training_strategy import TrainingStrategy
@@ -21,7 +21,10 @@ class PackedVariables:
     """
 
     def __init__(
-        self, variables: Sequence[Any], strategy: TrainingStrategy, dtype: tf.DType = tf.float32
+        self,
+        variables: Sequence[keras.Variable],
+        strategy: TrainingStrategy,
+        dtype: tf.DType = tf.float32,
     ) -> None:
         self._dtype = dtype
         self._variables = list(variables)
@@ -37,11 +40,11 @@ class PackedVariables:
                 write = tf.function(self._unpack, autograph=False)
                 self._write = write.get_concrete_function(vector)
 
-    def read(self) -> Any:
+    def read(self) -> tf.Tensor:
         """Return the values, of shape [size]."""
         return self._read() if self._variables else tf.zeros([0], self._dtype)
 
-    def write(self, vector: Any) -> None:
+    def write(self, vector: tf.Tensor) -> None:
         """Set the values on every local replica.
 
         Args:
@@ -51,7 +54,7 @@ class PackedVariables:
             with self._strategy.scope():
                 self._write(vector)
 
-    def differ(self, one: Any, other: Any) -> Any:
+    def differ(self, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
         """Mark the variables in which two vectors differ: 1 or 0 for each, float32; in a graph.
 
         Args:
@@ -63,7 +66,7 @@ class PackedVariables:
         pairs = zip(tf.split(one, self._sizes), tf.split(other, self._sizes), strict=True)
         return tf.cast(tf.stack([tf.reduce_any(a != b) for a, b in pairs]), tf.float32)
 
-    def choose(self, conditions: Any, one: Any, other: Any) -> Any:
+    def choose(self, conditions: tf.Tensor, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
         """Combine the variables of two vectors; in a graph.
 
         Args:
@@ -81,15 +84,15 @@ class PackedVariables:
         )
         return tf.concat([tf.where(*variable) for variable in parts], axis=0)
 
-    def _pack(self) -> Any:
+    def _pack(self) -> tf.Tensor:
         with tf.device("CPU:0"):
             values = [self._local_value(variable) for variable in self._variables]
             return tf.concat([tf.reshape(tf.cast(v, self._dtype), [-1]) for v in values], axis=0)
 
-    def _local_value(self, variable: Any) -> Any:
+    def _local_value(self, variable: keras.Variable) -> tf.Tensor:
         return tf.identity(self._strategy.experimental_local_results(variable.value)[0])
 
-    def _unpack(self, vector: Any) -> None:
+    def _unpack(self, vector: tf.Tensor) -> None:
         parts = tf.split(vector, self._sizes)
         for variable, part in zip(self._variables, parts, strict=True):
             variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -33,7 +33,9 @@ class PeriodicExchange:
         ValueError: if the model has no trainable weights.
     """
 
-    def __init__(self, model: Any, strategy: TrainingStrategy, rule: SynchronousRule) -> None:
+    def __init__(
+        self, model: keras.Model, strategy: TrainingStrategy, rule: SynchronousRule
+    ) -> None:
         variables = list(model.trainable_variables)
         if not model.built or not variables:
             raise ValueError(

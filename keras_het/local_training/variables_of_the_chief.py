@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import keras
 import tensorflow as tf
 
 from keras_het.local_training.packed_variables import PackedVariables
 from keras_het.training_strategy import TrainingStrategy
 
 
-def adopt_variables_of_the_chief(model: Any, strategy: TrainingStrategy) -> None:
+def adopt_variables_of_the_chief(model: keras.Model, strategy: TrainingStrategy) -> None:
     """Give every worker the chief's weights, moving statistics and optimizer state.
 
     Synchronous steps keep equal workers equal but do not make them so: with different optimizer
@@ -27,12 +26,12 @@ def adopt_variables_of_the_chief(model: Any, strategy: TrainingStrategy) -> None
         adopt_vector_of_the_chief(PackedVariables(same_kind, strategy, dtype), strategy)
 
 
-def _kind(dtype: Any) -> Any:
+def _kind(dtype: str) -> tf.DType | None:
     """Return the float or integer type that holds every smaller one; None for other types."""
-    dtype = tf.as_dtype(dtype)
-    if dtype.is_floating:
+    kind = tf.as_dtype(dtype)
+    if kind.is_floating:
         return tf.float64
-    return tf.int64 if dtype.is_integer else None
+    return tf.int64 if kind.is_integer else None
 
 
 def adopt_vector_of_the_chief(variables: PackedVariables, strategy: TrainingStrategy) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 SECRET_VARIABLE = "KERAS_HET_SERVICE_SECRET"
 SECRET_FILE_VARIABLE = "KERAS_HET_SERVICE_SECRET_FILE"
@@ -77,7 +76,7 @@ def model_fingerprint(
         dtypes: their element types.
         rule: name of the update rule.
     """
-    described: Any = [list(names), [list(map(int, shape)) for shape in shapes], list(dtypes), rule]
+    described = [list(names), [list(map(int, shape)) for shape in shapes], list(dtypes), rule]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
 
 import tensorflow as tf
 
@@ -12,6 +11,7 @@ from keras_het import private_api
 from keras_het.rpc.admission import Status
 from keras_het.rpc.function_server import CLOCK
 from keras_het.rpc.gate import LONGEST_AGE_SECONDS, token
+from keras_het.value_types import Nest
 
 _INVALID_ARGUMENT = 3
 
@@ -50,7 +50,7 @@ class FunctionClient:
         self._clock_ahead = 0.0
         # TensorFlow shares clients of the same name and frees them with the first of their owners.
         name = f"keras_het_{uuid.uuid4().hex}"
-        self._rpc: Any = private_api.RpcClient(
+        self._rpc = private_api.RpcClient(
             address,
             name,
             list_registered_methods=False,
@@ -58,8 +58,12 @@ class FunctionClient:
         )
 
     def call(
-        self, function: str, arguments: list[Any], specs: Any, timeout_seconds: Any = None
-    ) -> Any:
+        self,
+        function: str,
+        arguments: list[tf.Tensor],
+        specs: Nest,
+        timeout_seconds: tf.Tensor | float | None = None,
+    ) -> private_api.RpcAnswer:
         """Send a call without waiting for the answer; works in a `tf.function` too.
 
         Args:
@@ -82,8 +86,12 @@ class FunctionClient:
         )
 
     def ask(
-        self, function: str, arguments: list[Any], specs: Any, timeout_seconds: float | None = None
-    ) -> Any:
+        self,
+        function: str,
+        arguments: list[tf.Tensor],
+        specs: Nest,
+        timeout_seconds: float | None = None,
+    ) -> Nest:
         """Send a call like `call` and wait for the answer.
 
         If the server refuses because its clock differs, later calls use the server's time.
@@ -105,7 +113,7 @@ class FunctionClient:
         self._clock_ahead = ahead if is_other else self._clock_ahead
         return is_other
 
-    def value(self, answer: Any, timeout_seconds: float | None = None) -> Any:
+    def value(self, answer: private_api.RpcAnswer, timeout_seconds: float | None = None) -> Nest:
         """Wait for the answer to a `call`.
 
         Args:
@@ -126,17 +134,17 @@ class FunctionClient:
         return answer.get_value()
 
 
-def error_of(answer: Any) -> tuple[int, str]:
+def error_of(answer: private_api.RpcAnswer) -> tuple[int, str]:
     """Return the code and text of the error that arrived instead of an answer."""
     code, message = answer.get_error()
     return int(code), message.numpy().decode(errors="replace")
 
 
-def _is_refused(answer: Any) -> bool:
+def _is_refused(answer: Nest) -> bool:
     return int(tf.nest.flatten(answer)[0]) == Status.REFUSED
 
 
-def _milliseconds(seconds: Any) -> Any:
+def _milliseconds(seconds: tf.Tensor | float) -> tf.Tensor | int:
     if tf.is_tensor(seconds):
         return tf.cast(tf.maximum(seconds * 1000, 1), tf.int64)
     return max(1, int(seconds * 1000))

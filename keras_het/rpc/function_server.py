@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -46,16 +45,20 @@ class FunctionServer:
         # TensorFlow has one server per address: closing this one would close the other too.
         _check_nobody_listens(address)
         self.address = address
-        self._methods: dict[str, Any] = {}
+        self._methods: dict[str, tf.types.experimental.PolymorphicFunction] = {}
         with tf.init_scope(), tf.device("CPU:0"):
-            self._server: Any = private_api.RpcServer(address)
+            self._server = private_api.RpcServer(address)
             self._end = tf.queue.FIFOQueue(1, tf.bool, shapes=[])
             self._is_started = tf.Variable(False, trainable=False)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="keras_het-server", daemon=True)
 
     def register(
-        self, name: str, function: Any, gate: Gate, refused: Callable[[], Any] | None = None
+        self,
+        name: str,
+        function: tf.types.experimental.PolymorphicFunction,
+        gate: Gate,
+        refused: Callable[[], tf.Tensor] | None = None,
     ) -> None:
         """Add a function; only before `start`.
 
@@ -122,7 +125,7 @@ class FunctionServer:
 
     def _serve(self) -> None:
         @tf.function
-        def serve() -> Any:
+        def serve() -> tf.Tensor:
             for name, function in self._methods.items():
                 self._server.register(name, function)
             self._server.register(CLOCK, _clock)
@@ -139,7 +142,7 @@ class FunctionServer:
 
 
 @tf.function(input_signature=[])
-def _clock() -> Any:
+def _clock() -> tf.Tensor:
     return tf.timestamp()
 
 

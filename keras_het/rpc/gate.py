@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import Any
 
 import tensorflow as tf
 
@@ -14,7 +13,7 @@ _TIME_DIGITS, _CODE_DIGITS = 16, 19
 _BUCKETS = 2**62
 
 
-def token(credential: bytes, function: str, now: Any) -> Any:
+def token(credential: bytes, function: str, now: tf.Tensor | float) -> tf.Tensor:
     r"""Return a time and a code over time and function that only a credential holder can compute.
 
     .. math:: \mathrm{token} = t \,\Vert\, \mathrm{SipHash}_k(t \,\Vert\, \mathrm{function})
@@ -52,7 +51,7 @@ class Gate:
         self._key = _key_of(credential)
         self._own_key = [secrets.randbits(63), secrets.randbits(63)]
 
-    def admits(self, token: Any, function: str) -> Any:
+    def admits(self, token: tf.Tensor, function: str) -> tf.Tensor:
         """Return whether a request may pass, bool scalar; in a graph or eagerly.
 
         Args:
@@ -67,7 +66,7 @@ class Gate:
         age = tf.timestamp() - tf.cast(milliseconds, tf.float64) / 1000
         return is_made_here & (tf.abs(age) <= LONGEST_AGE_SECONDS)
 
-    def _hash(self, text: Any) -> Any:
+    def _hash(self, text: tf.Tensor) -> tf.Tensor:
         return tf.strings.to_hash_bucket_strong(text, _BUCKETS, key=self._own_key)
 
 
@@ -76,6 +75,6 @@ def _key_of(credential: bytes) -> list[int]:
     return [int.from_bytes(part, "big") >> 1 for part in (digest[:8], digest[8:16])]
 
 
-def _code(key: list[int], time: Any, function: str) -> Any:
+def _code(key: list[int], time: tf.Tensor, function: str) -> tf.Tensor:
     code = tf.strings.to_hash_bucket_strong(time + function, _BUCKETS, key=key)
     return tf.strings.as_string(code, width=_CODE_DIGITS, fill="0")

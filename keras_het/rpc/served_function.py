@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from keras_het.rpc.admission import Status
 from keras_het.rpc.gate import Gate
+from keras_het.value_types import Nest
 
 _TOKEN = tf.TensorSpec([], tf.string)
 
 
 def served_function(
-    name: str, function: Any, gate: Gate, refused: Callable[[], Any] | None = None
-) -> Any:
+    name: str,
+    function: tf.types.experimental.PolymorphicFunction,
+    gate: Gate,
+    refused: Callable[[], tf.Tensor] | None = None,
+) -> tf.types.experimental.PolymorphicFunction:
     """Wrap a function for untrusted callers: no part of a request is used before admission.
 
     TensorFlow checks the number and types of the arguments but trusts their shapes. Here the shapes
@@ -36,10 +39,10 @@ def served_function(
     specs = [_TOKEN, *function.input_signature]
 
     @tf.function(input_signature=[tf.TensorSpec(None, s.dtype) for s in specs], autograph=False)
-    def serve(*arguments: Any) -> Any:
-        outputs: Any = None
+    def serve(*arguments: tf.Tensor) -> Nest:
+        outputs: Nest = None
 
-        def run() -> Any:
+        def run() -> Nest:
             nonlocal outputs
             pairs = zip(arguments[1:], specs[1:], strict=True)
             # In this graph: calls of a separate graph would cost time.
@@ -57,17 +60,17 @@ def served_function(
     return serve
 
 
-def hello_function() -> Any:
+def hello_function() -> tf.types.experimental.PolymorphicFunction:
     """Return a function that tells its caller that it is admitted."""
 
     @tf.function(input_signature=[], autograph=False)
-    def hello() -> Any:
+    def hello() -> tf.Tensor:
         return tf.constant(int(Status.OK))
 
     return hello
 
 
-def refusal(outputs: Any, status: Callable[[], Any] | None = None) -> Any:
+def refusal(outputs: Nest, status: Callable[[], tf.Tensor] | None = None) -> Nest:
     """Return a substitute for a function's outputs: a status, and zeros or empty tensors.
 
     Args:
@@ -82,7 +85,7 @@ def refusal(outputs: Any, status: Callable[[], Any] | None = None) -> Any:
     return tf.nest.pack_sequence_as(outputs, [first, *empty])
 
 
-def _have_shapes(tensors: Sequence[Any], specs: Sequence[Any]) -> Any:
+def _have_shapes(tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]) -> tf.Tensor:
     ranks = [spec.shape.rank for spec in specs]
     hold = tf.reduce_all(tf.equal(tf.stack([tf.rank(given) for given in tensors]), ranks))
     for given, spec in zip(tensors, specs, strict=True):

@@ -536,11 +536,8 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             self._stop_request.watch_steps(
                 private_api.model_of_prediction(step), f"{kind}_function", self._steps_carry_wishes
             )
-        if (
-            kind is None
-            and len(self.layout.local_replicas) > 1
-            and not hasattr(fn, "get_concrete_function")
-        ):
+        is_traced_apart = hasattr(fn, "get_concrete_function")
+        if kind is None and len(self.layout.local_replicas) > 1 and not is_traced_apart:
             with keras_hooks():
                 return super().run(own_function(fn), args=args, kwargs=kwargs, options=options)
         if kind is None or not self._needs_exact_step(model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -40,7 +39,7 @@ class SummationClient:
         credential: bytes,
         worker: int,
         run: int,
-        is_lost: Any,
+        is_lost: tf.Variable,
         timeout_seconds: float,
     ) -> None:
         self.name = name
@@ -108,7 +107,9 @@ class SummationClient:
         call = self._client.call("sum_hello", [], spec, timeout_seconds)
         return bool(call.is_ok())
 
-    def _exchange(self, slot: Any, step: Any, values: Any) -> Any:
+    def _exchange(
+        self, slot: tf.Tensor, step: tf.Tensor, values: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return status and sum; raise the connection's error in the graph."""
         arguments = [
             tf.constant(self._run, tf.int64),
@@ -118,7 +119,7 @@ class SummationClient:
             values,
         ]
 
-        def attempt() -> tuple[Any, Any, Any]:
+        def attempt() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             call = self._client.call("sum_exchange", arguments, _EXCHANGE_SPECS)
             code = tf.ensure_shape(call.get_error()[0], [])
             with tf.control_dependencies([code]):  # read now, not when the call was sent

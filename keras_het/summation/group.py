@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -16,6 +15,7 @@ from keras_het.summation.options import Summation
 from keras_het.summation.placement import Placement, place_partitions
 from keras_het.summation.service import SummationService
 from keras_het.summation.slots import NUM_SLOTS
+from keras_het.value_types import Summand
 
 _logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class SummationGroup:
         self._used_slots = [0] * len(addresses)
         self._places: dict[tuple[str, int, int, bool], _Place | None] = {}
         # Number of sums of each outermost graph so far.
-        self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._ordinals: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 
     @property
     def num_partitions(self) -> list[int]:
@@ -109,7 +109,7 @@ class SummationGroup:
         """End the calls that still wait at this worker's service."""
         self._service.close()
 
-    def can_sum(self, value: Any) -> bool:
+    def can_sum(self, value: Summand) -> bool:
         """Whether a value suits this group: dense float32 of known shape, in a `tf.function`.
 
         Graphs that never run do not count: Keras infers shapes in one, in which a worker with
@@ -126,7 +126,7 @@ class SummationGroup:
             and bool(value.shape.num_elements())
         )
 
-    def sum(self, values: Sequence[Any], workers_sum: bool = True) -> list[Any] | None:
+    def sum(self, values: Sequence[tf.Tensor], workers_sum: bool = True) -> list[tf.Tensor] | None:
         """Sum tensors over all workers; in a graph.
 
         Args:
@@ -146,18 +146,20 @@ class SummationGroup:
             parts = tf.split(total, [value.shape.num_elements() for value in values])
             return [tf.reshape(p, v.shape) for p, v in zip(parts, values, strict=True)]
 
-    def _sum(self, vector: Any, place: _Place) -> Any:
+    def _sum(self, vector: tf.Tensor, place: _Place) -> tf.Tensor:
         step = self._next_step(place.counter)
         placement = place.placement
         partitions = tf.split(vector, list(placement.sizes))
         messages = zip(placement.owners, place.slots, partitions, placement.waits, strict=True)
-        totals: list[Any] = []
+        totals: list[tf.Tensor] = []
         for owner, slot, values, waits in messages:
             before = [totals[number] for number in waits]
             totals.append(self._exchange(owner, slot, step, values, before))
         return tf.concat(totals, axis=0)
 
-    def _exchange(self, owner: int, slot: int, step: Any, values: Any, before: list[Any]) -> Any:
+    def _exchange(
+        self, owner: int, slot: int, step: tf.Tensor, values: tf.Tensor, before: list[tf.Tensor]
+    ) -> tf.Tensor:
         """Send one partition once the sums it waits for have arrived."""
         with tf.control_dependencies(before):
             if owner == self._worker:
@@ -180,7 +182,7 @@ class SummationGroup:
         with tf.control_dependencies([check]):
             return tf.ensure_shape(total, values.shape)
 
-    def _next_step(self, counter: int) -> Any:
+    def _next_step(self, counter: int) -> tf.Tensor:
         counted = self._steps.scatter_nd_add([[counter]], [tf.constant(1, tf.int64)])
         with tf.control_dependencies([counted]):
             return self._steps.read_value()[counter]

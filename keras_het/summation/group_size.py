@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -51,8 +50,8 @@ class GroupSize:
         """
 
         @tf.function(input_signature=[_SPEC], autograph=False)
-        def tell(num_workers: Any) -> Any:
-            def take() -> Any:
+        def tell(num_workers: tf.Tensor) -> tf.Tensor:
+            def take() -> tf.Tensor:
                 self._wanted.assign(num_workers)
                 return tf.constant(int(Status.OK))
 

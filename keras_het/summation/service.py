@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-from typing import Any
 
 import tensorflow as tf
 
@@ -93,7 +92,9 @@ class SummationService:
         self._table.close()
         self._server.close()
 
-    def exchange_locally(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> Any:
+    def exchange_locally(
+        self, run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor, values: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Contribute from this process, without a message.
 
         Args:
@@ -109,25 +110,27 @@ class SummationService:
         is_ok, total = self._exchange(run, slot, worker, step, values)
         return _status(is_ok), total
 
-    def _join_function(self) -> Any:
+    def _join_function(self) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
-        def join(run: Any) -> Any:
+        def join(run: tf.Tensor) -> tf.Tensor:
             may_join = tf.not_equal(run, 0)
             joined = tf.cond(may_join, lambda: self._table.join(run), lambda: tf.constant(False))
             return _status(joined)
 
         return join
 
-    def _exchange_function(self) -> Any:
+    def _exchange_function(self) -> tf.types.experimental.PolymorphicFunction:
         signature = self._exchange.input_signature
 
         @tf.function(input_signature=signature, autograph=False)
-        def exchange(run: Any, slot: Any, worker: Any, step: Any, values: Any) -> Any:
+        def exchange(
+            run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor, values: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor]:
             is_ok, total = self._exchange(run, slot, worker, step, values)
             return _status(is_ok), total
 
         return exchange
 
 
-def _status(is_ok: Any) -> Any:
+def _status(is_ok: tf.Tensor) -> tf.Tensor:
     return tf.where(is_ok, int(Status.OK), int(Status.REFUSED))

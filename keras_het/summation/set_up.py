@@ -6,7 +6,7 @@ import atexit
 import os
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,11 +18,17 @@ from keras_het.summation.options import Summation
 from keras_het.summation.service import SummationService, summation_credential
 
 if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from keras_het.strategy.extended import HeterogeneousExtended
     from keras_het.strategy.membership import Membership
 
 
 def start_summation(
-    options: Summation, extended: Any, membership: Membership, check: Callable[[], None]
+    options: Summation,
+    extended: HeterogeneousExtended,
+    membership: Membership,
+    check: Callable[[], None],
 ) -> SummationGroup:
     """Start this worker's service and join those of all machines; all workers must call it.
 
@@ -73,7 +79,7 @@ def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
         )
 
 
-def _worker_hosts(resolver: Any) -> list[str]:
+def _worker_hosts(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> list[str]:
     spec = resolver.cluster_spec()
     return [
         spec.task_address(job, index).rpartition(":")[0]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
 
 import tensorflow as tf
+
+from keras_het.value_types import Nest
 
 NUM_SLOTS = 256
 """Partitions that one machine can sum; a graph that needs more uses all-reduce for the rest."""
@@ -48,7 +49,7 @@ class SlotTable:
             self._sizes = tf.Variable(tf.zeros([2 * num_slots], tf.int32), trainable=False)
             self._lock = tf.CriticalSection(shared_name="keras_het_slots")
 
-    def join(self, run: Any) -> Any:
+    def join(self, run: tf.Tensor) -> tf.Tensor:
         """Begin a run unless it has begun; discard all state of the previous one.
 
         Args:
@@ -58,7 +59,7 @@ class SlotTable:
             A tensor that exists once the run has begun.
         """
 
-        def begin() -> Any:
+        def begin() -> tf.Tensor:
             self._begun.assign(tf.zeros([self._num_slots], tf.int64))
             self._latest.assign(tf.zeros([self._num_slots, self._num_workers], tf.int64))
             with tf.control_dependencies([self._empty_queues()]):
@@ -70,7 +71,9 @@ class SlotTable:
                 lambda: tf.cond(tf.equal(self._run, run), lambda: tf.constant(True), begin)
             )
 
-    def exchange(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> tuple[Any, Any]:
+    def exchange(
+        self, run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor, values: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Contribute, wait for the others and return the sum; in a `tf.function`.
 
         Args:
@@ -86,7 +89,9 @@ class SlotTable:
         with tf.device("CPU:0"):
             return self._exchange_in_range(run, slot, worker, step, values)
 
-    def _exchange_in_range(self, run: Any, slot: Any, worker: Any, step: Any, values: Any) -> Any:
+    def _exchange_in_range(
+        self, run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor, values: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         in_range = (slot >= 0) & (slot < self._num_slots)
         in_range &= (worker >= 0) & (worker < self._num_workers)
         return tf.cond(
@@ -96,21 +101,21 @@ class SlotTable:
         )
 
     def _exchange(
-        self, run: Any, slot: Any, worker: Any, step: Any, values: Any
-    ) -> tuple[Any, Any]:
+        self, run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor, values: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         place = 2 * slot + tf.cast(step % 2, tf.int32)
         is_new, is_repeated = self._lock.execute(
             lambda: self._begin(run, slot, worker, step, place, tf.size(values))
         )
 
-        def contribute() -> Any:
+        def contribute() -> tf.Tensor:
             where = tf.gather(self._contributions, place * self._num_workers + worker)
             stored = tf.raw_ops.AssignVariableOp(resource=where, value=values)
             with tf.control_dependencies([stored]):
                 is_last = self._lock.execute(lambda: self._count(run, slot, worker, step))
             return tf.cond(is_last, lambda: self._add_up(place), _nothing)
 
-        def wait() -> tuple[Any, Any]:
+        def wait() -> tuple[tf.Tensor, tf.Tensor]:
             with tf.control_dependencies([tf.cond(is_new, contribute, _nothing)]):
                 taken = self._take(place)
             with tf.control_dependencies([taken]), tf.control_dependencies([self._give(place)]):
@@ -119,8 +124,14 @@ class SlotTable:
         return tf.cond(is_new | is_repeated, wait, lambda: (tf.constant(False), tf.zeros([0])))
 
     def _begin(
-        self, run: Any, slot: Any, worker: Any, step: Any, place: Any, size: Any
-    ) -> tuple[Any, Any]:
+        self,
+        run: tf.Tensor,
+        slot: tf.Tensor,
+        worker: tf.Tensor,
+        step: tf.Tensor,
+        place: tf.Tensor,
+        size: tf.Tensor,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return, under the lock, whether the contribution is new or known.
 
         A contribution that would leave the slot without a sum is not new: one from a worker that
@@ -146,7 +157,9 @@ class SlotTable:
         with tf.control_dependencies([noted, noted_size]):
             return tf.identity(is_new), tf.identity(is_repeated)
 
-    def _count(self, run: Any, slot: Any, worker: Any, step: Any) -> Any:
+    def _count(
+        self, run: tf.Tensor, slot: tf.Tensor, worker: tf.Tensor, step: tf.Tensor
+    ) -> tf.Tensor:
         """Record a contribution under the lock; return whether it completes the step.
 
         A contribution whose run has ended in the meantime does not count.
@@ -160,7 +173,7 @@ class SlotTable:
             is_complete = tf.reduce_min(self._latest.read_value()[slot]) >= step
         return is_complete & ~is_counted
 
-    def _add_up(self, place: Any) -> Any:
+    def _add_up(self, place: tf.Tensor) -> tf.Tensor:
         first = place * self._num_workers
         total = _read(tf.gather(self._contributions, first))
         for worker in range(1, self._num_workers):
@@ -169,18 +182,18 @@ class SlotTable:
         with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=where, value=total)]):
             return self._give(place)
 
-    def _take(self, place: Any) -> Any:
+    def _take(self, place: tf.Tensor) -> tf.Tensor:
         tokens = tf.gather(self._tokens, place)
         return tf.raw_ops.QueueDequeueV2(handle=tokens, component_types=[tf.bool])[0]
 
-    def _give(self, place: Any) -> Any:
+    def _give(self, place: tf.Tensor) -> tf.Tensor:
         tokens = tf.gather(self._tokens, place)
         given = tf.raw_ops.QueueEnqueueV2(handle=tokens, components=[tf.constant(True)])
         with tf.control_dependencies([given]):
             return tf.constant(True)
 
-    def _empty_queues(self) -> Any:
-        def body(place: Any) -> Any:
+    def _empty_queues(self) -> Nest:
+        def body(place: tf.Tensor) -> tf.Tensor:
             size = tf.raw_ops.QueueSizeV2(handle=tf.gather(self._tokens, place))
             taken = tf.cond(size > 0, lambda: self._take(place), _nothing)
             with tf.control_dependencies([taken]):
@@ -194,29 +207,29 @@ class SlotTable:
             tf.raw_ops.QueueCloseV2(handle=self._tokens[place], cancel_pending_enqueues=True)
 
 
-def _nothing() -> Any:
+def _nothing() -> tf.Tensor:
     return tf.constant(True)
 
 
-def _read(handle: Any) -> Any:
+def _read(handle: tf.Tensor) -> tf.Tensor:
     value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
     return tf.ensure_shape(value, [None])
 
 
-def _variables(count: int) -> Any:
+def _variables(count: int) -> tf.Tensor:
     """Return handles of variables of any shape, selectable by number in the graph."""
     shape = tf.TensorShape(None)
     options = {"dtype": tf.float32, "shape": shape, "shared_name": _ANONYMOUS, "container": ""}
     return tf.stack([tf.raw_ops.VarHandleOp(**options) for _ in range(count)])
 
 
-def _queues(count: int) -> Any:
+def _queues(count: int) -> tf.Tensor:
     """Return handles of queues with one token each."""
     name = f"keras_het_{uuid.uuid4().hex}"
 
     # In one function, because each would take a millisecond on its own.
     @tf.function
-    def make() -> Any:
+    def make() -> tf.Tensor:
         options = {"component_types": [tf.bool], "shapes": [[]], "capacity": 1}
         queues = [
             tf.raw_ops.FIFOQueueV2(shared_name=f"{name}_{i}", **options) for i in range(count)
