@@ -32,7 +32,7 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 # Two processes share the tests file by file, the files that take long first: the last one would
 # leave a core idle. Those that look at what they measure run alone.
 ROOMS := multi_process benchmarks recipes docs strategy exactness asynchronous loader callbacks \
-  outside launch summation planning fit rpc
+  outside launch summation planning telemetry tensorboard fit rpc
 TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make packaging private_api rooms)
 PYTEST := .venv/bin/python -m pytest
 # One that crashes ends the run: xdist would wait for the tests that it has lost.

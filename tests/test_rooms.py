@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "keras_het"
 ROOMS = [
     *("planning", "planning.times", "planning.balance", "planning.roles", "planning.loader"),
     "planning.diagnosis",
+    "tensorboard",
     ".",
     *("fit", "rpc"),
     *("loader", "loader.host", "loader.order", "loader.iterators", "loader.inspection"),
@@ -25,7 +26,6 @@ ROOMS = [
     "local_training",
     "telemetry",
     "callbacks",
-    "tensorboard",
     *("launch.local", "launch"),
 ]
 MOST_FILES = 17

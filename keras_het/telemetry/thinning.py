@@ -1,0 +1,107 @@
+"""Old steps thinned: an event file replaced by one that has a row for many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.telemetry.event_files import EventFile, read_events
+from keras_het.tensorboard import log_format
+from keras_het.tensorboard.log_content import Value
+
+
+def raw_steps_in(path: str) -> int:
+    """Return how many steps an event file holds one by one."""
+    return sum(len(each.value) for each in read_events(path) if each.tag == log_format.STEPS)
+
+
+def thinned_file(path: str, every: int) -> None:
+    """Replace an event file by a thinned one.
+
+    Steps become rows of (lowest, median, highest), of other series the last value of each window
+    stays; setups and changes stay as they are. The new file is complete before it takes the place
+    of the old one, whose name it has: a reader finds one of them, at the same position.
+
+    Args:
+        path: of the file.
+        every: number of steps that become a row.
+    """
+    values = thinned(list(read_events(path)), every)
+    # Without "tfevents" in its name, so that no reader takes it for a part of the log.
+    directory, slash, name = path.rpartition("/")
+    unfinished = f"{directory}{slash}thinning.{name.removeprefix(log_format.FILE_PREFIX)}"
+    file = EventFile(unfinished)
+    try:
+        for each in values:
+            file.write([each])
+        file.flush()
+    finally:
+        file.close()
+    tf.io.gfile.rename(unfinished, path, overwrite=True)
+
+
+def thinned(values: Sequence[Value], every: int) -> list[Value]:
+    """Return the values of a file with its steps thinned, in the order of time.
+
+    Args:
+        values: in the order of time.
+        every: number of steps that become a row.
+    """
+    kept = list(_thinned_steps([each for each in values if each.tag == log_format.STEPS], every))
+    last: dict[tuple[str, int], Value] = {}
+    for each in values:
+        if each.tag in (log_format.SETUP, log_format.CHANGES) or _is_thinned(each.tag):
+            kept.append(each)
+        elif each.tag != log_format.STEPS:
+            last[each.tag, each.step // every] = each
+    return sorted([*kept, *last.values()], key=lambda each: each.time)
+
+
+def windows(rows: Any, every: int) -> Any:
+    """Return the lowest, the median and the highest value of windows of rows, ignoring NaN.
+
+    Args:
+        rows: of shape [B, ...].
+        every: number of rows of a window; the last one may have fewer.
+
+    Returns:
+        An array of shape [windows, 3, ...], NaN where a window has nothing else.
+    """
+    num = -(-len(rows) // every)
+    padded = np.full((num * every, *rows.shape[1:]), np.nan, rows.dtype)
+    padded[: len(rows)] = rows
+    ordered = np.sort(padded.reshape(num, every, *rows.shape[1:]), axis=1)  # NaN comes last
+    known = np.maximum(np.sum(~np.isnan(ordered), axis=1, keepdims=True), 1)
+
+    def at(place: Any) -> Any:
+        return np.take_along_axis(ordered, place, axis=1)[:, 0]
+
+    middle = 0.5 * (at((known - 1) // 2) + at(known // 2))
+    return np.stack([ordered[:, 0], middle, at(known - 1)], axis=1)
+
+
+def _is_thinned(tag: str) -> bool:
+    return log_format.steps_per_row(tag) > 1
+
+
+def _thinned_steps(blocks: Sequence[Value], every: int) -> Iterator[Value]:
+    """Values of thinned steps, one for each run of blocks without a gap."""
+    start = 0
+    for place, block in enumerate(blocks):
+        following = blocks[place + 1] if place + 1 < len(blocks) else None
+        if (
+            following is None
+            or following.step != block.step + len(block.value)
+            or following.value.shape[1:] != block.value.shape[1:]
+        ):
+            first, rows = blocks[start], [each.value for each in blocks[start : place + 1]]
+            yield Value(
+                log_format.thinned_tag(every),
+                first.step,
+                first.time,
+                windows(np.concatenate(rows), every),
+            )
+            start = place + 1

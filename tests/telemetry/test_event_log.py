@@ -1,0 +1,282 @@
+"""Logs as they are written and read back: sizes, damage, errors, resumed trainings."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keras_het.planning.diagnosis.recording import Change, Device
+from keras_het.telemetry import event_files
+from keras_het.telemetry.event_log import EventLog
+from keras_het.telemetry.read_log import Run, read_log
+from keras_het.telemetry.thinning import windows
+from keras_het.tensorboard import log_format
+
+DEVICES = tuple(Device(f"worker {n} GPU 0", n, "GPU", f"host{n}", "Model") for n in range(3))
+HARDWARE = ("hw.power", "hw.temperature")
+
+
+def block(first: int, steps: int, replicas: int = 3) -> Any:
+    """Values that say which step, row and replica they are of."""
+    step = np.arange(first, first + steps)[:, None, None]
+    row = np.arange(5)[None, :, None] / 10
+    return step + row + np.arange(replicas) / 100
+
+
+def write(folder: Path, first: int, steps: int, size: int = 5, **settings: Any) -> None:
+    log = EventLog(folder / "telemetry", DEVICES, HARDWARE, **settings)
+    for start in range(first, first + steps, size):
+        log.write_steps(start, block(start, size))
+    log.close()
+
+
+def only_run(folder: Path) -> Run:
+    (run,) = read_log(folder)
+    return run
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / "telemetry").iterdir())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "telemetry", DEVICES, HARDWARE)
+    log.write_steps(7, block(7, 4))
+    log.write_hardware(9, [[100, np.nan], [200, 60], [300, 70]])
+    log.write_change(Change(9, "shares", "worker 0 gets more"))
+    log.write_change(Change(9, "loader", "2 threads"))
+    log.write_async(10, worker=3, staleness=2, exchange_seconds=math.nan)
+    log.write_scalars(10, {"heterogeneous/step_seconds": 0.5})
+    log.write_steps(11, block(11, 1))
+    log.flush()
+
+    run = only_run(tmp_path)
+    recording = run.recording
+    assert run.name == "telemetry"
+    assert run.messages == ()
+    assert recording.devices == DEVICES
+    np.testing.assert_array_equal(recording.steps, np.arange(7, 12))
+    expected = block(7, 5)
+    for row, name in enumerate(("compute", "input", "sync", "other", "shares")):
+        np.testing.assert_allclose(getattr(recording, name), expected[:, row], rtol=1e-6)
+    np.testing.assert_array_equal(recording.hardware["hw.power"], [[100, 200, 300]])
+    np.testing.assert_array_equal(recording.hardware["hw.temperature"], [[np.nan, 60, 70]])
+    np.testing.assert_array_equal(recording.hardware_steps, [9])
+    assert recording.changes == (
+        Change(9, "shares", "worker 0 gets more"),
+        Change(9, "loader", "2 threads"),
+    )
+    assert run.content.exchanges == (
+        {"worker": 3, "staleness": 2, "exchange_seconds": None, "step": 10},
+    )
+    log.close()
+
+
+def test_nothing_is_created_before_the_first_write(tmp_path: Path) -> None:
+    EventLog(tmp_path / "telemetry", DEVICES).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, DEVICES, HARDWARE)
+    with pytest.raises(ValueError, match="block does not fit"):
+        log.write_steps(0, block(0, 4, replicas=2))
+    with pytest.raises(ValueError, match="values does not fit"):
+        log.write_hardware(0, np.zeros((3, 1)))
+
+
+def test_old_steps_are_thinned_and_the_newest_kept_one_by_one(tmp_path: Path) -> None:
+    write(tmp_path, 0, 400, keep_steps=150, segment_steps=50, every=8)
+    content = only_run(tmp_path).content
+    steps, every = content.recording.steps, content.every
+    assert np.all(np.diff(steps) > 0)
+    assert 100 <= np.sum(every == 1) <= 150
+    assert set(every) == {1, 8}
+    np.testing.assert_array_equal(steps[every == 1], np.arange(steps[every == 1][0], 400))
+    old = steps[every == 8]
+    assert (old[0], len(files(tmp_path))) == (0, 8)
+    # windows begin with each file: 0, 8, .. 40, 48, 50, 58, ..
+    assert list(old[:9]) == [0, 8, 16, 24, 32, 40, 48, 50, 58]
+    median = block(0, 400)[:, 0]
+    np.testing.assert_allclose(content.recording.compute[0], np.median(median[:8], axis=0))
+    np.testing.assert_allclose(content.highest[0, 0], median[7], rtol=1e-6)
+    assert sum(path.stat().st_size for path in files(tmp_path)) < 400 * 3 * 100
+
+
+def test_thinning_keeps_changes_and_a_part_of_the_rest(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "telemetry", DEVICES, HARDWARE, 20, segment_steps=10, every=5)
+    for step in range(60):
+        log.write_hardware(step, np.full((3, 2), step))
+        log.write_steps(step, block(step, 1))
+        if step % 3 == 0:
+            log.write_change(Change(step, "shares", f"at {step}"))
+    log.close()
+    recording = only_run(tmp_path).recording
+    assert [each.step for each in recording.changes] == list(range(0, 60, 3))
+    sampled = list(recording.hardware_steps)
+    assert sampled[:4] == [4, 9, 10, 14]  # a file begins before step 10, after its sample
+    assert sampled[-10:] == list(range(50, 60))
+
+
+def test_windows_ignore_what_is_unknown() -> None:
+    rows = np.array([3.0, np.nan, 1.0, np.nan, np.nan, np.nan, 5.0])
+    low, middle, high = windows(rows, 3).T
+    np.testing.assert_array_equal(low, [1, np.nan, 5])
+    np.testing.assert_array_equal(middle, [2, np.nan, 5])
+    np.testing.assert_array_equal(high, [3, np.nan, 5])
+
+
+def test_a_resumed_training_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
+    write(tmp_path, 0, 40)
+    log = EventLog(tmp_path / "telemetry", DEVICES, HARDWARE)
+    log.write_steps(23, block(23, 10) + 1000)
+    log.close()
+    recording = only_run(tmp_path).recording
+    np.testing.assert_array_equal(recording.steps, np.arange(33))
+    assert recording.compute[22, 0] == pytest.approx(22)
+    assert recording.compute[23, 0] == pytest.approx(1023)
+
+
+def test_steps_of_earlier_starts_count_too(tmp_path: Path) -> None:
+    for start in range(6):
+        write(tmp_path, 50 * start, 50, keep_steps=100, segment_steps=50, every=10)
+    content = only_run(tmp_path).content
+    assert np.sum(content.every == 1) == 100
+    np.testing.assert_array_equal(content.recording.steps[content.every == 10], range(0, 200, 10))
+
+
+def test_a_clock_that_was_put_back_changes_no_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 0, 10)
+    monkeypatch.setattr(event_files.time, "time", lambda: 1.0)
+    write(tmp_path, 5, 10)
+    np.testing.assert_array_equal(only_run(tmp_path).recording.steps, np.arange(15))
+
+
+def test_other_devices_after_a_resume(tmp_path: Path) -> None:
+    write(tmp_path, 0, 10)
+    newer = (DEVICES[2], Device("worker 3 CPU 0", 3))
+    log = EventLog(tmp_path / "telemetry", newer, HARDWARE[1:])
+    log.write_steps(10, block(10, 2, replicas=2))
+    log.write_hardware(10, [[50], [np.nan]])
+    log.close()
+    recording = only_run(tmp_path).recording
+    assert recording.devices == newer
+    np.testing.assert_allclose(recording.compute[3], [3.02, np.nan])
+    np.testing.assert_allclose(recording.compute[11], [11.0, 11.01])
+    assert list(recording.hardware) == ["hw.temperature"]
+
+
+@pytest.mark.parametrize("lost", [1, 3, 40, 200])
+def test_a_torn_file_is_read_up_to_there(tmp_path: Path, lost: int) -> None:
+    write(tmp_path, 0, 50)
+    (path,) = files(tmp_path)
+    path.write_bytes(path.read_bytes()[:-lost])
+    steps = only_run(tmp_path).recording.steps
+    np.testing.assert_array_equal(steps, np.arange(len(steps)))
+    assert 40 <= len(steps) < 50
+
+
+def test_a_log_without_its_setup_is_no_run(tmp_path: Path) -> None:
+    write(tmp_path, 0, 50)
+    (path,) = files(tmp_path)
+    path.write_bytes(path.read_bytes()[:60])
+    assert read_log(tmp_path) == []
+
+
+def test_zeros_at_the_end_do_no_harm(tmp_path: Path) -> None:
+    write(tmp_path, 0, 10)
+    (path,) = files(tmp_path)
+    path.write_bytes(path.read_bytes() + bytes(1000))
+    assert len(only_run(tmp_path).recording.steps) == 10
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    write(tmp_path / "run", 0, 10)
+    with tf.summary.create_file_writer(str(tmp_path / "run" / "train")).as_default():
+        tf.summary.scalar("loss", 1.0, step=0)
+    (tmp_path / "run" / "telemetry" / "events.out.tfevents.1.x").write_bytes(b"nonsense")
+    (tmp_path / "run" / "telemetry" / "events.out.tfevents.1.x.keras_het").write_bytes(b"\1" * 99)
+    assert only_run(tmp_path).name == "run/telemetry"
+
+
+def test_a_newer_version_is_read_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(log_format, "VERSION", 2)
+        write(tmp_path, 0, 10)
+    run = only_run(tmp_path)
+    assert len(run.recording.steps) == 10
+    assert ["version 2" in message for message in run.messages] == [True]
+
+
+def test_no_log_directory(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="There is no log directory"):
+        read_log(tmp_path / "none")
+    assert read_log(tmp_path) == []
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder whose new files go to a device that is always full."""
+    monkeypatch.setattr(event_files.FileNames, "next", lambda self: "/dev/full")
+    yield tmp_path
+
+
+def train_a_while(log: EventLog) -> None:
+    for step in range(0, 30, 10):
+        log.write_steps(step, block(step, 10))
+        log.write_scalars(step, {"heterogeneous/step_seconds": 0.5})
+        log.flush()
+    log.close()
+
+
+def test_a_full_disk_makes_one_warning(full_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "keras_het"):
+        train_a_while(EventLog(full_disk, DEVICES))
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()
+    assert "the training goes on" in record.getMessage()
+
+
+def test_a_directory_that_cannot_be_made_makes_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    train_a_while(EventLog(tmp_path / "file" / "telemetry", DEVICES))
+    assert len(caplog.records) == 1
+
+
+def test_a_removed_log_makes_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(tmp_path / "telemetry", DEVICES)
+    log.write_steps(0, block(0, 10))
+    log.flush()
+    for path in files(tmp_path):
+        path.unlink()
+    train_a_while(log)
+    (record,) = caplog.records
+    assert "was removed" in record.getMessage()
+
+
+def test_a_failed_thinning_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 0, 100, segment_steps=50)
+    before = {path: path.read_bytes() for path in files(tmp_path)}
+
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise OSError("disk quota exceeded")
+
+    monkeypatch.setattr("keras_het.telemetry.thinning.tf.io.gfile.rename", fail)
+    write(tmp_path, 100, 10, keep_steps=50, segment_steps=50)
+    assert "disk quota exceeded" in caplog.text
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert len(only_run(tmp_path).recording.steps) == 100
