@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from pathlib import Path
 
 import psutil
 
-from keras_het.cgroups import CGROUPS, controller_folders
+from keras_het.cgroups import CGROUPS, controller_folders, cpu_seconds_of
 from keras_het.usable_cpus import own_cpus, own_quotas, quota_of, usable_cpus
 
 __all__ = ["IdleCpus", "own_cpus", "own_quotas", "usable_cpus"]
@@ -46,7 +45,7 @@ class IdleCpus:
         return max(idle, 0.0)
 
     def _sample(self) -> tuple[float, float, dict[Path, float]]:
-        used = {folder: _cpu_seconds(folder, self._cgroups) for folder in self._quotas}
+        used = {folder: cpu_seconds_of(folder, self._cgroups) for folder in self._quotas}
         return time.monotonic(), busy_and_idle_seconds(self._cpus)[1], used
 
 
@@ -66,17 +65,3 @@ def busy_and_idle_seconds(cpus: frozenset[int]) -> tuple[float, float]:
     busy = sum(getattr(entry, name, 0.0) for entry in chosen for name in names)
     # a CPU whose threads wait for the disk is free
     return busy, sum(entry.idle + getattr(entry, "iowait", 0.0) for entry in chosen)
-
-
-def _cpu_seconds(folder: Path, cgroups: Path) -> float:
-    """CPU time that a cgroup used; if unavailable, that of this process."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "cpu.stat").read_text().splitlines():
-            if line.startswith("usage_usec"):
-                return int(line.split()[1]) / 1e6
-    _, *path = folder.relative_to(cgroups).parts or ("",)
-    # version 1 may have the controllers cpu and cpuacct in separate hierarchies
-    for account in (folder, cgroups.joinpath("cpuacct", *path)):
-        with contextlib.suppress(OSError, ValueError):
-            return int((account / "cpuacct.usage").read_text()) / 1e9
-    return time.process_time()

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import psutil
 
-from keras_het.cgroups import CGROUPS, controller_folders
-
-_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Limit, usage, and reclaimable part of it, of cgroups of versions 2 and 1."""
+from keras_het.cgroups import CGROUPS, controller_folders, memory_of
 
 
 def available_memory(cgroups: Path = CGROUPS, membership: Path | None = None) -> int:
@@ -31,23 +24,7 @@ def available_memory(cgroups: Path = CGROUPS, membership: Path | None = None) ->
     """
     available = int(psutil.virtual_memory().available)
     for folder in controller_folders("memory", cgroups, membership):
-        left = _left_in(folder)
-        available = available if left is None else min(available, left)
+        bounds = memory_of(folder)
+        if bounds is not None:
+            available = min(available, max(bounds[0] - bounds[1], 0))
     return available
-
-
-def _left_in(folder: Path) -> int | None:
-    """Return the bytes that the limit of a cgroup leaves, None without a limit."""
-    for limit, used, unused in _FILES:
-        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
-            free = int((folder / limit).read_text()) - int((folder / used).read_text())
-            return max(free + _statistic(folder, unused), 0)
-    return None
-
-
-def _statistic(folder: Path, name: str) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "memory.stat").read_text().splitlines():
-            if line.startswith(f"{name} "):
-                return int(line.split()[1])
-    return 0
