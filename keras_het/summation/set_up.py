@@ -18,8 +18,6 @@ from keras_het.summation.options import Summation
 from keras_het.summation.service import SummationService, summation_credential
 
 if TYPE_CHECKING:
-    import tensorflow as tf
-
     from keras_het.strategy.extended import HeterogeneousExtended
     from keras_het.strategy.membership import Membership
 
@@ -44,7 +42,7 @@ def start_summation(
         ConnectionError: if a machine does not answer.
         PermissionError: if a machine refuses this worker.
     """
-    hosts = _worker_hosts(membership.resolver)
+    hosts = [address.rpartition(":")[0] for address in membership.workers.values()]
     spare = () if membership.config is None else membership.config.summation_machines
     worker, num_workers = extended.layout.worker_index, extended.layout.num_workers
     proof = summation_credential(num_workers, len(spare))
@@ -77,13 +75,3 @@ def check_is_no_summation_machine(config: ClusterConfig | None) -> None:
             "and does not train. Run `python -m keras_het.summation` here instead of the "
             "training script."
         )
-
-
-def _worker_hosts(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> list[str]:
-    spec = resolver.cluster_spec()
-    return [
-        spec.task_address(job, index).rpartition(":")[0]
-        for job in ("chief", "worker")
-        if job in spec.jobs
-        for index in spec.task_indices(job)
-    ]
