@@ -1,0 +1,74 @@
+"""Medians and means of values of which some are unknown."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keras_het.planning.diagnosis.recording import Floats
+
+LONGEST_SECONDS = 1e6
+"""A longer time of one step is taken for a mistake of the clock: 11 days."""
+_MOST_ROWS_TO_FILL = 512
+
+
+def medians(values: Floats, axis: int = 0) -> Floats:
+    """Return lower medians along an axis; NaN where nothing is known.
+
+    The lower median of two values is the smaller: noise raises times more than it lowers them.
+
+    Args:
+        values: float64, NaN where a value is unknown.
+        axis: the axis that disappears.
+    """
+    if not values.shape[axis]:
+        return np.full(np.delete(values.shape, axis), np.nan)
+    ordered = np.sort(values, axis=axis)  # NaN goes last
+    count = np.sum(~np.isnan(ordered), axis=axis, keepdims=True)
+    middle = np.take_along_axis(ordered, np.maximum((count - 1) // 2, 0), axis)
+    result: Floats = np.squeeze(middle, axis)
+    return result
+
+
+def means(values: Floats, most: float = np.inf) -> Floats:
+    """Return the mean of each column; NaN where nothing is known.
+
+    Args:
+        values: float64 of shape [T, N], NaN where a value is unknown.
+        most: values above this many medians of their column count as this many, so that a few
+            outliers do not pass for a slow device, and a device that is slow in every third step
+            does.
+    """
+    if most < np.inf:
+        values = np.minimum(values, most * medians(values))
+    known = ~np.isnan(values)
+    total = np.where(known, values, 0.0).sum(axis=0)
+    count = known.sum(axis=0)
+    result: Floats = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return result
+
+
+def checked(values: Floats, most: float = LONGEST_SECONDS) -> Floats:
+    """Return values with NaN in place of what cannot be, and 0 in place of what is below it.
+
+    Args:
+        values: float64 of any shape.
+        most: the largest possible value.
+    """
+    values = np.asarray(values, np.float64)
+    result: Floats = np.where(np.abs(values) <= most, np.maximum(values, 0.0), np.nan)
+    return result
+
+
+def filled(values: Floats) -> Floats:
+    """Return values with each column's median in place of NaN; 0 in columns without a value.
+
+    Args:
+        values: float64 of shape [T, N].
+    """
+    unknown = np.isnan(values)
+    if not unknown.any():
+        return values
+    stride = -(-len(values) // _MOST_ROWS_TO_FILL)
+    middle = medians(values[::stride])
+    result: Floats = np.where(unknown, np.nan_to_num(middle), values)
+    return result

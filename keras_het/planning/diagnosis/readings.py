@@ -1,0 +1,226 @@
+"""What samples of the hardware say about a slow device or host."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from keras_het.planning.diagnosis.middles import means
+from keras_het.planning.diagnosis.recording import Floats, Recording
+
+# Bits of NVML's clock event reasons that mean a fault; power cap alone is common under load.
+POWER_CAP = 0x4
+HEAT_OR_POWER = 0x8 | 0x20 | 0x40 | 0x80
+REASONS = {
+    0x4: "its power limit",
+    0x8: "a hardware slow-down",
+    0x20: "heat",
+    0x40: "heat",
+    0x80: "the power brake",
+}
+# Fraction of the samples that must have a reason.
+_OFTEN = 0.5
+_LOW_CLOCK = 0.7
+_FULL_CLOCK = 0.9
+_BUSY_DEVICE = 0.5
+# Fraction of the time in which a quota stops a worker.
+STOPPED = 0.1
+_SATURATED = 0.95
+_LOST_BUDGET = 0.8
+# CPUs in use by others, as a fraction of those that the worker may use, and the host's load.
+_OTHERS = 0.3
+_BUSY_HOST = 0.8
+_MORE_USED = 0.15
+_MORE_MEMORY = 0.05
+# Beyond this a reading is a mistake.
+_LARGEST = 1e18
+_MOST_SAMPLES = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Throttle:
+    """Why a device is clocked down.
+
+    Args:
+        why: the reading, for people.
+        fraction: its clock as a fraction of the highest one; NaN if unknown.
+        reason: what the driver names; empty if it names nothing.
+        certain: whether the driver says so, and it is heat, a brake or a hardware slow-down.
+    """
+
+    why: str
+    fraction: float
+    reason: str
+    certain: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class HostState:
+    """What is wrong with the host of a worker.
+
+    Args:
+        kind: "host" (CPUs are missing) or "other_program".
+        why: the reading, for people.
+        quota: whether a quota or a smaller budget is the reason, not a lack of CPUs.
+        stopped: fraction of the time in which a quota stops the worker.
+    """
+
+    kind: str
+    why: str
+    quota: bool = False
+    stopped: float = 0.0
+
+
+class Readings:
+    """Means of the hardware's samples in recent steps, and before.
+
+    Args:
+        recording: the recording.
+        first: the first recent step.
+    """
+
+    def __init__(self, recording: Recording, first: int) -> None:
+        self._recording = recording
+        self._workers = np.array([device.worker for device in recording.devices], np.int64)
+        recent = np.asarray(recording.hardware_steps) >= first
+        if not recent.any() and len(recent):
+            recent[-1] = True  # sampled rarely: the latest sample stands
+        self._recent = recent
+        self._means: dict[tuple[str, bool], Floats] = {}
+
+    def now(self, name: str) -> Floats:
+        """Return the mean of a quantity in recent steps, of shape [N]; NaN where unknown."""
+        return self._mean(name, recent=True)
+
+    def before(self, name: str) -> Floats:
+        """Return the mean of a quantity before them, of shape [N]; NaN where unknown."""
+        return self._mean(name, recent=False)
+
+    def knows_clock(self, device: int) -> bool:
+        """Tell whether clocks or reasons for low ones are known of a device."""
+        clock = self.now("keras_het.gpu.clock") + self.now("keras_het.gpu.clock_limit")
+        reasons = self.now("keras_het.gpu.throttle_reasons")
+        return bool(np.isfinite(clock[device]) or np.isfinite(reasons[device]))
+
+    def knows_host(self, worker: int) -> bool:
+        """Tell whether anything is known of the CPUs of a worker."""
+        return any(
+            np.isfinite(self._of_worker(self.now(name), worker))
+            for name in ("keras_het.cpu.throttled", "process.cpu.usage", "system.cpu.utilization")
+        )
+
+    def throttled(self, device: int, degraded: bool) -> Throttle | None:
+        """Return why a device is clocked down; None if it is not.
+
+        Args:
+            device: index of the device.
+            degraded: whether it has been faster. A power limit that a device always meets is part
+                of it.
+        """
+        clock = float(self.now("keras_het.gpu.clock")[device])
+        limit = float(self.now("keras_het.gpu.clock_limit")[device])
+        before = float(self.before("keras_het.gpu.clock")[device])
+        fraction = clock / limit if 0 < clock <= limit else np.nan
+        reason = self._reason(device, HEAT_OR_POWER)
+        certain = bool(reason)
+        if not reason and degraded and not fraction > _FULL_CLOCK:
+            reason = self._reason(device, POWER_CAP)
+        # A device without work lowers its clock itself.
+        works = not self.now("hw.gpu.utilization")[device] < _BUSY_DEVICE
+        fell = degraded and clock < _FULL_CLOCK * before
+        if not reason and not (works and (fraction < _LOW_CLOCK or fell)):
+            return None
+        because = f" because of {reason}" if reason else ""
+        if fraction > 0:
+            shown = f"runs at {clock / 1e6:.0f} of {limit / 1e6:.0f} MHz{because}"
+        else:
+            shown = f"is clocked down{because}"
+        return Throttle(shown, fraction, reason, certain)
+
+    def other_program_on(self, device: int) -> str | None:
+        """Return what shows another program on a device; None if nothing does.
+
+        Args:
+            device: index of a device that has been faster.
+        """
+        used, before = (
+            float(values[device])
+            for values in (self.now("hw.gpu.utilization"), self.before("hw.gpu.utilization"))
+        )
+        memory = self.now("hw.gpu.memory.usage") - self.before("hw.gpu.memory.usage")
+        more = float((memory / self.now("hw.gpu.memory.limit"))[device])
+        if more > _MORE_MEMORY:
+            return f"{more * 100:.0f} % more of its memory are in use than before"
+        if used - before > _MORE_USED:
+            return f"its utilization rose from {before * 100:.0f} to {used * 100:.0f} %"
+        return None
+
+    def host(self, worker: int, wants_cpus: bool) -> HostState | None:
+        """Return what keeps CPUs from a worker; None if nothing is known to do so.
+
+        Args:
+            worker: index of the worker.
+            wants_cpus: whether a full budget is a fault: not where the CPUs are the device.
+        """
+        stopped = self._of_worker(self.now("keras_het.cpu.throttled"), worker)
+        budget = self._of_worker(self.now("keras_het.cpu.budget"), worker)
+        before = self._of_worker(self.before("keras_het.cpu.budget"), worker)
+        if stopped >= STOPPED:
+            why = f"a CPU quota stops it for {stopped * 100:.0f} % of the time"
+            return HostState("host", why, quota=True, stopped=min(stopped, 0.99))
+        if budget < _LOST_BUDGET * before:
+            return HostState("host", f"it has {budget:.3g} CPUs instead of {before:.3g}", True)
+        if (others := self._others(worker, budget)) is not None:
+            return HostState("other_program", others)
+        usage = self._of_worker(self.now("process.cpu.usage"), worker)
+        if wants_cpus and usage >= _SATURATED * budget:
+            return HostState("host", f"it keeps {usage:.3g} of its {budget:.3g} CPUs busy")
+        return None
+
+    def _others(self, worker: int, budget: float) -> str | None:
+        load = self._of_worker(self.now("system.cpu.utilization"), worker)
+        usage = self._of_worker(self.now("process.cpu.usage"), worker)
+        if not load >= _BUSY_HOST or not budget > 0 or np.isnan(usage):
+            return None
+        for neighbour in self._neighbours(worker):
+            usage += float(np.nan_to_num(self._of_worker(self.now("process.cpu.usage"), neighbour)))
+        # The host has as many CPUs as the budget at least.
+        others = load * budget - usage
+        if others < _OTHERS * budget:
+            return None
+        return (
+            f"its host is {load * 100:.0f} % busy, and other programs use at least {others:.2g} "
+            f"of its {budget:.3g} CPUs"
+        )
+
+    def _neighbours(self, worker: int) -> set[int]:
+        devices = self._recording.devices
+        hosts = {device.host for device in devices if device.worker == worker}
+        return {d.worker for d in devices if d.host in hosts and d.worker != worker}
+
+    def _reason(self, device: int, bits: int) -> str:
+        values = self._recording.hardware.get("keras_het.gpu.throttle_reasons")
+        if values is None:
+            return ""
+        column = np.asarray(values, np.float64)[self._recent, device]
+        column = column[np.isfinite(column) & (column >= 0) & (column < 2**53)].astype(np.int64)
+        for bit, text in REASONS.items():
+            if bit & bits and len(column) and ((column & bit) > 0).mean() >= _OFTEN:
+                return text
+        return ""
+
+    def _mean(self, name: str, recent: bool) -> Floats:
+        if (name, recent) not in self._means:
+            values = self._recording.hardware.get(name)
+            if values is None:
+                result = np.full(len(self._recording.devices), np.nan)
+            else:
+                rows = np.flatnonzero(self._recent == recent)
+                chosen = np.asarray(values, np.float64)[rows[:: max(len(rows) // _MOST_SAMPLES, 1)]]
+                result = means(np.where(np.abs(chosen) < _LARGEST, chosen, np.nan))
+            self._means[name, recent] = result
+        return self._means[name, recent]
+
+    def _of_worker(self, values: Floats, worker: int) -> float:
+        return float(means(values[self._workers == worker][:, None])[0])

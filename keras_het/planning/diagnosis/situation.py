@@ -1,0 +1,141 @@
+"""What is known of recent steps, beside their times: speeds, bests, readings."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from keras_het.planning.diagnosis.device_lines import device_lines, relative_times
+from keras_het.planning.diagnosis.middles import checked, means, medians
+from keras_het.planning.diagnosis.readings import HostState, Readings
+from keras_het.planning.diagnosis.recording import Floats, Recording
+from keras_het.planning.diagnosis.scores import against_best, against_own_best, best_block, blocks
+from keras_het.planning.diagnosis.windows import Windows
+
+# A device is slow from this ratio on, and further by so many standard errors.
+_SLOW = 1.15
+_DEVIATIONS = 3.0
+_OF_MEDIAN_DEVIATION = 1.4826
+
+
+class Situation:
+    """Everything that a diagnosis asks about, computed once.
+
+    Args:
+        recording: the recording.
+        windows: its recent and earlier steps; recent ones are not empty.
+    """
+
+    def __init__(self, recording: Recording, windows: Windows) -> None:
+        self.recording = recording
+        self.windows = windows
+        self.recent = windows.recent
+        self.step_seconds = self.recent.mean(self.recent.seconds)
+        self.lines = device_lines(recording, self.recent)
+        self.best = against_best(self.lines, self.recent)
+        self.own_best = against_own_best(self.lines, windows)
+        self.readings = Readings(recording, int(self.recent.numbers[0]))
+        self.workers = sorted({device.worker for device in recording.devices})
+        self._hosts: dict[int, HostState | None] = {}
+        self._devices: dict[int, list[int]] = {worker: [] for worker in self.workers}
+        for index, device in enumerate(recording.devices):
+            self._devices[device.worker].append(index)
+
+    def devices_of(self, worker: int) -> list[int]:
+        """Return the indices of a worker's devices."""
+        return self._devices[worker]
+
+    def host(self, worker: int) -> HostState | None:
+        """Return what is wrong with the host of a worker; None if nothing is known."""
+        if worker not in self._hosts:
+            kinds = {self.recording.devices[index].kind for index in self.devices_of(worker)}
+            self._hosts[worker] = self.readings.host(worker, wants_cpus="CPU" not in kinds)
+        return self._hosts[worker]
+
+    def changed(self, kind: str) -> bool:
+        """Tell whether a training has changed something already.
+
+        Args:
+            kind: as in `Change`.
+        """
+        return any(change.kind == kind for change in self.recording.changes)
+
+    @functools.cached_property
+    def limits(self) -> Floats:
+        """Ratio from which on a device is slow, float64 of shape [N]."""
+        times = relative_times(self.lines, self.recent)
+        deviation = _OF_MEDIAN_DEVIATION * medians(np.abs(times - medians(times)))
+        error = np.nan_to_num(deviation) / np.sqrt(max(len(times), 1))
+        result: Floats = _SLOW + _DEVIATIONS * error
+        return result
+
+    @functools.cached_property
+    def common(self) -> float:
+        """The best score against themselves of all devices: what all have lost is no device's."""
+        if len(self.own_best) < 2 or np.isnan(self.own_best).all():
+            return 1.0
+        return float(np.nanmax(self.own_best))
+
+    @functools.cached_property
+    def least_other(self) -> float:
+        """Other time in seconds that a replica must spend, as far as is known."""
+        earlier = best_block(self.windows.earlier.other)
+        values = means(self.recent.other)
+        if len(values) > 1:
+            earlier = np.append(earlier, values)
+        known = earlier[~np.isnan(earlier)]
+        return float(known.min()) if len(known) else float(values.max(initial=0.0))
+
+    @functools.cached_property
+    def least_transfer(self) -> float:
+        """Transfer in seconds in the best earlier steps; infinite if unknown."""
+        best = best_block(self.windows.earlier.transfer[:, None])[0]
+        return float(best) if np.isfinite(best) else np.inf
+
+    @functools.cached_property
+    def usual_seconds(self) -> float:
+        """Step time in seconds, with medians in place of single times: without noise."""
+        return _usual(self.recent.own[None], self.recent.transfer[None])
+
+    @functools.cached_property
+    def least_seconds(self) -> float:
+        """Usual step time of the best earlier steps with as many samples; infinite if unknown."""
+        earlier = self.windows.earlier
+        total = earlier.shares.sum(axis=1)
+        now = float(medians(self.recent.shares.sum(axis=1)))
+        same = np.abs(total - now) <= 0.02 * now
+        return _usual(blocks(earlier.own[same]), blocks(earlier.transfer[same]))
+
+    @functools.cached_property
+    def own_transfer(self) -> Floats:
+        """Mean time from the last replica's arrival to each one's end of the exchange, [N]."""
+        rows = np.isin(self.recording.steps, self.recent.numbers)
+        sync = checked(self.recording.sync[rows])
+        own = self.recent.own
+        if len(sync) != len(own):  # steps whose numbers repeat
+            return np.zeros(own.shape[1])
+        ends = own + sync - own.max(axis=1, keepdims=True)
+        return np.nan_to_num(means(ends))
+
+    @functools.cached_property
+    def balanced_seconds(self) -> float:
+        """Compute time of a step with balanced shares in seconds; NaN if no speed is known."""
+        return self.balanced_seconds_with(np.ones(len(self.lines.fixed)))
+
+    def balanced_seconds_with(self, factors: Floats) -> float:
+        """Return the compute time of a step with balanced shares, if devices changed their speed.
+
+        Args:
+            factors: float64 of shape [N], multiples of the present time of each device.
+        """
+        lines = self.lines.scaled(factors)
+        shares = lines.balanced(medians(self.recent.shares))
+        seconds = np.where(shares > 0, np.nan_to_num(lines.seconds(shares)), 0.0)
+        return float(seconds.max(initial=0.0))
+
+
+def _usual(own: Floats, transfer: Floats) -> float:
+    """Return the shortest step of blocks, of shape [blocks, rows, N] and [blocks, rows]."""
+    seconds = medians(own, axis=1).max(axis=1, initial=0.0) + medians(transfer, axis=1)
+    return float(seconds.min(initial=np.inf))

@@ -1,0 +1,163 @@
+"""The steps of a recording that can be compared, and what makes each as long as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keras_het.planning.bounded_shares import MAX_TOTAL
+from keras_het.planning.diagnosis.middles import checked, filled, medians
+from keras_het.planning.diagnosis.recording import Floats, Integers, Recording
+
+BoolArray = NDArray[np.bool_]
+
+# The first steps of a run trace and compile.
+FIRST_ROWS = 8
+_LONG_FIRST_ROW = 2.5
+# An evaluation, a checkpoint or a new trace between steps.
+_LONG_ROW = 4.0
+_MOST_LONG_ROWS = 0.05
+# The last batch of an epoch may be smaller than the batches around it.
+_PARTIAL_BATCH = 0.98
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    r"""Steps without gaps, of T rows and N replicas.
+
+    A replica r enters the collective after its own time, and the last one ends the waiting:
+
+    .. math:: own_r = other_r + input_r + compute_r, \qquad step = \max_r own_r + transfer,
+        \qquad transfer = \min_r sync_r
+
+    The last replica waits for nobody: all it spends in the collective is transfer. Other time
+    counts as if it came before the collective: what is after it delays the next step alike.
+
+    Args:
+        numbers: int64 of shape [T], number of the step of each row.
+        weights: float64 of shape [T], steps that a row stands for.
+        compute: float64 of shape [T, N], seconds.
+        input: float64 of shape [T, N], seconds.
+        other: float64 of shape [T, N], seconds.
+        transfer: float64 of shape [T], seconds.
+        shares: float64 of shape [T, N], samples; all 1 if unknown.
+        known: bool of shape [N], whether any compute time of a device is known.
+    """
+
+    numbers: Integers
+    weights: Floats
+    compute: Floats
+    input: Floats
+    other: Floats
+    transfer: Floats
+    shares: Floats
+    known: BoolArray
+
+    @functools.cached_property
+    def own(self) -> Floats:
+        """Time of each replica before the collective in seconds, float64 of shape [T, N]."""
+        return self.compute + self.input + self.other
+
+    @functools.cached_property
+    def seconds(self) -> Floats:
+        """Time of each step, float64 of shape [T]."""
+        result: Floats = self.own.max(axis=1, initial=0.0) + self.transfer
+        return result
+
+    def mean(self, values: Floats) -> float:
+        """Return the mean over steps.
+
+        Args:
+            values: float64 of shape [T].
+        """
+        return float(values @ self.weights / self.weights.sum()) if len(values) else np.nan
+
+    def rows(self, chosen: slice | Integers) -> Steps:
+        """Return some rows.
+
+        Args:
+            chosen: their slice or indices.
+        """
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        known = fields.pop("known")
+        return Steps(**{name: values[chosen] for name, values in fields.items()}, known=known)
+
+
+def steps_of(recording: Recording, rows: Integers) -> Steps:
+    """Return rows of a recording, with medians in place of single unknown values.
+
+    Args:
+        recording: the recording.
+        rows: indices of the rows, ascending.
+    """
+    compute, waited, sync, other = (
+        checked(values[rows])
+        for values in (recording.compute, recording.input, recording.sync, recording.other)
+    )
+    known = np.asarray((~np.isnan(compute)).any(axis=0))
+    shares = checked(recording.shares[rows], MAX_TOTAL)
+    if np.isnan(shares).all():
+        shares = np.ones_like(shares)
+    lowest = np.where(np.isnan(sync), np.inf, sync).min(axis=1, initial=np.inf)
+    transfer = np.where(np.isinf(lowest), np.nan, lowest)
+    return Steps(
+        recording.steps[rows],
+        _weights(recording.steps)[rows],
+        filled(compute),
+        filled(waited),
+        filled(other),
+        filled(transfer[:, None])[:, 0],
+        filled(shares),
+        known,
+    )
+
+
+def comparable_rows(recording: Recording) -> Integers:
+    """Return the rows with times, samples and a whole global batch.
+
+    Args:
+        recording: the recording.
+    """
+    compute = np.asarray(recording.compute, np.float64)
+    timed = np.isfinite(compute).any(axis=1)
+    shares = np.asarray(recording.shares, np.float64)
+    total = np.where(np.isfinite(shares), shares, 0.0).sum(axis=1)
+    before, after = np.roll(total, 1), np.roll(total, -1)
+    if len(total):
+        before[0], after[-1] = total[0], total[-1]
+    partial = total < _PARTIAL_BATCH * np.maximum(before, after)
+    unknown = ~np.isfinite(shares).any(axis=1)
+    return np.flatnonzero(timed & (unknown | ((total > 0) & ~partial)))
+
+
+def without_long_rows(steps: Steps, begins: bool) -> Steps:
+    """Leave out first steps that compile, and a few that are far longer than the others.
+
+    Args:
+        steps: the steps.
+        begins: whether these are the first ones of the recording.
+    """
+    if len(steps.numbers) < 3:
+        return steps
+    middle = float(medians(steps.seconds))
+    first = 0
+    while begins and first < FIRST_ROWS and steps.seconds[first] > _LONG_FIRST_ROW * middle:
+        first += 1
+        if first == len(steps.numbers):
+            return steps
+    kept = steps.rows(slice(first, None))
+    is_long = kept.seconds > _LONG_ROW * middle
+    if 0 < is_long.sum() <= max(2, _MOST_LONG_ROWS * len(is_long)) < len(is_long):
+        kept = kept.rows(np.flatnonzero(~is_long))
+    return kept
+
+
+def _weights(numbers: Integers) -> Floats:
+    """Return how many steps rows stand for: those up to the next row."""
+    if len(numbers) < 2:
+        return np.ones(len(numbers))
+    gaps = np.maximum(np.diff(np.asarray(numbers, np.float64)), 1.0)
+    return np.append(gaps, gaps[-1])

@@ -1,0 +1,149 @@
+"""What may have made steps longer, and the time that steps would save without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from keras_het.planning.diagnosis.middles import means
+from keras_het.planning.diagnosis.recording import Floats
+from keras_het.planning.diagnosis.situation import Situation
+from keras_het.planning.diagnosis.slow_devices import slow_devices
+from keras_het.planning.diagnosis.suspect import Suspect
+
+# Fraction of the step below which a phase is not looked at.
+_LITTLE = 0.03
+USUAL_TRANSFER = 0.25
+"""Transfer up to this fraction of the other time of a step is taken for granted."""
+# Transfer of this many times the best one is a fault of the link.
+_SLOWER_LINK = 1.5
+_UNBALANCED = 1.1
+
+
+def find_suspects(situation: Situation) -> list[Suspect]:
+    """Return everything that may be a cause, one for each kind, with all devices concerned.
+
+    Args:
+        situation: what is known of recent steps.
+    """
+    found: dict[str, Suspect] = {}
+    for suspect in _all_suspects(situation):
+        known = found.get(suspect.kind)
+        found[suspect.kind] = known.joined(suspect) if known else suspect
+    return list(found.values())
+
+
+def _all_suspects(situation: Situation) -> Iterator[Suspect]:
+    yield from slow_devices(situation)
+    for worker in situation.workers:
+        yield from _phases(situation, worker)
+    yield from _link(situation)
+    yield from _shares(situation)
+
+
+def _phases(situation: Situation, worker: int) -> Iterable[Suspect]:
+    """Input and other time of a worker, beyond what they have to be."""
+    recent, devices = situation.recent, situation.devices_of(worker)
+    chosen = np.zeros(recent.own.shape[1], np.bool_)
+    chosen[devices] = True
+    least = _LITTLE * situation.step_seconds
+    waited = np.where(chosen, recent.input, 0.0)
+    extra = np.where(chosen, np.maximum(recent.other - situation.least_other, 0.0), 0.0)
+    for kind, saved, why in (
+        ("input", waited, "waits {:.3g} ms for input in each step"),
+        ("other", extra, "spends {:.3g} ms more than it must outside compute, input and exchange"),
+    ):
+        seconds = float(means(saved)[devices].max(initial=0.0))
+        if seconds > least:
+            host = situation.host(worker)
+            text = why.format(seconds * 1e3)
+            if host:
+                kind, text = host.kind, f"{text}: {host.why}"
+            yield Suspect(kind, tuple(devices), saved, np.zeros(len(saved)), text, worker)
+
+
+def _link(situation: Situation) -> Iterable[Suspect]:
+    """Transfer that is longer than before, or long beside everything else."""
+    recent = situation.recent
+    if recent.own.shape[1] < 2:
+        return
+    seconds = float(recent.transfer.mean())
+    rest = float(recent.own.max(axis=1).mean())
+    usual, why = USUAL_TRANSFER * rest, f"takes {seconds * 1e3:.3g} ms of each step"
+    if seconds > _SLOWER_LINK * situation.least_transfer:
+        usual = min(usual, situation.least_transfer)
+        factor = seconds / max(situation.least_transfer, 1e-9)
+        why = f"{why}, {min(factor, 999):.1f} times as long as at its best"
+    if seconds - usual <= _LITTLE * situation.step_seconds:
+        return
+    saved = np.maximum(recent.transfer - usual, 0.0)
+    nothing = np.zeros_like(recent.own)
+    for worker in situation.workers:
+        host = situation.host(worker)
+        if host and host.quota:
+            devices = tuple(situation.devices_of(worker))
+            text = f"exchange {why}: {host.why}"
+            yield Suspect(host.kind, devices, nothing, saved, text, worker)
+            return
+    late = _worker_with_the_slow_link(situation)
+    devices = tuple(situation.devices_of(late)) if late is not None else ()
+    yield Suspect("link", devices, nothing, saved, why, late)
+
+
+def _worker_with_the_slow_link(situation: Situation) -> int | None:
+    """Return the worker whose exchange ends clearly later than that of the others, if any."""
+    if len(situation.workers) < 2:
+        return None
+    ends = situation.own_transfer
+    by_worker = np.array([ends[situation.devices_of(w)].min() for w in situation.workers])
+    last = int(by_worker.argmax())
+    others = float(np.delete(by_worker, last).max())
+    later = by_worker[last] - others
+    is_late = later > max(others / 2, 2 * _LITTLE * situation.step_seconds)
+    return situation.workers[last] if is_late else None
+
+
+def _shares(situation: Situation) -> Iterable[Suspect]:
+    """Devices that are last because they have more samples than their speed allows."""
+    recent, lines = situation.recent, situation.lines
+    shares = recent.shares.mean(axis=0)
+    best = float(situation.balanced_seconds)
+    now = np.where(shares > 0, np.nan_to_num(lines.seconds(shares)), 0.0)
+    if not best > 0 or not now.max(initial=0.0) > _UNBALANCED * best:
+        return
+    last = now > _UNBALANCED * best
+    many = shares > shares.mean() / np.nan_to_num(situation.best, nan=1.0) * _UNBALANCED
+    chosen = np.flatnonzero(last & many)
+    if not len(chosen):
+        return
+    saved: Floats = np.zeros_like(recent.own)
+    saved[:, chosen] = recent.compute[:, chosen] * (1.0 - best / now[chosen])
+    first = int(chosen[now[chosen].argmax()])
+    factor = shares[first] / shares.mean()
+    why = f"has {factor:.1f} times the samples of a mean share, more than its speed allows"
+    devices = (first, *(int(d) for d in chosen if d != first))
+    worker = situation.recording.devices[first].worker
+    yield Suspect("shares", devices, saved, np.zeros(len(saved)), why, worker)
+
+
+def seconds_without(situation: Situation, suspects: Iterable[Suspect]) -> tuple[float, float]:
+    """Return the step time without some suspects: the mean over steps, and that of mean times.
+
+    The first has what devices wait for each other because of noise, the second does not.
+
+    Args:
+        situation: what is known of recent steps.
+        suspects: what is repaired.
+    """
+    recent = situation.recent
+    own, transfer = recent.own, recent.transfer
+    for suspect in suspects:
+        own, transfer = own - suspect.own, transfer - suspect.transfer
+    own, transfer = np.maximum(own, 0.0), np.maximum(transfer, 0.0)
+    by_step = float((own.max(axis=1) + transfer).mean())
+    levels = means(own, _MOST_MEDIANS_OF_OWN)
+    return by_step, float(levels.max() + transfer.mean())
+
+
+_MOST_MEDIANS_OF_OWN = 8.0

@@ -1,0 +1,233 @@
+"""Why steps are longer than they have to be, in at most three lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from keras_het.planning.diagnosis.recording import Recording
+from keras_het.planning.diagnosis.scores import WINDOW
+from keras_het.planning.diagnosis.situation import Situation
+from keras_het.planning.diagnosis.suspect import Suspect
+from keras_het.planning.diagnosis.suspects import find_suspects, seconds_without
+from keras_het.planning.diagnosis.windows import MIN_STEPS, Windows, choose_windows
+from keras_het.planning.diagnosis.wording import advice_for, device_names, text_of
+
+CAUSES = (
+    "slow_device",
+    "throttled_device",
+    "input",
+    "host",
+    "other_program",
+    "link",
+    "shares",
+    "other",
+)
+"""Kinds of causes: "host" is a lack of CPUs, "other" the time of callbacks and Python."""
+SILENT = 0.1
+"""Fraction of a step below which a cause is not named."""
+CRITICAL = 0.2
+"""Fraction of a step above which a cause is critical; between the two it is a note."""
+EXPLAINED = 0.8
+"""Fraction of the excess that the causes must explain together, or none is named."""
+MOST_LINES = 3
+_LOOKS_LIKE_LACK_OF_CPUS = {
+    "slow_device": "a slow device",
+    "input": "a slow pipeline",
+    "other": "slow callbacks",
+}
+# A step this many times as long as in the best earlier steps is too long even without a suspect.
+_LONGER_THAN_BEST = 1.25
+# The best of many is better than any is expected to be.
+_NOT_LUCK = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Something that makes steps longer.
+
+    Args:
+        kind: one of `CAUSES`.
+        devices: indices of the devices concerned, the worst one first; empty for a link that all
+            share.
+        workers: indices of their workers, in the same order, each once.
+        severity: "note", or "critical" above a fifth of the step.
+        share_of_step: fraction of each step that would be saved without it, from 0 to 1.
+        text: who and why, with numbers.
+        advice: what to do.
+    """
+
+    kind: str
+    devices: tuple[int, ...]
+    workers: tuple[int, ...]
+    severity: str
+    share_of_step: float
+    text: str
+    advice: str
+
+    @property
+    def device(self) -> int | None:
+        """Index of the worst device, None for a link that all share."""
+        return self.devices[0] if self.devices else None
+
+    @property
+    def worker(self) -> int | None:
+        """Index of the worst device's worker, None for a link that all share."""
+        return self.workers[0] if self.workers else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The result of a diagnosis.
+
+    Args:
+        lines: at most three lines that a person can act on; one that says so if there is nothing
+            to do; none if too little is known.
+        causes: what makes steps longer, the most expensive first; empty if nothing does.
+        missing: what the diagnosis would need to know, or cannot explain.
+    """
+
+    lines: tuple[str, ...]
+    causes: tuple[Cause, ...]
+    missing: tuple[str, ...]
+
+
+def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
+    r"""Say what makes recent steps longer than they have to be.
+
+    Every suspect s (a slow device, a worker that waits for its input, ...) is repaired in the
+    recorded steps, and their time computed again. With all suspects S repaired, the step takes
+    T(S); a suspect costs what remains when all others are repaired,
+
+    .. math:: cost_s = T(S \setminus s) - T(S)
+
+    and its share of the step is this cost over the step's time. Noise makes devices wait for each
+    other, too: the cost is the smaller of the mean over steps and of that between mean times.
+    Suspects that cost less than a tenth of the step are left out. The rest are causes if they
+    explain 80 % of the excess: of the step's time over T(S), and over the best earlier steps.
+
+    Args:
+        recording: the recording.
+        window: largest number of recent rows that count; earlier ones tell what is usual. It ends
+            early at a change of shares, and at a lasting change of the step time.
+
+    Returns:
+        The verdict. It abstains, and says so in `missing`, where steps or readings are missing.
+
+    Raises:
+        ValueError: if `window` is too small.
+    """
+    if window < MIN_STEPS:
+        raise ValueError(
+            f"A diagnosis needs {MIN_STEPS} steps. Received: window={window}. Use {WINDOW}."
+        )
+    with np.errstate(all="ignore"):
+        windows = choose_windows(recording, window)
+        abstention = _abstention(recording, windows)
+        if abstention:
+            return Verdict((), (), (abstention,))
+        return _verdict(Situation(recording, windows))
+
+
+def _abstention(recording: Recording, windows: Windows) -> str:
+    if not recording.devices:
+        return "no devices"
+    if windows.wanted >= MIN_STEPS and windows.recent.own.max(initial=0.0) > 0:
+        return ""
+    if not np.isfinite(recording.compute).any() and len(recording.steps) >= MIN_STEPS:
+        return "no compute times: cannot tell devices apart"
+    steps = f"{windows.wanted} of {MIN_STEPS}"
+    if windows.since_shares is not None:
+        return f"not enough steps since shares changed in step {windows.since_shares}: {steps}"
+    return f"not enough steps yet: {steps}"
+
+
+def _verdict(situation: Situation) -> Verdict:
+    suspects = find_suspects(situation)
+    costs = _costs(situation, suspects)
+    order = sorted(range(len(suspects)), key=lambda index: -costs[index])
+    named = [suspects[index] for index in order if costs[index] >= SILENT]
+    missing = _missing(situation, named)
+    unexplained = _unexplained(situation, suspects, named)
+    if unexplained:
+        return Verdict((), (), (*missing, unexplained))
+    causes = tuple(
+        _cause(situation, suspects[index], costs[index])
+        for index in order
+        if costs[index] >= SILENT
+    )
+    lines = [f"{cause.text} {cause.advice}" for cause in causes[:MOST_LINES]]
+    if not lines:
+        lines.append(f"Nothing to do: no cause takes {SILENT * 100:.0f} % of a step.")
+    return Verdict(tuple(lines), causes, tuple(missing))
+
+
+def _costs(situation: Situation, suspects: Sequence[Suspect]) -> list[float]:
+    """Return the fraction of the step that each suspect costs."""
+    step, all_repaired = situation.step_seconds, seconds_without(situation, suspects)
+    costs = []
+    for index in range(len(suspects)):
+        others = [*suspects[:index], *suspects[index + 1 :]]
+        saved = np.subtract(seconds_without(situation, others), all_repaired)
+        costs.append(float(min(max(saved.min() / step, 0.0), 1.0)))
+    return costs
+
+
+def _unexplained(
+    situation: Situation, suspects: Sequence[Suspect], named: Sequence[Suspect]
+) -> str:
+    """Return what the causes leave unexplained, empty if they explain enough."""
+    by_step, by_mean = seconds_without(situation, ())
+    repaired_by_step, repaired_by_mean = seconds_without(situation, suspects)
+    named_by_step, _ = seconds_without(situation, named)
+    checks = [(by_step - named_by_step, by_step - repaired_by_step)]
+    least, now = situation.least_seconds, situation.usual_seconds
+    if now > _LONGER_THAN_BEST * least:
+        # Suspects may explain this and yet cost little, where noise makes steps as long.
+        checks.append((by_mean - repaired_by_mean, now - _NOT_LUCK * least))
+    for explained, excess in checks:
+        if excess >= SILENT * situation.step_seconds and explained < EXPLAINED * excess:
+            return (
+                f"{excess * 1e3:.3g} ms of each step are more than necessary, and what is known "
+                f"explains {max(explained, 0.0) * 1e3:.3g} ms: no cause is named"
+            )
+    return ""
+
+
+def _cause(situation: Situation, suspect: Suspect, cost: float) -> Cause:
+    workers = (situation.recording.devices[index].worker for index in suspect.devices)
+    return Cause(
+        suspect.kind,
+        suspect.devices,
+        tuple(dict.fromkeys(workers)),
+        "critical" if cost > CRITICAL else "note",
+        cost,
+        text_of(situation, suspect, cost),
+        advice_for(situation, suspect),
+    )
+
+
+def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
+    """Return what would have told causes apart that look alike without it."""
+    devices, readings = situation.recording.devices, situation.readings
+    missing = []
+    if len(unknown := np.flatnonzero(~situation.recent.known)):
+        missing.append(f"no compute times of {device_names(situation, tuple(unknown.tolist()))}")
+    for suspect in named:
+        if not suspect.devices or suspect.kind not in _LOOKS_LIKE_LACK_OF_CPUS:
+            continue
+        first = devices[suspect.devices[0]]
+        if suspect.kind == "slow_device" and first.kind != "CPU":
+            if not readings.knows_clock(suspect.devices[0]):
+                missing.append(
+                    f"no clock readings of {first.name}: cannot tell a throttled device from a "
+                    "slow one"
+                )
+        elif not readings.knows_host(first.worker):
+            missing.append(
+                f"no CPU readings of worker {first.worker}: cannot tell a lack of CPUs from "
+                f"{_LOOKS_LIKE_LACK_OF_CPUS[suspect.kind]}"
+            )
+    return missing

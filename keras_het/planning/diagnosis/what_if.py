@@ -1,0 +1,209 @@
+"""What each device, worker and phase costs: steps computed again with ideal times in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from keras_het.planning.diagnosis.device_lines import DeviceLines, device_lines
+from keras_het.planning.diagnosis.middles import means
+from keras_het.planning.diagnosis.recording import Device, Floats, Recording
+from keras_het.planning.diagnosis.steps import (
+    Steps,
+    comparable_rows,
+    steps_of,
+    without_long_rows,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WhatIf:
+    """Mean time of a step in seconds, as it is and as it would be; NaN if there are no steps.
+
+    Args:
+        step_seconds: as it is.
+        by_device: float64 of shape [N], if this device were ideal.
+        by_worker: by index of a worker, if all its devices were.
+        by_phase: by name of a phase, if it were ideal on all devices; "sync" is the transfer.
+    """
+
+    step_seconds: float
+    by_device: Floats
+    by_worker: Mapping[int, float]
+    by_phase: Mapping[str, float]
+
+
+def what_if(recording: Recording) -> WhatIf:
+    r"""Compute the steps of a recording again without one device's, worker's or phase's troubles.
+
+    An ideal device computes its share as fast as the fastest device would, waits for no input, and
+    spends as little other time as the device that spends least; where it is better than that, it
+    keeps its own time. With ideal times in the place of device d's,
+
+    .. math:: step_d = \max\big(\max_{r \ne d} own_r,\; own_d^\text{ideal}\big) + transfer
+
+    for each step; the mean is over all steps but those that compile, partial batches and a few very
+    long ones. An ideal transfer takes no time.
+
+    Args:
+        recording: the recording; use `between` for a part of it.
+
+    Reference:
+        Lin et al., "Understanding Stragglers in Large Model Training Using What-if Analysis", OSDI
+        2025, arXiv:2505.05713. There, devices are equal and the ideal is their mean.
+    """
+    steps = all_steps(recording)
+    with np.errstate(all="ignore"):
+        return what_if_of_steps(steps, device_lines(recording, steps), recording.devices)
+
+
+def gain_over_even(recording: Recording) -> float:
+    """Return by what factor the present shares make steps shorter than even ones would.
+
+    Above 1 where balancing has paid. NaN without steps; devices whose speed is unknown count as
+    free.
+
+    Args:
+        recording: the recording; use `between` for a part of it.
+
+    Returns:
+        Predicted time of a step with even shares over the present one.
+    """
+    steps = all_steps(recording)
+    if not len(steps.numbers):
+        return np.nan
+    with np.errstate(all="ignore"):
+        lines = device_lines(recording, steps)
+        even = steps.shares.sum(axis=1, keepdims=True) / max(len(recording.devices), 1)
+        seconds = seconds_with_shares(steps, lines, np.broadcast_to(even, steps.shares.shape))
+        return seconds / steps.mean(steps.seconds)
+
+
+def all_steps(recording: Recording) -> Steps:
+    """Return all steps of a recording that can be compared.
+
+    Args:
+        recording: the recording.
+    """
+    return without_long_rows(steps_of(recording, comparable_rows(recording)), begins=True)
+
+
+def seconds_with_shares(steps: Steps, lines: DeviceLines, shares: Floats) -> float:
+    """Predict the mean time of the same steps with other shares.
+
+    A device's deviations from its line stay, so that both means have the same noise.
+
+    Args:
+        steps: T steps.
+        lines: the line of each device.
+        shares: float64 of shape [T, N] or [N].
+    """
+    line = lines.seconds(steps.shares)
+    had_samples = (steps.shares > 0) & (line > 0)
+    deviation = np.where(had_samples, steps.compute / np.where(had_samples, line, 1.0), 1.0)
+    compute = np.where(shares > 0, np.nan_to_num(lines.seconds(shares) * deviation), 0.0)
+    own = compute + steps.input + steps.other
+    return steps.mean(own.max(axis=1, initial=0.0) + steps.transfer)
+
+
+def what_if_of_steps(steps: Steps, lines: DeviceLines, devices: tuple[Device, ...]) -> WhatIf:
+    """Compute steps again, with the devices' lines at hand.
+
+    Args:
+        steps: the steps.
+        lines: the line of each device.
+        devices: the devices.
+    """
+    fast = ideal_compute(steps, lines)
+    other = ideal_other(steps)
+    ideal = fast + other
+    workers = [device.worker for device in devices]
+
+    def seconds(own: Floats) -> float:
+        return steps.mean(own.max(axis=1, initial=0.0) + steps.transfer)
+
+    phases = {
+        "compute": seconds(fast + steps.input + steps.other),
+        "input": seconds(steps.compute + steps.other),
+        "sync": steps.mean(steps.own.max(axis=1, initial=0.0)),
+        "other": seconds(steps.compute + steps.input + other),
+    }
+    groups = sorted(set(workers))
+    by_worker = _without_each(
+        steps, _largest_of(steps.own, workers), _largest_of(ideal, workers)
+    ).tolist()
+    return WhatIf(
+        steps.mean(steps.seconds),
+        _without_each(steps, steps.own, ideal),
+        dict(zip(groups, by_worker, strict=True)),
+        phases,
+    )
+
+
+def ideal_compute(steps: Steps, lines: DeviceLines) -> Floats:
+    """Return compute times of devices as fast as the fastest, float64 of shape [T, N].
+
+    Args:
+        steps: T steps.
+        lines: the line of each device.
+    """
+    best = fastest(lines, steps.shares)
+    if best is None:
+        return steps.compute
+    line = lines.fixed[best] + lines.slope[best] * steps.shares
+    return np.minimum(steps.compute, line)
+
+
+def fastest(lines: DeviceLines, shares: Floats) -> int | None:
+    """Return the device with the shortest time for a mean share; None if no line is known.
+
+    Args:
+        lines: the line of each device.
+        shares: float64 of shape [T, N].
+    """
+    if not shares.size:
+        return None
+    seconds = lines.seconds(float(shares.mean()))
+    return None if np.isnan(seconds).all() else int(np.nanargmin(seconds))
+
+
+def ideal_other(steps: Steps) -> Floats:
+    """Return other times as short as the best device's mean, float64 of shape [T, N].
+
+    Args:
+        steps: T steps.
+    """
+    if not steps.other.size:
+        return steps.other
+    return np.minimum(steps.other, means(steps.other).min())
+
+
+def _largest_of(own: Floats, workers: list[int]) -> Floats:
+    """Return the longest time among each worker's devices, of shape [T, number of workers]."""
+    if not workers:
+        return own
+    order = np.argsort(workers, kind="stable")
+    sorted_workers = np.asarray(workers)[order]
+    begins = np.flatnonzero(np.r_[True, sorted_workers[1:] != sorted_workers[:-1]])
+    return np.maximum.reduceat(own[:, order], begins, axis=1)
+
+
+def _without_each(steps: Steps, own: Floats, ideal: Floats) -> Floats:
+    """Return mean step times with ideal times in one column after the other."""
+    columns = own.shape[1]
+    if not own.size:
+        return np.full(columns, np.nan)
+    rows = np.arange(len(own))
+    last = own.argmax(axis=1)
+    longest = own[rows, last]
+    others = own.copy()
+    others[rows, last] = 0.0
+    second = others.max(axis=1)
+    # All but the last replica wait for it, whatever their own times.
+    result = np.full(columns, float(steps.weights @ (longest + steps.transfer)))
+    saved = longest - np.maximum(second, ideal[rows, last])
+    result -= np.bincount(last, weights=steps.weights * saved, minlength=columns)
+    means_of_columns: Floats = result / steps.weights.sum()
+    return means_of_columns
