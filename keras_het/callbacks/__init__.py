@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from keras_het.callbacks.hybrid_aggregation import HybridAggregation
     from keras_het.callbacks.loader_tuner import LoaderTuner
     from keras_het.callbacks.local_training import LocalTraining
+    from keras_het.callbacks.telemetry import Telemetry
 
 __all__ = [
     "BackupAndRestore",
@@ -24,6 +25,7 @@ __all__ = [
     "HybridAggregation",
     "LoaderTuner",
     "LocalTraining",
+    "Telemetry",
 ]
 
 _MODULES = {
@@ -33,6 +35,7 @@ _MODULES = {
     "HybridAggregation": "hybrid_aggregation",
     "LoaderTuner": "loader_tuner",
     "LocalTraining": "local_training",
+    "Telemetry": "telemetry",
 }
 
 

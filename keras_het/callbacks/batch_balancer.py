@@ -316,6 +316,8 @@ class BatchBalancer(SessionCallback):
     def _note(self, strategy: TrainingStrategy, plan: BalancePlan) -> None:
         self.plans.append(plan)
         tell(plan, strategy, self._verbose)
+        if (fit := self._fit_session) is not None:
+            fit.note_change("shares", str(plan))
 
     def _make_policy(self, strategy: TrainingStrategy, total: int) -> BalancePolicy:
         num_replicas = len(strategy.shares)

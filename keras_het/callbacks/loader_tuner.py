@@ -7,19 +7,18 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from keras_het.fit.batch_ends import BatchEnds
 from keras_het.fit.model_strategy import local_replicas
-from keras_het.fit.session import FitSession, Rank, SessionCallback, StepFunction
+from keras_het.fit.session import Batches, FitSession, Rank, SessionCallback, StepFunction
 from keras_het.loader.host.budget import HostBudget
 from keras_het.loader.host.memory import available_memory
 from keras_het.loader.inspection.inspection import PipelineReport, show
 from keras_het.loader.iterators.live_iterator import LiveIterator
 from keras_het.loader.iterators.metered_iterator import MeteredIterator
-from keras_het.loader.nested import StepInput
 from keras_het.loader.tuning.session import Move, TuningSession
 from keras_het.loader.tuning.settings import LoaderSettings
 from keras_het.loader.tuning.stall_meter import StallMeter
@@ -179,7 +178,7 @@ class LoaderTuner(SessionCallback):
         fit: FitSession,
         session: TuningSession,
         step: StepFunction,
-        iterator: Iterator[StepInput] | list[StepInput],
+        iterator: Batches,
     ) -> object:
         if session is not self._session or isinstance(iterator, list):
             return step(iterator)  # read ahead: not from the epoch's pipeline
@@ -229,8 +228,10 @@ class LoaderTuner(SessionCallback):
             self.meter.add(seconds, wait, steps)
             moves = len(self._session.moves)
             self._session.after_step(seconds, wait, steps, is_last)
-            if self._verbose:
-                for move in self._session.moves[moves:]:
+            for move in self._session.moves[moves:]:
+                if self._fit is not None:
+                    self._fit.note_change("loader", str(move.plan))
+                if self._verbose:
                     sys.stdout.write(f"\nstep {move.step}: {move.plan}\n")
         elif is_last:
             self._session.end_epoch()
@@ -258,10 +259,11 @@ class LoaderTuner(SessionCallback):
         """Record the time from which `predict` waits for its batches."""
         self._asked = time.perf_counter()
 
-    def _predict_step(self, step: StepFunction, batches: list[StepInput]) -> object:
+    def _predict_step(self, step: StepFunction, batches: Batches) -> object:
         wait = time.perf_counter() - self._asked
         result = step(batches)
-        self.predict_meter.add(time.perf_counter() - self._asked, wait, len(batches))
+        steps = len(batches) if isinstance(batches, list) else 1
+        self.predict_meter.add(time.perf_counter() - self._asked, wait, steps)
         return result
 
     def _keep_host(self) -> None:
@@ -410,8 +412,10 @@ class _Evaluation:
         self._tuner, self._model = tuner, tuner.model
         self._live: LiveIterator | None = None
 
-    def step(self, step: StepFunction, iterator: Iterator[StepInput]) -> object:
+    def step(self, step: StepFunction, iterator: Batches) -> object:
         """Time one of its steps."""
+        if isinstance(iterator, list):
+            return step(iterator)
         self._tuner._keep_host()
         start = time.perf_counter()
         if self._live is None or self._live.given is not iterator:

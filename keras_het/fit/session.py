@@ -66,6 +66,8 @@ class FitSession:
         self._ends = contextlib.ExitStack()
         self._before_inner: list[Callable[[FitSession], None]] = []
         self._before_callbacks: dict[str, list[Callable[..., None]]] = {}
+        self._changes: list[tuple[str, str]] = []
+        self._on_change: list[Callable[[str, str], None]] = []
         self._layered: _LayeredStep | None = None
 
     @staticmethod
@@ -119,6 +121,27 @@ class FitSession:
             function: takes the method's arguments; logs are the same object.
         """
         self._before_callbacks.setdefault(method, []).append(function)
+
+    def on_change(self, function: Callable[[str, str], None]) -> None:
+        """Call a function with each change to the running training, also with those before.
+
+        Args:
+            function: takes the kind of the change, and its text.
+        """
+        for change in self._changes:
+            function(*change)
+        self._on_change.append(function)
+
+    def note_change(self, kind: str, text: str) -> None:
+        """Let others know of a change to the running training.
+
+        Args:
+            kind: a word for what changed, such as "shares".
+            text: the change and its reason, for people.
+        """
+        self._changes.append((kind, text))
+        for function in self._on_change:
+            function(kind, text)
 
     def tell(self, method: str, *args: object) -> None:
         """Call the functions that precede a method of the user's callbacks.

@@ -42,7 +42,8 @@ class StepRecorder:
         self._steps = np.zeros(0, np.int64)
         self._rows = np.zeros((0, PARTS, len(devices)))
         self._samples: list[tuple[int, np.ndarray]] = []
-        self._epoch_start = 0
+        self._epoch_start = self._first = 0
+        self._taken = -1
 
     def begin(self, step: int) -> None:
         """Start with the step that comes next; earlier ones belong to another `fit`.
@@ -51,40 +52,59 @@ class StepRecorder:
             step: its number in the training.
         """
         self._phases.read_new()
-        self.offset = self._epoch_start = step - self._phases.count
+        # Row k of the ring is the step before; the last one of an earlier `fit` comes first.
+        self.offset = step - self._phases.count
+        self._epoch_start = self._first = step
+        self._taken = step - 1
 
     def begin_epoch(self) -> None:
         """Start the step clock and the epoch's averages again."""
         self._phases.restart_clock()
-        self._epoch_start = int(self._steps[-1]) + 1 if len(self._steps) else self._epoch_start
+        self._epoch_start = self._phases.count + self.offset
 
-    def read(self) -> tuple[int, np.ndarray]:
-        """Read the steps since the last call, for any thread.
-
-        Returns:
-            The number of the first of them, and their rows: float32 of shape [steps, PARTS,
-            num_replicas], NaN for replicas of which this worker knows nothing.
-        """
+    def read(self) -> None:
+        """Read the steps since the last call; any thread may call it."""
         with self._lock:
             first, rows = self._phases.read_new()
-            first += self.offset
             if not len(rows):
-                return first, rows
+                return
             # a replica of a group that this worker does not sum with
             unknown = ~rows[:, :4].any(axis=1, keepdims=True)
             rows = np.where(unknown, np.nan, rows)
-            numbers = np.arange(first, first + len(rows))
-            self._steps = np.concatenate([self._steps, numbers])[-self._keep :]
-            self._rows = np.concatenate([self._rows, rows])[-self._keep :]
-            return first, rows
+            numbers = np.arange(len(rows)) + first + self.offset
+            own = numbers >= self._first
+            self._steps = np.concatenate([self._steps, numbers[own]])[-self._keep :]
+            self._rows = np.concatenate([self._rows, rows[own]])[-self._keep :]
 
-    def sample(self) -> tuple[int, np.ndarray]:
+    def take_new(self) -> list[tuple[int, np.ndarray]]:
+        """Read, and return the steps since the last call.
+
+        Returns:
+            Blocks of consecutive steps: the number of the first one, and float64 of shape [steps,
+            PARTS, num_replicas], NaN for replicas of which this worker knows nothing.
+        """
+        self.read()
+        with self._lock:
+            new = self._steps > self._taken
+            steps, rows = self._steps[new], self._rows[new]
+        if not len(steps):
+            return []
+        self._taken = int(steps[-1])
+        gaps = np.flatnonzero(np.diff(steps) != 1) + 1
+        blocks = np.split(np.arange(len(steps)), gaps)
+        return [(int(steps[block[0]]), rows[block]) for block in blocks]
+
+    def sample(self) -> tuple[int, np.ndarray] | None:
         """Keep what was sampled last on all workers.
 
         Returns:
-            The number of the next step, and the samples: float32 of shape [num_replicas, H].
+            The number of the next step, and the samples: float32 of shape [num_replicas, H]; None
+            before the first step.
         """
-        step, samples = self._phases.count + self.offset, self._phases.samples()
+        count = self._phases.count
+        if count + self.offset <= self._first:
+            return None
+        step, samples = count + self.offset, self._phases.samples()
         with self._lock:
             self._samples = [*self._samples[-self._keep :], (step, samples)]
         return step, samples
@@ -93,23 +113,37 @@ class StepRecorder:
         """Return what is kept."""
         with self._lock:
             rows, steps, samples = self._rows, self._steps, list(self._samples)
-        sampled = np.array([each for _, each in samples]).reshape(
-            -1, len(self.devices), len(HARDWARE)
-        )
+        sampled = np.array([each for _, each in samples])
+        sampled = sampled.reshape(-1, len(self.devices), len(HARDWARE))
         return Recording(
             self.devices,
             steps,
-            *(rows[:, part] for part in range(PARTS)),
+            compute=rows[:, 0],
+            input=rows[:, 1],
+            sync=rows[:, 2],
+            other=rows[:, 3],
+            shares=rows[:, 4],
             hardware={name: sampled[:, :, place] for place, name in enumerate(HARDWARE)},
             hardware_steps=np.array([step for step, _ in samples], np.int64),
             changes=tuple(self.changes),
         )
 
-    def logs(self, since: int | None = None) -> dict[str, float]:
+    def note_change(self, kind: str, text: str) -> Change:
+        """Keep a change that was made before the next step.
+
+        Args:
+            kind: as for `Change`.
+            text: as for `Change`.
+        """
+        change = Change(self._phases.count + self.offset, kind, text)
+        self.changes.append(change)
+        return change
+
+    def logs(self, latest: int | None = None) -> dict[str, float]:
         """Return the few numbers that matter, for Keras's logs; empty if no step is known.
 
         Args:
-            since: number of the first step that counts; by default the first of the epoch.
+            latest: number of the latest steps that count; by default those of the epoch.
 
         Returns:
             "samples_per_second"; "slowest_replica", the number of the replica that is ready for
@@ -117,9 +151,9 @@ class StepRecorder:
             first waits for it in a step; "input_wait", the seconds that the replica which waits
             longest for its batch waits in a step.
         """
-        first = self._epoch_start if since is None else since
         with self._lock:
-            rows = self._rows[self._steps >= first]
+            of_epoch = self._rows[self._steps >= self._epoch_start]
+            rows = of_epoch if latest is None else self._rows[-latest:]
         rows = rows[:, :, ~np.isnan(rows).all(axis=(0, 1))] if len(rows) else rows
         if not rows.size:
             return {}
@@ -147,14 +181,11 @@ def devices_of(strategy: TrainingStrategy, models: Sequence[str]) -> list[Device
     padded[0, : len(own)] = np.frombuffer(own, np.uint8)
     if strategy.num_workers > 1:
         padded = strategy.extended.gather_over_workers(padded)
-    kinds = {
-        tf.DeviceSpec.from_string(each).device_type for each in strategy.extended.worker_devices
-    }
-    kind = sorted(kinds)[0]  # a collective group has one
+    # a collective group has one type of device
+    kind = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type
     config = strategy.cluster_config
-    hosts = [address.rpartition(":")[0] for address in config.workers] if config else []
-    if config and config.chief:
-        hosts.insert(0, config.chief.rpartition(":")[0])
+    addresses = config.sync_group_addresses if config is not None else ()
+    hosts = [address.rpartition(":")[0] for address in addresses]
     found = []
     for worker, count in enumerate(counts):
         try:

@@ -1,0 +1,205 @@
+"""Measure where the time of every step goes, and write it where people look."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from keras_het.fit.model_strategy import heterogeneous_strategy
+from keras_het.fit.session import SessionCallback
+from keras_het.planning.diagnosis.recording import HARDWARE, Recording
+from keras_het.planning.diagnosis.verdict import Verdict, diagnose
+from keras_het.telemetry.background import Background
+from keras_het.telemetry.event_log import EventLog
+from keras_het.telemetry.hardware import HardwareSampler, describe_devices
+from keras_het.telemetry.prometheus import PrometheusEndpoint
+from keras_het.telemetry.step_recorder import StepRecorder, devices_of
+from keras_het.training_strategy import TrainingStrategy
+
+_INTERVAL_SECONDS = 0.5
+_LATEST_STEPS = 50
+_FOLDER = "telemetry"
+
+Logs = MutableMapping[str, float]
+
+
+class Telemetry(SessionCallback):
+    r"""Callback that shows which device is slow, which one starves, and what that costs.
+
+    Of every step and replica it measures four times that add up to the step's wall time: compute
+    time, input wait, sync wait (in the collective: for other replicas, and for the transfer), and
+    the rest (update, callbacks, Python). They travel in the collective that each step has anyway;
+    only the chief writes. The hardware of all workers (GPUs by NVML, hosts and processes) is
+    sampled in another thread, twice a second.
+
+    The log is for TensorBoard's tab "Heterogeneous" and for `keras-het report`. Keras's logs get
+    four numbers, so `History`, `CSVLogger` and other loggers have them: "samples_per_second";
+    "slowest_replica", the number of the replica that the others wait for; "slowest_replica_wait",
+    the seconds that the fastest one waits for it in each step; and "input_wait", the seconds that
+    the worker which waits longest for its data waits in each step.
+
+    Every worker needs it, as one of the callbacks of `fit`. A log that cannot be written makes one
+    warning; training goes on.
+
+    Args:
+        log_dir: directory of the log, the one that is given to TensorBoard; None writes none.
+        keep_steps: latest steps that are kept one by one; of older ones the log keeps the least,
+            the median and the highest value of each 32.
+        progress: whether the four numbers stand in Keras's progress bar, too.
+        prometheus_port: port on which the chief serves the metrics for Prometheus; None for none.
+            Needs the extra "prometheus".
+        prometheus_address: address that it listens on.
+        verbose: 1 prints the verdict on the chief at the end of `fit`.
+
+    Attributes:
+        verdict: who is slow, why, and what to do, after `fit`; None before.
+
+    Raises:
+        ValueError: by `fit`, if the model does not train under a
+            `keras_het.HeterogeneousStrategy`.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        *,
+        keep_steps: int = 20_000,
+        progress: bool = False,
+        prometheus_port: int | None = None,
+        prometheus_address: str = "127.0.0.1",
+        verbose: int = 0,
+    ) -> None:
+        super().__init__()
+        if keep_steps < 1:
+            raise ValueError(f"keep_steps must be 1 or more. Received: {keep_steps}.")
+        self._log_dir = None if log_dir is None else Path(log_dir) / _FOLDER
+        self._keep_steps = keep_steps
+        self._prometheus = (prometheus_port, prometheus_address)
+        self._verbose = verbose
+        self._recorder: StepRecorder | None = None
+        self._sampler: HardwareSampler | None = None
+        self._log: EventLog | None = None
+        self._endpoint: PrometheusEndpoint | None = None
+        self._background: Background | None = None
+        self._strategy: TrainingStrategy | None = None
+        self.verdict: Verdict | None = None
+        if progress:
+            # Keras calls batch hooks only if there is one, and each call costs it 20 microseconds.
+            self.on_train_batch_end = self._show_progress
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Start measuring."""
+        strategy = self._strategy = heterogeneous_strategy(self.model, self)
+        fit = self._required_session()
+        local = list(strategy.extended.worker_devices)
+        strategy._measure_phases(self.model, len(HARDWARE))
+        self._sampler = HardwareSampler(local)
+        devices = devices_of(strategy, describe_devices(local))
+        self._recorder = recorder = StepRecorder(strategy, devices, self._keep_steps)
+        recorder.begin(int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)))
+        self._send_samples(strategy)
+        if strategy.is_chief:
+            self._open_outlets(recorder)
+        fit.on_change(self._note_change)
+        fit.before_callbacks("on_epoch_end", self._end_epoch)
+        fit.on_end(self._end)
+        self._background = Background(self._tick, _INTERVAL_SECONDS)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Exclude the time between epochs from the steps."""
+        if self._recorder is not None:
+            self._recorder.begin_epoch()
+
+    def recording(self) -> Recording:
+        """Return the latest steps of the present or latest `fit`.
+
+        Raises:
+            RuntimeError: before the first `fit`.
+        """
+        if self._recorder is None:
+            raise RuntimeError("Nothing is recorded yet. Give this callback to model.fit first.")
+        return self._recorder.recording()
+
+    def _show_progress(self, batch: int, logs: Logs | None = None) -> None:
+        if self._recorder is not None and logs is not None:
+            self._recorder.read()
+            logs.update(self._recorder.logs(latest=_LATEST_STEPS))
+
+    def _end_epoch(self, epoch: int, logs: Logs | None) -> None:
+        """Add the epoch's numbers to what all callbacks get."""
+        if self._recorder is not None and logs is not None:
+            self._write_steps(self._recorder)
+            logs.update(self._recorder.logs())
+
+    def _open_outlets(self, recorder: StepRecorder) -> None:
+        if self._log_dir is not None:
+            names = tuple(HARDWARE)
+            self._log = EventLog(self._log_dir, recorder.devices, names, self._keep_steps)
+        port, address = self._prometheus
+        if port is not None:
+            self._endpoint = PrometheusEndpoint(recorder.recording, port, address)
+
+    def _tick(self) -> None:
+        """Sample this worker, and write what is new."""
+        recorder, strategy = self._recorder, self._strategy
+        if recorder is None or strategy is None:
+            return
+        self._send_samples(strategy)
+        self._write_steps(recorder)
+        sampled = recorder.sample()
+        if self._log is not None:
+            if sampled is not None:
+                self._log.write_hardware(*sampled)
+            self._log.flush()
+
+    def _send_samples(self, strategy: TrainingStrategy) -> None:
+        if self._sampler is not None:
+            strategy.compute_times.phases.send_samples(np.asarray(self._sampler.sample()))
+
+    def _write_steps(self, recorder: StepRecorder) -> None:
+        blocks = recorder.take_new()
+        if self._log is None or not blocks:
+            return
+        for first, rows in blocks:
+            self._log.write_steps(first, rows)
+        wall = float(np.nanmean(rows[:, :4].sum(axis=1)))
+        numbers = recorder.logs(latest=len(rows))
+        curves = {
+            "step_seconds": wall,
+            "samples_per_second": numbers["samples_per_second"],
+            "slowest_wait": numbers["slowest_replica_wait"],
+            "input_wait": numbers["input_wait"],
+        }
+        last = first + len(rows) - 1
+        self._log.write_scalars(last, {f"heterogeneous/{name}": curves[name] for name in curves})
+
+    def _note_change(self, kind: str, text: str) -> None:
+        if self._recorder is not None:
+            change = self._recorder.note_change(kind, text)
+            if self._log is not None:
+                self._log.write_change(change)
+
+    def _end(self) -> None:
+        """Stop the thread and close what is open, however the `fit` ended."""
+        if self._background is not None:
+            self._background.stop()
+        recorder = self._recorder
+        if recorder is not None:
+            with contextlib.suppress(Exception):  # after an error there may be nothing to read
+                self._write_steps(recorder)
+            self.verdict = diagnose(recorder.recording())
+            if self._verbose and self._strategy is not None and self._strategy.is_chief:
+                sys.stdout.write("\n".join(["", *self.verdict.lines, ""]))
+        if self._log is not None:
+            self._log.close()
+        if self._sampler is not None:
+            self._sampler.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._background = self._log = self._sampler = self._endpoint = None

@@ -1,0 +1,252 @@
+"""Where the time of steps goes, against clocks of the test's own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import time
+import urllib.request
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_het
+from keras_het.callbacks import BatchBalancer, LoaderTuner, Telemetry
+
+NUMBERS = {"samples_per_second", "slowest_replica", "slowest_replica_wait", "input_wait"}
+STEPS = 12
+BATCH = 8
+
+
+class Sleep(keras.layers.Layer):
+    """Waits in the forward pass of a replica.
+
+    Args:
+        seconds: by the number of the replica.
+    """
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def call(self, inputs):
+        context = tf.distribute.get_replica_context()
+        replica = getattr(context, "replica_id_in_sync_group", 0)  # none while a model is built
+        number = int(tf.get_static_value(replica) or 0)
+
+        def wait(values):
+            time.sleep(self.seconds[number % len(self.seconds)])
+            return values
+
+        waited = tf.numpy_function(wait, [inputs], tf.float32, stateful=False)
+        waited.set_shape(inputs.shape)
+        return waited
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Clock(keras.callbacks.Callback):
+    """Measures epochs from outside, and spends time of its own after each batch."""
+
+    def __init__(self, seconds=0.0):
+        super().__init__()
+        self.seconds, self.epochs = seconds, []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.start = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        # what comes after the last step belongs to none
+        self.end = time.perf_counter()
+        time.sleep(self.seconds)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(self.end - self.start)
+
+
+def make_model(devices, seconds=(0.0,)):
+    strategy = keras_het.HeterogeneousStrategy(devices=devices)
+    with strategy.scope():
+        inputs = keras.Input((4,))
+        outputs = keras.layers.Dense(1)(Sleep(seconds)(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+    return strategy, model
+
+
+def make_data(seconds=0.0, steps=STEPS):
+    rows = np.ones((BATCH * steps, 4), np.float32)
+    data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).batch(BATCH)
+    if not seconds:
+        return data
+
+    def wait(values):
+        time.sleep(seconds)
+        return values
+
+    def slowly(x, y):
+        waited = tf.numpy_function(wait, [x], tf.float32)
+        waited.set_shape((None, 4))
+        return waited, y
+
+    return data.map(slowly, num_parallel_calls=1)
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_four_times_add_up_to_the_wall_time(cpu_devices, replicas):
+    _, model = make_model(cpu_devices[:replicas], (0.01, 0.03))
+    telemetry, clock = Telemetry(), Clock(0.02)
+    model.fit(make_data(0.015), epochs=3, verbose=0, callbacks=[telemetry, clock])
+    recording = telemetry.recording()
+    assert recording.steps.tolist() == list(range(3 * STEPS - 1))
+    # of the second epoch, whose last step is known in the third
+    rows = recording.between(STEPS, 2 * STEPS)
+    np.testing.assert_allclose(rows.wall.sum(axis=0), clock.epochs[1], rtol=0.02)
+    assert (rows.compute > 0.009).all()
+    assert (rows.other[1:] > 0.019).all()  # the first has no step before it
+
+
+@pytest.mark.full
+def test_each_part_is_where_it_arises(cpu_devices):
+    _, model = make_model(cpu_devices[:2], (0.01, 0.05))
+    telemetry = Telemetry()
+    model.fit(make_data(), epochs=2, verbose=0, callbacks=[telemetry])
+    rows = telemetry.recording().between(2, 2 * STEPS)
+    compute, sync = np.median(rows.compute, axis=0), np.median(rows.sync, axis=0)
+    assert compute[0] < 0.05 <= compute[1]
+    # the fast one waits for the slow one
+    np.testing.assert_allclose(sync[0] - sync[1], compute[1] - compute[0], atol=0.01)
+    assert (rows.shares == BATCH / 2).all()
+
+
+@pytest.mark.full
+def test_input_wait_is_the_pipelines(cpu_devices):
+    _, model = make_model(cpu_devices[:2])
+    telemetry = Telemetry()
+    history = model.fit(make_data(0.05), epochs=2, verbose=0, callbacks=[telemetry])
+    waited = telemetry.recording().between(4, STEPS).input
+    assert np.median(waited) > 0.03
+    assert history.history["input_wait"][-1] > 0.03
+
+
+@pytest.mark.quick("tuned")
+@pytest.mark.parametrize("others", [(), (BatchBalancer, LoaderTuner)], ids=["alone", "tuned"])
+def test_loggers_get_the_numbers_that_matter(cpu_devices, tmp_path, others):
+    _, model = make_model(cpu_devices[:2], (0.001, 0.01))
+    seen = []
+
+    class Logger(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(dict(logs))
+
+    table = tmp_path / "log.csv"
+    callbacks = [
+        Logger(),
+        keras.callbacks.CSVLogger(table),
+        Telemetry(),
+        *(each() for each in others),
+    ]
+    data = make_data()
+    history = model.fit(data, epochs=2, verbose=0, validation_data=data, callbacks=callbacks)
+    assert set(history.history) >= {"loss", "val_loss", *NUMBERS}
+    assert all(set(each) >= NUMBERS for each in seen)
+    with table.open() as file:
+        assert set(csv.DictReader(file).fieldnames) >= NUMBERS
+    assert history.history["slowest_replica"][0] == 1.0
+
+
+@pytest.mark.full
+def test_weights_are_the_same_with_it(cpu_devices):
+    results = []
+    for callbacks in ([], [Telemetry()]):
+        keras.utils.set_random_seed(1)
+        strategy, model = make_model(cpu_devices[:2])
+        strategy.set_shares((3, 1))
+        model.fit(make_data(), epochs=2, verbose=0, callbacks=callbacks)
+        results.append(model.get_weights())
+    for plain, watched in zip(*results, strict=True):
+        np.testing.assert_array_equal(plain, watched)
+
+
+@pytest.mark.full
+def test_progress_bar_shows_them(cpu_devices, capsys):
+    _, model = make_model(cpu_devices[:2])
+    model.fit(make_data(), epochs=1, verbose=1, callbacks=[Telemetry(progress=True)])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "samples_per_second" in last
+    assert f"{STEPS}/{STEPS}" in last
+
+
+def test_prometheus_finds_the_metrics_on_loopback(cpu_devices):
+    _, model = make_model(cpu_devices[:2])
+    telemetry, pages = Telemetry(prometheus_port=0), []
+
+    class Scrape(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            port = telemetry._endpoint.port
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
+                pages.append(page.read().decode())
+
+    model.fit(make_data(), epochs=2, verbose=0, callbacks=[telemetry, Scrape()])
+    assert 'keras_het_step_seconds{device="worker 0 CPU 1",phase="compute"}' in pages[1]
+    assert "keras_het_samples_per_second" in pages[1]
+    assert "keras_het_steps_total" in pages[0]
+
+
+@pytest.mark.full
+def test_a_second_fit_goes_on_counting_and_holds_its_own_steps(cpu_devices, tmp_path):
+    _, model = make_model(cpu_devices[:1])
+    telemetry = Telemetry(tmp_path)
+    model.fit(make_data(), verbose=0, callbacks=[telemetry])
+    model.fit(make_data(), verbose=0)
+    model.fit(make_data(), verbose=0, callbacks=[telemetry])
+    assert telemetry.recording().steps.tolist() == list(range(2 * STEPS, 3 * STEPS - 1))
+
+
+def test_changes_are_recorded_with_their_reasons(cpu_devices, tmp_path):
+    from keras_het.telemetry.read_log import read_log
+
+    _, model = make_model(cpu_devices[:2], (0.001, 0.02))
+    telemetry = Telemetry(tmp_path)
+    model.fit(make_data(), epochs=2, verbose=0, callbacks=[BatchBalancer(), telemetry])
+    changes = telemetry.recording().changes
+    assert changes[0].kind == "shares"
+    assert "even split" in changes[0].text
+    (run,) = read_log(tmp_path)
+    assert run.recording.changes == changes
+    assert run.recording.steps.tolist() == list(range(2 * STEPS - 1))
+
+
+def test_a_log_that_cannot_be_written_is_one_warning(cpu_devices, tmp_path, caplog):
+    place = tmp_path / "file"
+    place.write_text("not a folder")
+    _, model = make_model(cpu_devices[:1])
+    with caplog.at_level(logging.WARNING, logger="keras_het"):
+        history = model.fit(make_data(), epochs=2, verbose=0, callbacks=[Telemetry(place)])
+    assert len(history.history["loss"]) == 2
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    of_log = [each for each in warnings if str(place) in each]
+    assert len(of_log) == 1, json.dumps(warnings)
+
+
+def test_an_error_of_fit_ends_the_thread(cpu_devices):
+    import threading
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("on purpose")
+
+    _, model = make_model(cpu_devices[:1])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.fit(make_data(), verbose=0, callbacks=[Telemetry(), Fails()])
+    assert not [each for each in threading.enumerate() if each.name == "keras_het-telemetry"]
+
+
+def test_wrong_arguments_fail_at_once():
+    with pytest.raises(ValueError, match="keep_steps must be 1 or more"):
+        Telemetry(keep_steps=0)
