@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from recorded import OWN
+from recorded import ONLY_WORKERS, OWN
 from recording import Recording, batches, check, small_model
 
 import keras_het
@@ -90,3 +90,23 @@ def files(run: Recording) -> None:
         for position, (mine, saved) in enumerate(zip(model.weights, loaded.weights, strict=True)):
             run.keep(f"{OWN}difference_{position}", np.abs(np.array(mine) - np.array(saved)).max())
     run.keep("evaluate", model.evaluate(batches(), verbose=0))
+
+
+@check
+def telemetry(run: Recording) -> None:
+    run.set_shares([2, 1])
+    model = run.build(lambda: small_model("adam"))
+    if run.strategy is None:
+        model.fit(batches(), epochs=2, verbose=0)
+    else:
+        watch = keras_het.callbacks.Telemetry("telemetry")
+        history = model.fit(batches(), epochs=2, verbose=0, callbacks=[watch])
+        rows = watch.recording()
+        run.keep(f"{ONLY_WORKERS}steps", rows.steps)
+        run.keep(f"{ONLY_WORKERS}shares", rows.shares)
+        run.keep(f"{ONLY_WORKERS}compute", rows.compute)
+        run.keep(f"{OWN}names", np.array([device.name for device in rows.devices]))
+        run.keep(f"{OWN}hosts", np.array([device.host for device in rows.devices]))
+        run.keep(f"{OWN}models", np.array([device.model for device in rows.devices]))
+        run.keep(f"{OWN}in_history", "samples_per_second" in history.history)
+    run.keep_model(model)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import OWN
+from recorded import ONLY_WORKERS, OWN
 from runs import Runs
 
-CHECKS = ("decisions", "learning_rate_schedule", "files")
+CHECKS = ("decisions", "learning_rate_schedule", "files", "telemetry")
 MOST_EPOCHS = 12
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,6 +44,7 @@ def test_the_chief_writes_all_files(runs: Runs) -> None:
         "best.weights.h5",
         "log.csv",
         "tensorboard",
+        "telemetry",
         "backup",
         "het_backup",
         "final.keras",
@@ -56,6 +57,17 @@ def test_the_chief_writes_all_files(runs: Runs) -> None:
     np.testing.assert_allclose(
         [float(row["loss"]) for row in rows], chief["history/loss"], rtol=1e-6
     )
+
+
+def test_telemetry_knows_the_devices_of_all_workers(runs: Runs) -> None:
+    for results in runs.of_workers("telemetry"):
+        assert list(results[f"{OWN}names"]) == ["worker 0 CPU 0", "worker 1 CPU 0"]
+        assert set(results[f"{OWN}hosts"]) == {"127.0.0.1"}
+        assert all(results[f"{OWN}models"]) and results[f"{OWN}in_history"]
+        # six steps, of which the last is known to none
+        assert results[f"{ONLY_WORKERS}steps"].tolist() == [0, 1, 2, 3, 4]
+        assert results[f"{ONLY_WORKERS}shares"].tolist() == [[5, 3], [5, 3], [4, 2], [5, 3], [5, 3]]
+        assert (results[f"{ONLY_WORKERS}compute"] > 0).all()
 
 
 def test_the_other_worker_writes_nothing(runs: Runs) -> None:
