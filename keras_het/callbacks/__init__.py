@@ -44,8 +44,7 @@ def __getattr__(name: str) -> type[keras.callbacks.Callback]:
     if name in _MODULES:
         check_keras_backend_before_import()
         module = importlib.import_module(f"keras_het.callbacks.{_MODULES[name]}")
-        callback: type[keras.callbacks.Callback] = getattr(module, name)
-        return callback
+        return getattr(module, name)
     raise AttributeError(f"module 'keras_het.callbacks' has no attribute {name!r}")
 
 

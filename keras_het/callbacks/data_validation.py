@@ -167,16 +167,12 @@ class DataValidation(SessionCallback):
 
     def _new_shards(self) -> ShardStatistics:
         strategy = distribute_strategy(self.model)
-        shards: ShardStatistics = self._tools.ShardStatistics(
-            strategy, schema=self._schema, features=self._features
-        )
-        return shards
+        return self._tools.ShardStatistics(strategy, schema=self._schema, features=self._features)
 
     def _known_features(self, batch: Batch) -> Mapping[str, Rows]:
         if isinstance(batch, (tuple, list)) and len(batch) == 3:
             batch = batch if _knows_weights(self._schema) else batch[:2]
-        features: Mapping[str, Rows] = self._tools.features_of_batch(batch)
-        return features
+        return self._tools.features_of_batch(batch)
 
     # --- findings
 

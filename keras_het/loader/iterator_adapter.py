@@ -110,8 +110,7 @@ def iterator_model(iterator: tf.data.Iterator) -> model_pb2.ModelProto | None:
 
 def global_seed() -> int | None:
     """Return the argument of `tf.random.set_seed` in this process, None if it was not called."""
-    seed: int | None = eager_context.global_seed()
-    return seed
+    return eager_context.global_seed()
 
 
 def keep_operation_seeds(is_active: Callable[[], bool]) -> None:

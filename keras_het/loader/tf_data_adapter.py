@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -249,7 +249,7 @@ def batch_arguments(node: Dataset) -> tuple[int | None, bool]:
 
 def map_function(node: Dataset) -> Callable[..., Any]:
     """Return the Python function that was given to a `map`."""
-    return cast("Callable[..., Any]", node._map_func._func)
+    return node._map_func._func
 
 
 def operations_in_functions(node: Dataset) -> set[str]:
@@ -455,7 +455,7 @@ def element_reader(iterator: tf.data.Iterator) -> Callable[[], Any]:
     spec = iterator.element_spec
     leaves = tf.nest.flatten(spec)
     if not all(type(leaf) is tf.TensorSpec for leaf in leaves) or not _is_plain(spec):
-        return cast("Callable[[], Any]", iterator.__next__)
+        return iterator.__next__
     handle = iterator._iterator_resource
     types = [leaf.dtype for leaf in leaves]
     shapes = [leaf.shape for leaf in leaves]

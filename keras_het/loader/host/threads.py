@@ -37,11 +37,6 @@ class LoaderThreads:
         of_python = {thread.native_id for thread in threading.enumerate()}
         self.ids = frozenset(started - of_python)
 
-    def cpu_seconds(self) -> float | None:
-        """CPU time that they used so far; None if the operating system does not tell."""
-        times = self.times()
-        return None if times is None else times[0]
-
     def times(self) -> tuple[float, float] | None:
         """CPU time that they used so far, and time that they waited for a CPU.
 

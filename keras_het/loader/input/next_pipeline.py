@@ -28,7 +28,6 @@ class NextPipeline:
 
     Attributes:
         position: step of the pass that comes next.
-        in_effect: whether it provides the steps of the pass.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class NextPipeline:
     ) -> None:
         self.orders = orders
         self.position = position
-        self.in_effect = False
         self._nobody = (0.0,) * num_replicas
         self._adopt = adopt
         self.iterator = HeldIterator(pipeline, keep_alive)
@@ -64,7 +62,6 @@ class NextPipeline:
     def come_into_effect(self) -> None:
         """Take effect; called by the run that continues in this pipeline."""
         _alive.discard(self)
-        self.in_effect = True
         self._adopt()
 
     def drop(self) -> None:
