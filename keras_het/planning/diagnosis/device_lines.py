@@ -8,13 +8,11 @@ import numpy as np
 
 from keras_het.planning.balance.min_max import min_max_shares_linear
 from keras_het.planning.bounded_shares import IntArray
-from keras_het.planning.diagnosis.middles import checked, means, medians
+from keras_het.planning.diagnosis.middles import checked, levels, medians
 from keras_het.planning.diagnosis.recording import Floats, Integers, Recording
 from keras_het.planning.diagnosis.steps import Steps
 from keras_het.planning.times.line_fit import MIN_SPREAD, Measurement, fit_line
 
-MOST_MEDIANS = 3.0
-"""A time counts as at most this many medians of its device."""
 # Changes of shares that are looked at, the latest ones, and rows on each side. Rows far from the
 # change would mix in what else has happened, such as the fault that the change answers.
 _CHANGES = 6
@@ -81,7 +79,7 @@ def device_lines(recording: Recording, steps: Steps) -> DeviceLines:
         steps: the steps whose speed counts.
     """
     shape = _shapes(recording)
-    ratio = means(_relative(shape, steps.compute, steps.shares), MOST_MEDIANS)
+    ratio = levels(_relative(shape, steps.compute, steps.shares))
     ratio[~steps.known] = np.nan
     for device in np.flatnonzero(np.isnan(ratio)).tolist():
         ratio[device] = _last_ratio(recording, shape, device)

@@ -8,6 +8,9 @@ from keras_het.planning.diagnosis.recording import Floats
 
 LONGEST_SECONDS = 1e6
 """A longer time of one step is taken for a mistake of the clock: 11 days."""
+MOST_MEDIANS = 3.0
+"""A value counts as at most this many medians of its column."""
+_SKEWED = 1.25
 _MOST_ROWS_TO_FILL = 512
 
 
@@ -34,9 +37,7 @@ def means(values: Floats, most: float = np.inf) -> Floats:
 
     Args:
         values: float64 of shape [T, N], NaN where a value is unknown.
-        most: values above this many medians of their column count as this many, so that a few
-            outliers do not pass for a slow device, and a device that is slow in every third step
-            does.
+        most: values above this many medians of their column count as this many.
     """
     if most < np.inf:
         values = np.minimum(values, most * medians(values))
@@ -44,6 +45,21 @@ def means(values: Floats, most: float = np.inf) -> Floats:
     total = np.where(known, values, 0.0).sum(axis=0)
     count = known.sum(axis=0)
     result: Floats = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return result
+
+
+def levels(values: Floats) -> Floats:
+    """Return the typical value of each column: the median, or the mean if much is above it.
+
+    A few outliers leave the median as it is, but a device that is slow in every third step is slow.
+
+    Args:
+        values: float64 of shape [T, N], NaN where a value is unknown.
+    """
+    middle, mean = medians(values), means(values, MOST_MEDIANS)
+    # Few rows may have two outliers among them by accident.
+    skewed = _SKEWED + 1.0 / np.sqrt(max(len(values), 1))
+    result: Floats = np.where(mean > skewed * middle, mean, middle)
     return result
 
 

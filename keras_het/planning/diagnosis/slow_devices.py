@@ -57,8 +57,7 @@ def slow_devices(situation: Situation) -> Iterator[Suspect]:
         if best is not None and score < 1.0 / situation.limits[device]:
             target = situation.lines.fixed[best] + situation.lines.slope[best] * recent.shares
             own = _saved(recent.own, device, np.maximum(usual - target[:, device], 0.0))
-            name = situation.recording.devices[best].name
-            others = "the others" if _is_only_slow_one(situation, device) else name
+            others = _fast_ones(situation, device, best)
             why = f"computes {1 / score:.1f} times as long as {others} for the same samples"
             yield _suspect(_Fault("slow_device", why, score, False), device, own)
 
@@ -125,6 +124,8 @@ def _saved_by_balance(situation: Situation, device: int, fraction: float) -> Flo
     return situation.recent.compute * part
 
 
-def _is_only_slow_one(situation: Situation, device: int) -> bool:
-    others = np.delete(situation.best, device)
-    return bool((np.nan_to_num(others, nan=1.0) > 0.9).all())
+def _fast_ones(situation: Situation, device: int, best: int) -> str:
+    fast = np.nan_to_num(np.delete(situation.best, device), nan=1.0) > 0.9
+    if fast.all():
+        return "the others"
+    return "most others" if fast.mean() > 0.5 else situation.recording.devices[best].name

@@ -160,4 +160,4 @@ def _weights(numbers: Integers) -> Floats:
     if len(numbers) < 2:
         return np.ones(len(numbers))
     gaps = np.maximum(np.diff(np.asarray(numbers, np.float64)), 1.0)
-    return np.append(gaps, gaps[-1])
+    return np.append(gaps, 1.0)

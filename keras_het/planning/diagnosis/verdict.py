@@ -42,6 +42,8 @@ _LOOKS_LIKE_LACK_OF_CPUS = {
 _LONGER_THAN_BEST = 1.25
 # The best of many is better than any is expected to be.
 _NOT_LUCK = 1.05
+# Score of the best device against itself below which all are slower.
+_ALL_SLOWER = 0.85
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,18 +183,30 @@ def _unexplained(
     """Return what the causes leave unexplained, empty if they explain enough."""
     by_step, by_mean = seconds_without(situation, ())
     repaired_by_step, repaired_by_mean = seconds_without(situation, suspects)
-    named_by_step, _ = seconds_without(situation, named)
-    checks = [(by_step - named_by_step, by_step - repaired_by_step)]
+    named_by_step, named_by_mean = seconds_without(situation, named)
+    checks = [
+        min(
+            (by_step - named_by_step, by_step - repaired_by_step),
+            (by_mean - named_by_mean, by_mean - repaired_by_mean),
+            key=lambda check: check[1],
+        )
+    ]
     least, now = situation.least_seconds, situation.usual_seconds
     if now > _LONGER_THAN_BEST * least:
         # Suspects may explain this and yet cost little, where noise makes steps as long.
         checks.append((by_mean - repaired_by_mean, now - _NOT_LUCK * least))
     for explained, excess in checks:
         if excess >= SILENT * situation.step_seconds and explained < EXPLAINED * excess:
-            return (
+            found = (
                 f"{excess * 1e3:.3g} ms of each step are more than necessary, and what is known "
-                f"explains {max(explained, 0.0) * 1e3:.3g} ms: no cause is named"
+                f"explains {max(explained, 0.0) * 1e3:.3g} ms"
             )
+            if situation.common < _ALL_SLOWER:
+                return (
+                    f"{found}: all devices compute {1 / situation.common:.1f} times as long as in "
+                    "their own best steps; samples may have become larger"
+                )
+            return f"{found}: no cause is named"
     return ""
 
 

@@ -62,7 +62,7 @@ def what_if(recording: Recording) -> WhatIf:
 def gain_over_even(recording: Recording) -> float:
     """Return by what factor the present shares make steps shorter than even ones would.
 
-    Above 1 where balancing has paid. NaN without steps; devices whose speed is unknown count as
+    Above 1 where balancing has paid. NaN without times; devices whose speed is unknown count as
     free.
 
     Args:
@@ -78,7 +78,8 @@ def gain_over_even(recording: Recording) -> float:
         lines = device_lines(recording, steps)
         even = steps.shares.sum(axis=1, keepdims=True) / max(len(recording.devices), 1)
         seconds = seconds_with_shares(steps, lines, np.broadcast_to(even, steps.shares.shape))
-        return seconds / steps.mean(steps.seconds)
+        present = steps.mean(steps.seconds)
+        return seconds / present if present > 0 else np.nan
 
 
 def all_steps(recording: Recording) -> Steps:

@@ -26,14 +26,14 @@ def text_of(situation: Situation, suspect: Suspect, share_of_step: float) -> str
         share_of_step: fraction of the step that it costs.
     """
     part = f"{share_of_step * 100:.0f} %"
-    who, more = _who(situation, suspect), _others(situation, suspect)
+    who = f"{_who(situation, suspect)}{_others(situation, suspect)}"
     since = situation.windows.since_speed
     began = f", since about step {since}" if suspect.since and since is not None else ""
     if suspect.kind == "link":
         return f"{who} {suspect.why}; that costs {part} of every step{began}."
     if suspect.kind == "slow_device" and not situation.changed("shares") and _waits(situation):
-        return f"{who} {suspect.why}, and {part} of every step waits for it{more}{began}."
-    return f"{who} {suspect.why}, which costs {part} of every step{more}{began}."
+        return f"{who} {suspect.why}, and {part} of every step waits for it{began}."
+    return f"{who} {suspect.why}, which costs {part} of every step{began}."
 
 
 def advice_for(situation: Situation, suspect: Suspect) -> str:
@@ -101,9 +101,10 @@ def _others(situation: Situation, suspect: Suspect) -> str:
     alike = [d for d in suspect.devices[1:] if saved[d] >= _NAMED * saved[first] > 0]
     if suspect.worker is None or suspect.kind == "shares":
         names = [situation.recording.devices[device].name for device in alike]
-        return f" (and for {_list(names, 'devices')})" if names else ""
+        return f", like {_list(names, 'devices')}," if names else ""
     workers = sorted({situation.recording.devices[d].worker for d in alike} - {suspect.worker})
-    return f" (and for {_list([f'worker {w}' for w in workers], 'workers')})" if workers else ""
+    names = [f"worker {worker}" for worker in workers]
+    return f", like {_list(names, 'workers')}," if names else ""
 
 
 def _list(names: list[str], what: str) -> str:
@@ -138,6 +139,13 @@ def _balance(situation: Situation, suspect: Suspect) -> str:
         return _train_alone(worker)
     if gain >= _WORTHWHILE:
         return f"Add BatchBalancer: predicted {gain:.1f} times the samples/s."
+    now = situation.lines.seconds(medians(situation.recent.shares))
+    compute_gain = float(np.nanmax(now)) / situation.balanced_seconds
+    if compute_gain >= _WORTHWHILE:
+        return (
+            "Add BatchBalancer when the rest is mended: compute takes "
+            f"{compute_gain:.1f} times as long as with balanced shares."
+        )
     if suspect.since:
         return "Look at what has changed on its machine."
     return "Leave it out, or replace it: other shares would not help."

@@ -1,0 +1,221 @@
+"""Verdicts on simulated trainings: faults are named, and nothing is where nothing is wrong."""
+
+import dataclasses
+import itertools
+import time
+
+import numpy as np
+import pytest
+from step_recordings import STEP, Fault, Training
+
+from keras_het.planning.balance.min_max import min_max_shares_linear
+from keras_het.planning.diagnosis.recording import Change
+from keras_het.planning.diagnosis.verdict import diagnose
+
+SIZES = (1, 2, 4, 16, 200)
+KIND = {"compute": "slow_device", "input": "input", "host": "host", "link": "link"}
+BEGIN = 120
+FOLLOWED = (Change(100, "shares", "faster device gets more"),)
+
+
+def faults_of(kind, shape):
+    """Trainings with a fault on the last device, 50 steps after its beginning."""
+    begin = 0 if shape == "static" else BEGIN
+    for n, device_kind, seed in itertools.product(SIZES, ("GPU", "CPU"), range(4)):
+        if n == 1 and (kind == "link" or (kind == "compute" and shape == "static")):
+            continue  # there is nobody to compare it with
+        if n == 200 and seed:
+            continue
+        size = (0.8, 1.0, 1.5, 2.0)[seed] if kind == "link" else (0.5, 0.8, 1.2, 2.0)[seed]
+        noise = (0.02, 0.05, 0.08, 0.1)[seed]
+        yield Training(
+            n,
+            begin + 50,
+            kind=device_kind,
+            noise=noise,
+            spikes=0.01 if n < 200 else 0.0005,
+            seed=seed,
+            faults=(Fault(kind, shape, size, n - 1, begin),),
+        )
+
+
+def is_named(training, verdict):
+    fault = training.faults[0]
+    if not verdict.causes or verdict.causes[0].kind != KIND[fault.kind]:
+        return False
+    cause = verdict.causes[0]
+    if fault.kind == "link":
+        return cause.device is None
+    right_device = cause.device == fault.device or fault.kind != "compute"
+    return right_device and cause.worker == fault.device // training.per_worker
+
+
+@pytest.mark.quick("compute-static", "input-temporary", "host-creeping", "link-temporary")
+@pytest.mark.parametrize("shape", ["static", "temporary", "creeping"])
+@pytest.mark.parametrize("kind", KIND)
+def test_faults_are_named_within_50_steps(kind, shape):
+    trainings = list(faults_of(kind, shape))
+    named = [is_named(training, diagnose(training.record())) for training in trainings]
+    missed = [training for training, right in zip(trainings, named, strict=True) if not right]
+    assert len(trainings) >= 25
+    assert np.mean(named) >= 0.9, missed
+
+
+@pytest.mark.quick("1", "2", "4")
+@pytest.mark.parametrize("n", SIZES)
+def test_undisturbed_trainings_have_no_cause(n):
+    for seed in range(40):
+        training = Training(
+            n,
+            (40, 120, 300)[seed % 3],
+            noise=(0.02, 0.05, 0.1)[seed // 3 % 3],
+            spikes=(0.0, 0.01, 0.02)[seed % 3],
+            seed=seed,
+            kind=("GPU", "CPU")[seed % 2],
+            with_hardware=seed % 5 > 0,
+        )
+        verdict = diagnose(training.record())
+        assert verdict.causes == () and verdict.missing == (), training
+        assert verdict.lines == ("Nothing to do: no cause takes 10 % of a step.",)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_balanced_different_devices_have_no_cause(seed):
+    """Also with a fixed cost, after a change of shares, with partial batches, and thinned."""
+    random = np.random.default_rng(seed)
+    n = (2, 3, 8, 32)[seed % 4]
+    slow, fixed = random.choice([1, 1.5, 2, 4], n), (0.0, 0.03)[seed % 2]
+    balanced = min_max_shares_linear(fixed * slow, slow * STEP / 32, 32 * n)
+    shares = np.tile(balanced, (240, 1))
+    shares[: 100 * (seed % 3)] = 32
+    shares[49::50] //= 3
+    training = Training(
+        n, 240, slowness=tuple(slow), fixed=fixed, shares=shares, noise=0.08, seed=seed
+    )
+    recording = training.record()
+    if seed % 3 == 1:
+        kept = np.r_[0:120:4, 120:240]
+        times = ("steps", "compute", "input", "sync", "other", "shares")
+        recording = dataclasses.replace(
+            recording, **{name: getattr(recording, name)[kept] for name in times}
+        )
+    verdict = diagnose(recording)
+    assert verdict.causes == () and verdict.missing == ()
+
+
+def test_a_fault_of_the_past_is_none():
+    fault = Fault("compute", "temporary", 1.0, 2, 100)
+    assert diagnose(Training(4, 220, faults=(fault,)).record()).causes == ()
+
+
+def test_a_line_says_who_why_and_what_to_do():
+    recording = Training(4, slowness=(1, 1, 2.9, 1), noise=0.001, spikes=0.0, transfer=0.0).record()
+    verdict = diagnose(recording)
+    assert verdict.lines == (
+        "worker 1 GPU 0 computes 2.9 times as long as the others for the same samples, and 64 % of "
+        "every step waits for it. Add BatchBalancer: predicted 2.3 times the samples/s.",
+    )
+    assert verdict.causes[0].severity == "critical"
+    assert verdict.causes[0].device == 2 and verdict.causes[0].worker == 1
+
+
+def test_the_predicted_gain_is_what_balancing_brings():
+    before = Training(4, slowness=(1, 2, 3, 1), noise=0.01, spikes=0.0)
+    balanced = min_max_shares_linear(np.zeros(4), np.array([1.0, 2, 3, 1]), 128)
+    after = dataclasses.replace(before, shares=tuple(balanced))
+    wall = [np.median(training.record().wall.max(axis=1)) for training in (before, after)]
+    (line,) = diagnose(before.record()).lines
+    assert f"predicted {wall[0] / wall[1]:.1f} times the samples/s" in line
+
+
+@pytest.mark.parametrize(("slowness", "severity"), [(1.12, None), (1.2, "note"), (1.6, "critical")])
+def test_severity_is_what_a_step_loses(slowness, severity):
+    training = Training(4, slowness=(1, 1, slowness, 1), noise=0.01, spikes=0.0)
+    causes = diagnose(training.record()).causes
+    assert (causes[0].severity if causes else None) == severity
+
+
+def test_two_faults_are_both_named():
+    faults = (Fault("compute", size=1.5, device=0), Fault("input", size=1.5, device=3))
+    verdict = diagnose(Training(4, faults=faults).record())
+    found = {(cause.kind, cause.worker) for cause in verdict.causes}
+    assert found == {("slow_device", 0), ("input", 1)}
+    assert len(verdict.lines) == 2
+
+
+def test_devices_that_are_slow_alike_are_one_cause():
+    verdict = diagnose(Training(4, slowness=(1, 3, 3, 3)).record())
+    (cause,) = verdict.causes
+    assert set(cause.devices) == {1, 2, 3} and set(cause.workers) == {0, 1}
+    assert "than" not in cause.text and "worker 0 GPU 0 for the same samples" in cause.text
+
+
+def test_unequal_shares_of_equal_devices():
+    (cause,) = diagnose(Training(4, shares=(16, 16, 64, 32)).record()).causes
+    assert (cause.kind, cause.device) == ("shares", 2)
+    assert "2.0 times the samples" in cause.text and "BatchBalancer" in cause.advice
+
+
+def test_a_device_too_slow_to_wait_for_should_train_alone():
+    (cause,) = diagnose(Training(4, per_worker=1, slowness=(1, 1, 1, 60)).record()).causes
+    assert "HybridAggregation" in cause.advice
+
+
+def test_a_balancer_is_not_recommended_twice():
+    shares = np.tile([32] * 4, (300, 1))
+    training = Training(4, 300, slowness=(1, 1, 1, 3), shares=shares, changes=FOLLOWED)
+    (cause,) = diagnose(training.record()).causes
+    assert "Shares follow" in cause.advice and "Add BatchBalancer" not in cause.advice
+
+
+def test_a_failing_device_is_named_though_shares_follow():
+    shares = np.tile([32, 32], (300, 1))
+    shares[220:] = (48, 16)
+    fault = Fault("compute", "creeping", 2.0, device=1, begin=160)
+    training = Training(2, 300, shares=shares, faults=(fault,), changes=FOLLOWED)
+    (cause,) = diagnose(training.record()).causes
+    assert (cause.kind, cause.device) == ("slow_device", 1)
+    assert "its own best steps" in cause.text and "Shares follow" in cause.advice
+
+
+def test_a_tuner_is_not_recommended_twice():
+    fault = Fault("input", size=1.0)
+    changes = (Change(20, "loader", "more loaders"),)
+    (cause,) = diagnose(Training(2, faults=(fault,), changes=changes).record()).causes
+    assert cause.kind == "input" and "Add LoaderTuner" not in cause.advice
+    (cause,) = diagnose(Training(2, faults=(fault,)).record()).causes
+    assert "Add LoaderTuner" in cause.advice
+
+
+def test_one_device_learns_what_its_input_costs():
+    (cause,) = diagnose(Training(1, faults=(Fault("input", size=0.5),)).record()).causes
+    assert cause.kind == "input"
+    assert cause.share_of_step == pytest.approx(0.05 / (0.1 + 0.05 + 0.014), rel=0.15)
+
+
+def test_callbacks_that_take_long_are_named():
+    recording = Training(4).record()
+    other = recording.other + np.array([0.05, 0.05, 0.0, 0.0])
+    (cause,) = diagnose(dataclasses.replace(recording, other=other)).causes
+    assert (cause.kind, cause.worker) == ("other", 0)
+
+
+def test_a_device_that_is_slow_now_and_then_is_named():
+    recording = Training(4).record()
+    compute = recording.compute.copy()
+    compute[::3, 1] *= 4
+    (cause,) = diagnose(dataclasses.replace(recording, compute=compute)).causes
+    assert (cause.kind, cause.device) == ("slow_device", 1)
+
+
+@pytest.mark.alone
+def test_a_million_times_take_less_than_300_ms():
+    fault = Fault("compute", "temporary", 2.0, 7, 4950)
+    recording = Training(200, 5000, spikes=0.0005, faults=(fault,)).record()
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        (cause,) = diagnose(recording).causes
+        seconds.append(time.process_time() - begin)
+    assert cause.device == 7
+    assert min(seconds) < 0.3

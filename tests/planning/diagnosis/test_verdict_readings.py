@@ -1,0 +1,199 @@
+"""What readings of the hardware change in a verdict, and what it says without them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from step_recordings import Fault, Training
+
+from keras_het.planning.diagnosis.verdict import diagnose
+
+BEGIN = 120
+SLOW = Fault("compute", "temporary", 1.0, device=2, begin=BEGIN)
+DEVICE, WORKER = [2], [2, 3]
+
+
+def recording_of(kind="GPU", faults=(SLOW,), **settings):
+    return Training(4, 170, kind=kind, faults=faults, **settings).record()
+
+
+def with_readings(recording, columns, begin=BEGIN, **readings):
+    """The same recording with other readings of some devices, from a step on."""
+    hardware = dict(recording.hardware)
+    for key, value in readings.items():
+        name = key.replace("__", ".")
+        hardware[name] = hardware[name].copy()
+        rows = np.flatnonzero(recording.hardware_steps >= begin)
+        hardware[name][np.ix_(rows, columns)] = value
+    return dataclasses.replace(recording, hardware=hardware)
+
+
+def kinds(recording):
+    return [(cause.kind, cause.worker) for cause in diagnose(recording).causes]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "word", "advice"),
+    [
+        (0x4, "its power limit", "power limit"),
+        (0x8, "a hardware slow-down", "cooling"),
+        (0x20, "heat", "cooling"),
+        (0x40 | 0x8 | 0x4, "hardware", "cooling"),
+        (0x80, "power brake", "power supply"),
+        (0x0, "runs at 600 of 1400 MHz", "cooling"),
+    ],
+)
+def test_a_throttled_device(reasons, word, advice):
+    recording = with_readings(
+        recording_of(),
+        DEVICE,
+        keras_het__gpu__clock=6e8,
+        keras_het__gpu__throttle_reasons=reasons,
+    )
+    (cause,) = diagnose(recording).causes
+    assert (cause.kind, cause.device) == ("throttled_device", 2)
+    assert word in cause.text and advice in cause.advice
+
+
+def test_a_device_that_was_always_too_hot():
+    recording = with_readings(
+        recording_of(faults=(Fault("compute", size=1.0, device=2),)),
+        DEVICE,
+        begin=0,
+        keras_het__gpu__clock=6e8,
+        keras_het__gpu__throttle_reasons=0x40,
+    )
+    assert kinds(recording) == [("throttled_device", 1)]
+
+
+@pytest.mark.parametrize("reasons", [0x1, 0x2, 0x3, 0x4])
+def test_what_is_no_fault_is_none(reasons):
+    undisturbed = recording_of(faults=())
+    assert (
+        kinds(with_readings(undisturbed, range(4), keras_het__gpu__throttle_reasons=reasons)) == []
+    )
+    slow = with_readings(recording_of(), DEVICE, keras_het__gpu__throttle_reasons=reasons & 0x3)
+    assert kinds(slow) == [("slow_device", 1)]
+
+
+def test_an_idle_device_lowers_its_clock_itself():
+    recording = with_readings(
+        recording_of(faults=(Fault("compute", size=1.0, device=0),)),
+        [1, 2, 3],
+        begin=0,
+        keras_het__gpu__clock=4e8,
+        hw__gpu__utilization=0.3,
+    )
+    assert kinds(recording) == [("slow_device", 0)]
+
+
+def test_another_program_on_the_device():
+    recording = with_readings(recording_of(), DEVICE, hw__gpu__memory__usage=11e9)
+    (cause,) = diagnose(recording).causes
+    assert (cause.kind, cause.device) == ("other_program", 2)
+    assert "19 % more of its memory" in cause.text
+
+
+def test_another_program_on_the_host():
+    busy = {"process__cpu__usage": 4.0, "system__cpu__utilization": 0.98}
+    recording = with_readings(recording_of("CPU"), WORKER, **busy)
+    (cause,) = diagnose(recording).causes
+    assert (cause.kind, cause.worker) == ("other_program", 1)
+    assert "98 % busy" in cause.text and "3.8 of its 8 CPUs" in cause.text
+
+
+def test_workers_of_a_host_are_no_other_programs():
+    """Both keep half of the CPUs busy."""
+    recording = recording_of("CPU")
+    devices = tuple(dataclasses.replace(each, host="same") for each in recording.devices)
+    busy = {"process__cpu__usage": 4.0, "system__cpu__utilization": 0.98}
+    recording = with_readings(dataclasses.replace(recording, devices=devices), range(4), **busy)
+    assert kinds(recording) == [("slow_device", 1)]
+
+
+def test_a_smaller_budget():
+    recording = with_readings(recording_of("CPU"), WORKER, keras_het__cpu__budget=4.0)
+    (cause,) = diagnose(recording).causes
+    assert (cause.kind, cause.worker) == ("host", 1)
+    assert "4 CPUs instead of 8" in cause.text and "quota" in cause.advice
+
+
+def test_input_that_lacks_cpus():
+    recording = with_readings(
+        recording_of(faults=(Fault("input", size=1.0, device=2),)),
+        WORKER,
+        begin=0,
+        process__cpu__usage=7.9,
+    )
+    (cause,) = diagnose(recording).causes
+    assert (cause.kind, cause.worker) == ("host", 1)
+    assert "7.9 of its 8 CPUs" in cause.text and "more CPUs" in cause.advice
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "missing"),
+    [
+        (
+            "GPU",
+            SLOW,
+            "no clock readings of worker 1 GPU 0: cannot tell a throttled device from a slow one",
+        ),
+        (
+            "CPU",
+            SLOW,
+            "no CPU readings of worker 1: cannot tell a lack of CPUs from a slow device",
+        ),
+        (
+            "GPU",
+            Fault("input", size=1.0, device=2),
+            "no CPU readings of worker 1: cannot tell a lack of CPUs from a slow pipeline",
+        ),
+    ],
+)
+def test_what_readings_would_have_told(kind, fault, missing):
+    assert diagnose(recording_of(kind, (fault,))).missing == ()
+    verdict = diagnose(recording_of(kind, (fault,), with_hardware=False))
+    assert verdict.missing == (missing,)
+    assert len(verdict.causes) == 1
+
+
+def test_nothing_is_missing_where_nothing_is_wrong():
+    assert diagnose(recording_of(faults=(), with_hardware=False)).missing == ()
+
+
+def test_few_steps():
+    assert diagnose(Training(2, 15).record()).missing == ("not enough steps yet: 13 of 20",)
+    assert diagnose(Training(2, 0).record()).missing == ("not enough steps yet: 0 of 20",)
+    assert diagnose(Training(2, 15).record()).lines == ()
+
+
+def test_few_steps_since_a_change_of_shares():
+    shares = np.tile([32, 32], (100, 1))
+    shares[90:] = (48, 16)
+    verdict = diagnose(Training(2, 100, shares=shares).record())
+    assert verdict.missing == ("not enough steps since shares changed in step 90: 10 of 20",)
+
+
+def test_a_device_without_times():
+    recording = recording_of(faults=())
+    compute = recording.compute.copy()
+    compute[:, 1] = np.nan
+    verdict = diagnose(dataclasses.replace(recording, compute=compute))
+    assert verdict.missing == ("no compute times of worker 0 GPU 1",)
+    compute[:] = np.nan
+    verdict = diagnose(dataclasses.replace(recording, compute=compute))
+    assert verdict.missing == ("no compute times: cannot tell devices apart",)
+
+
+def test_what_no_reading_explains():
+    """All devices become slower: that is the work, not a device."""
+    faults = tuple(Fault("compute", "creeping", 1.0, device, 100) for device in range(4))
+    verdict = diagnose(Training(4, 180, faults=faults).record())
+    assert verdict.causes == () and verdict.lines == ()
+    (missing,) = verdict.missing
+    assert "all devices compute 2.0 times as long" in missing
+
+
+def test_a_window_that_is_too_small_is_refused():
+    with pytest.raises(ValueError, match="needs 20 steps"):
+        diagnose(Training(2).record(), window=10)
