@@ -26,7 +26,7 @@ ROOMS = [
     "local_training",
     "telemetry",
     "callbacks",
-    *("launch.local", "launch"),
+    *("launch.local", "launch.doctor", "launch"),
 ]
 MOST_FILES = 17
 # Names that were public before the rooms.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_het import __version__
+from keras_het.launch.doctor_command import add_doctor_command
 from keras_het.launch.loader_commands import add_loader_commands
 from keras_het.launch.serve_command import add_serve
 from keras_het.launch.validate_command import add_validate_command
@@ -44,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_emulation(run)
     _add_processors(run)
     _add_output(run)
+    add_doctor_command(commands)
     add_validate_command(commands)
     add_serve(commands)
     add_loader_commands(commands)

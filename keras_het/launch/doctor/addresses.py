@@ -1,0 +1,95 @@
+"""What the network says of an address of TF_CONFIG."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import time
+
+import psutil
+
+from keras_het.strategy.cluster.cluster_address import places_of
+
+LISTENS, REFUSED, UNREACHABLE, UNKNOWN = "listens", "refused", "unreachable", "unknown"
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether only processes of the same machine reach an address.
+
+    Args:
+        address: "host:port".
+    """
+    places = places_of(address)
+    hosts = [ipaddress.ip_address(place[0].partition("%")[0]) for _, place in places]
+    return bool(hosts) and all(host.is_loopback for host in hosts)
+
+
+def bind_problem(address: str) -> int:
+    """Try to listen on an address for a moment; return the number of the error, 0 if it can be.
+
+    Args:
+        address: "host:port".
+    """
+    last = errno.EADDRNOTAVAIL
+    for family, place in places_of(address):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # as servers do: connections of an earlier one that are still closing do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(place)
+                probe.listen()
+            except OSError as error:
+                last = error.errno or errno.EADDRNOTAVAIL
+                if last == errno.EADDRINUSE:
+                    return last
+            else:
+                return 0
+    return last
+
+
+def holder_of(port: int) -> str:
+    """Return the program that listens on a port of this machine, empty if it is hidden.
+
+    Args:
+        port: the port.
+    """
+    try:
+        for connection in psutil.net_connections("tcp"):
+            is_it = connection.laddr and connection.laddr.port == port
+            if is_it and connection.status == psutil.CONN_LISTEN:
+                name = psutil.Process(connection.pid).name() if connection.pid else ""
+                return f"{name} (process {connection.pid})" if name else ""
+    except (psutil.Error, OSError, RuntimeError):
+        pass
+    return ""
+
+
+def reach(address: str, timeout_seconds: float = 2.0) -> tuple[str, float]:
+    """Connect to an address; return what happened, and the seconds that it took.
+
+    Args:
+        address: "host:port".
+        timeout_seconds: when to give up.
+
+    Returns:
+        `LISTENS` if something there takes connections, `REFUSED` if the host answers and nothing
+        listens, `UNREACHABLE` if the host does not answer, `UNKNOWN` if its name is not known.
+    """
+    places = places_of(address)
+    if not places:
+        return UNKNOWN, 0.0
+    result = UNREACHABLE
+    for family, place in places:
+        started = time.perf_counter()
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(timeout_seconds)
+            try:
+                probe.connect(place)
+            except ConnectionRefusedError:
+                result = REFUSED
+            except OSError:
+                continue
+            else:
+                return LISTENS, time.perf_counter() - started
+    return result, 0.0

@@ -1,0 +1,183 @@
+"""What is on this machine: gathered once, judged by the checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
+from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
+from keras_het.telemetry.hardware import processor_name
+from keras_het.telemetry.host_values import HostValues
+from keras_het.telemetry.nvml import Nvml, NvmlMissingError
+from keras_het.usable_cpus import own_cpus, usable_cpus
+
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY_CLASSES = "0x10de", ("0x0300", "0x0302")
+EXTRAS = {
+    "tensorboard": "tensorboard",
+    "prometheus": "prometheus-client",
+    "data-validation": "tensorflow-data-validation",
+    "recipes": "matplotlib",
+}
+"""A package that each extra of keras_het brings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU as NVIDIA's driver sees it, whether or not TensorFlow does.
+
+    Args:
+        index: in PCI bus order, as `nvidia-smi` counts.
+        name: product.
+        uuid: NVIDIA's name of this one.
+        capability: compute capability, major and minor; zeros if it is hidden.
+        memory_bytes: of the device; 0 if it is hidden.
+        used_bytes: in use before TensorFlow was asked.
+        parts: number of MIG devices that it is divided into.
+    """
+
+    index: int
+    name: str
+    uuid: str = ""
+    capability: tuple[int, int] = (0, 0)
+    memory_bytes: int = 0
+    used_bytes: int = 0
+    parts: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a machine and of this process's place in a cluster.
+
+    Args:
+        environ: environment of the process.
+        host: name of the machine.
+        processor: name of its processor, empty if it is hidden.
+        affinity: CPUs that the process may run on.
+        cpus: CPUs that it may use at a time, quotas included.
+        memory_limit: bytes of the machine, or of the cgroup that has a limit; 0 if unknown.
+        memory_used: bytes of them in use.
+        gpus: GPUs that the driver lists.
+        gpu_boards: NVIDIA's boards on the PCI bus, with or without a driver.
+        driver: version of NVIDIA's driver, empty if there is none.
+        nvml_problem: why NVML does not answer, with the fix; empty if it does.
+        tensorflow: what TensorFlow says; None if it was not asked.
+        cluster: the cluster of TF_CONFIG; None without one.
+        cluster_problem: what is wrong with TF_CONFIG, empty if nothing is.
+        extras: installed version of a package of each extra, empty if it is missing.
+        log_dir: where the training will write; None if it was not said.
+    """
+
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    host: str = ""
+    processor: str = ""
+    affinity: int = 1
+    cpus: float = 1.0
+    memory_limit: float = 0.0
+    memory_used: float = 0.0
+    gpus: tuple[Gpu, ...] = ()
+    gpu_boards: int = 0
+    driver: str = ""
+    nvml_problem: str = ""
+    tensorflow: TensorFlowFacts | None = None
+    cluster: ClusterConfig | None = None
+    cluster_problem: str = ""
+    extras: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    log_dir: Path | None = None
+
+
+def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None) -> Facts:
+    """Look at this machine; nothing is changed, and TensorFlow runs in another process.
+
+    Args:
+        environ: environment to read; by default `os.environ`.
+        log_dir: where the training will write.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    cluster, problem = _cluster(environ)
+    # before TensorFlow takes memory of the GPUs
+    gpus, driver, nvml_problem = list_gpus()
+    host = HostValues().read()
+    return Facts(
+        environ=environ,
+        host=socket.gethostname(),
+        processor=processor_name(),
+        affinity=len(own_cpus()),
+        cpus=usable_cpus(),
+        memory_limit=host.get("system.memory.limit", 0.0),
+        memory_used=host.get("system.memory.usage", 0.0),
+        gpus=gpus,
+        gpu_boards=count_gpu_boards(),
+        driver=driver,
+        nvml_problem=nvml_problem,
+        tensorflow=ask_tensorflow(environ),
+        cluster=cluster,
+        cluster_problem=problem,
+        extras={extra: _version(package) for extra, package in EXTRAS.items()},
+        log_dir=log_dir,
+    )
+
+
+def list_gpus() -> tuple[tuple[Gpu, ...], str, str]:
+    """Return the GPUs and the version of NVIDIA's driver, or else why they are unknown."""
+    try:
+        nvml = Nvml()
+    except NvmlMissingError as error:
+        return (), "", str(error)
+    gpus = tuple(
+        _gpu(nvml, index, handle) for index, handle in enumerate(nvml.gpus()) if handle is not None
+    )
+    driver = str(nvml.ask("SystemGetDriverVersion") or "")
+    nvml.close()
+    return gpus, driver, ""
+
+
+def count_gpu_boards(pci: Path = _PCI) -> int:
+    """Return how many graphics boards of NVIDIA are in this machine, with or without a driver.
+
+    Args:
+        pci: Linux's folder of PCI devices.
+    """
+    count = 0
+    for device in pci.glob("*"):
+        try:
+            vendor = (device / "vendor").read_text().strip()
+            kind = (device / "class").read_text().strip()
+        except OSError:
+            continue
+        count += vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASSES)
+    return count
+
+
+def _gpu(nvml: Nvml, index: int, handle: Any) -> Gpu:
+    memory = nvml.ask("DeviceGetMemoryInfo", handle)
+    capability = nvml.ask("DeviceGetCudaComputeCapability", handle) or (0, 0)
+    return Gpu(
+        index,
+        nvml.name_of(handle),
+        str(nvml.ask("DeviceGetUUID", handle) or ""),
+        (int(capability[0]), int(capability[1])),
+        int(getattr(memory, "total", 0)),
+        int(getattr(memory, "used", 0)),
+        len(nvml.parts_of(handle)),
+    )
+
+
+def _cluster(environ: Mapping[str, str]) -> tuple[ClusterConfig | None, str]:
+    try:
+        return read_cluster_config(environ), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

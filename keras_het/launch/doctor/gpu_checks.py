@@ -1,0 +1,184 @@
+"""Checks of GPUs: what the driver has, and what TensorFlow makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from keras_het.launch.doctor.facts import Facts, Gpu
+from keras_het.launch.doctor.findings import Finding, note, ok, warning
+from keras_het.telemetry.cuda_devices import FIXED_ORDER, ORDER, VISIBLE
+
+_USED_PART = 0.1
+_CUDA_BUILD = "pip install 'keras-het[cuda]' (tensorflow-cpu has to be uninstalled first)"
+_TOO_NEW = 12
+"""Capability for which kernels that TensorFlow compiles at its start are known to fail."""
+
+
+def driver(facts: Facts) -> Iterator[Finding]:
+    """Whether NVIDIA's driver answers."""
+    found = facts.tensorflow
+    if facts.driver or facts.gpus:
+        yield ok(f"NVIDIA's driver {facts.driver} lists {len(facts.gpus)} GPUs; NVML answers.")
+    elif facts.gpu_boards:
+        yield warning(
+            f"This machine has {facts.gpu_boards} NVIDIA GPUs, and no driver that answers: "
+            "training runs on the CPU.",
+            facts.nvml_problem or "Install NVIDIA's driver.",
+        )
+    elif found is not None and found.cuda:
+        yield note(
+            f"TensorFlow is built for CUDA, and this machine has no GPU: training runs on the CPU. "
+            f"{facts.nvml_problem}",
+            "On a machine that has one, install NVIDIA's driver, or start the container with its "
+            "GPUs (docker run --gpus all).",
+        )
+    else:
+        yield note("No GPU: training runs on the CPU.")
+
+
+def tensorflow_build(facts: Facts) -> Iterator[Finding]:
+    """Whether TensorFlow can use GPUs where there are some."""
+    found = facts.tensorflow
+    has_gpus = bool(facts.gpus or facts.gpu_boards)
+    if has_gpus and found is not None and not found.problem and not found.cuda:
+        yield warning(
+            "This machine has NVIDIA GPUs, and this build of TensorFlow knows no CUDA: training "
+            "runs on the CPU, and not in one group with workers that have GPUs.",
+            _CUDA_BUILD,
+        )
+
+
+def hidden_gpus(facts: Facts) -> Iterator[Finding]:
+    """Whether the environment hides GPUs."""
+    text = facts.environ.get(VISIBLE)
+    if text is None or not facts.gpus:
+        return
+    shown = _shown(text, facts.gpus)
+    entries = [entry.strip() for entry in text.split(",")]
+    if shown == 0:
+        yield warning(
+            f"{VISIBLE} hides all GPUs. Received: {text!r}; expected: indices from 0 to "
+            f"{len(facts.gpus) - 1}, or UUIDs (`nvidia-smi -L`), with commas between them.",
+            f"Unset {VISIBLE}, or list the GPUs that this worker may use.",
+        )
+    elif shown < len(entries):
+        yield warning(
+            f"{VISIBLE} has a wrong entry, and CUDA hides what comes behind it. Received: "
+            f"{text!r}, of which it takes the first {shown}.",
+            "Remove the entry; `nvidia-smi -L` lists the GPUs.",
+        )
+    elif shown < len(facts.gpus):
+        yield note(f"{VISIBLE}={text} lets this process see {shown} of {len(facts.gpus)} GPUs.")
+
+
+def kernels(facts: Facts) -> Iterator[Finding]:
+    """Whether this build of TensorFlow has kernels for each GPU."""
+    found = facts.tensorflow
+    if found is None or not found.kernels:
+        return
+    for gpu in facts.gpus:
+        if gpu.capability == (0, 0) or _has_binary(gpu.capability, found.kernels):
+            continue
+        capability = ".".join(map(str, gpu.capability))
+        start = (
+            f"TensorFlow {found.tensorflow} has no kernels for GPU {gpu.index} ({gpu.name}). "
+            f"Received: compute capability {capability}; it is built for "
+            f"{', '.join(found.kernels)}."
+        )
+        if not _has_portable_code(gpu.capability, found.kernels):
+            yield warning(
+                f"{start} It leaves this GPU out.",
+                "Install a version of TensorFlow whose build still has this capability, or build "
+                "it from source with TF_CUDA_COMPUTE_CAPABILITIES="
+                f"{capability}. Without that GPU: leave it out of {VISIBLE}.",
+            )
+            continue
+        known = " On such GPUs that is known to fail (CUDA_ERROR_INVALID_PTX)."
+        yield warning(
+            f"{start} It compiles them at its start, which may take half an hour."
+            f"{known if gpu.capability[0] >= _TOO_NEW else ''}",
+            "Install a newer TensorFlow, or NVIDIA's container (nvcr.io/nvidia/tensorflow). Where "
+            "the wait is all that is wrong, CUDA_CACHE_MAXSIZE=4294967296 keeps the result.",
+        )
+
+
+def used_gpus(facts: Facts) -> Iterator[Finding]:
+    """Whether TensorFlow uses the GPUs that it could."""
+    found = facts.tensorflow
+    if found is None or found.problem or not found.cuda or not facts.gpus:
+        return
+    text = facts.environ.get(VISIBLE)
+    expected = len(facts.gpus) if text is None else _shown(text, facts.gpus)
+    log = f" TensorFlow says: {_last(found.log)}" if found.log else ""
+    if expected and not found.gpus:
+        yield warning(
+            f"TensorFlow lists none of {expected} GPUs: training runs on the CPU.{log}",
+            f"Install the libraries of CUDA {found.cuda}, for which it was built, with pip install "
+            f"'tensorflow[and-cuda]=={found.tensorflow}'. The driver must not be older than them.",
+        )
+    elif found.replicas < len(found.gpus):
+        yield warning(
+            f"TensorFlow uses {found.replicas} of the {len(found.gpus)} GPUs that it lists.{log}",
+            "It leaves out GPUs that are old, or that have few multiprocessors "
+            "(TF_MIN_GPU_MULTIPROCESSOR_COUNT, 8 by default).",
+        )
+    else:
+        yield ok(f"TensorFlow uses {found.replicas} GPUs: {', '.join(found.gpus)}.")
+
+
+def gpus_in_use(facts: Facts) -> Iterator[Finding]:
+    """Whether other programs hold memory of the GPUs."""
+    for gpu in facts.gpus:
+        if gpu.memory_bytes and gpu.used_bytes > _USED_PART * gpu.memory_bytes:
+            yield warning(
+                f"Others use {gpu.used_bytes / 2**30:.1f} of {gpu.memory_bytes / 2**30:.0f} GiB of "
+                f"GPU {gpu.index} ({gpu.name}); TensorFlow takes all that is left.",
+                f"`nvidia-smi` names the processes. End them, or choose other GPUs with {VISIBLE}.",
+            )
+
+
+def gpu_order(facts: Facts) -> Iterator[Finding]:
+    """Whether "GPU:0" is the same for CUDA and for `nvidia-smi`."""
+    names = {gpu.name for gpu in facts.gpus}
+    if len(names) > 1 and facts.environ.get(ORDER) != FIXED_ORDER:
+        yield note(
+            f"With GPUs that differ ({', '.join(sorted(names))}) CUDA counts fast ones first, and "
+            "nvidia-smi by their place on the bus.",
+            f"{ORDER}={FIXED_ORDER} makes both count alike.",
+        )
+
+
+def _shown(text: str, gpus: Sequence[Gpu]) -> int:
+    """Number of devices that CUDA_VISIBLE_DEVICES shows; nothing counts behind a wrong entry."""
+    entries = [entry.strip() for entry in text.split(",")]
+    for place, entry in enumerate(entries):
+        is_index = entry.isdecimal() and int(entry) < len(gpus)
+        named = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+        is_part = entry.startswith("MIG-") and any(gpu.parts for gpu in gpus)
+        if not (is_index or len(named) == 1 or is_part):
+            return place
+    return len(entries)
+
+
+def _has_binary(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
+    """Machine code runs on GPUs of the same major version that are not older."""
+    built = [_number(name) for name in kernels if name.startswith("sm_")]
+    return any(major == capability[0] and minor <= capability[1] for major, minor in built)
+
+
+def _has_portable_code(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
+    """PTX can be compiled for any GPU that is not older."""
+    return any(_number(name) <= capability for name in kernels if name.startswith("compute_"))
+
+
+def _number(name: str) -> tuple[int, int]:
+    digits = (re.findall(r"\d+", name) or ["0"])[0]
+    return int(digits[:-1] or 0), int(digits[-1])
+
+
+def _last(log: str) -> str:
+    telling = [
+        line for line in log.splitlines() if re.search(r"dlopen|[Ii]gnoring|no kernel", line)
+    ]
+    return (telling or log.splitlines())[-1]

@@ -1,0 +1,117 @@
+"""Checks of the machine: CPUs, memory, and room on disks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from keras_het.launch.doctor.cluster_checks import tasks_here
+from keras_het.launch.doctor.facts import Facts
+from keras_het.launch.doctor.findings import Finding, fault, note, ok, warning
+
+SHARED_MEMORY = Path("/dev/shm")
+_LEAST_CPUS_PER_GPU = 2.0
+_LEAST_MEMORY = 2 * 2**30
+_LEAST_SHARED_MEMORY = 256 * 2**20
+_LEAST_ROOM = 2**30
+_THREADS = "TF_NUM_INTRAOP_THREADS"
+
+
+def cpu_budget(facts: Facts) -> Iterator[Finding]:
+    """How many CPUs each worker on this machine has."""
+    here = max(1, len(tasks_here(facts)))
+    each = facts.cpus / here
+    quota = f", of which a cgroup's quota leaves {facts.cpus:g}" if _has_quota(facts) else ""
+    workers = f" for each of {here} tasks on this machine" if here > 1 else ""
+    yield ok(f"CPUs: {facts.affinity}{quota}; {each:g}{workers or ' for this worker'}.")
+    replicas = facts.tensorflow.replicas if facts.tensorflow else 0
+    if replicas and each / replicas < _LEAST_CPUS_PER_GPU:
+        yield warning(
+            f"{each:g} CPUs feed {replicas} GPUs: the input may not keep up. Expected: "
+            f"{_LEAST_CPUS_PER_GPU:g} or more for each GPU.",
+            "Give this process more CPUs, or prepare data on other machines "
+            "(keras-het loader-worker).",
+        )
+
+
+def cpu_quota(facts: Facts) -> Iterator[Finding]:
+    """Whether TensorFlow starts more threads than a quota lets run."""
+    if not _has_quota(facts):
+        return
+    text = facts.environ.get(_THREADS, "")
+    threads = int(text) if text.isdecimal() and int(text) else facts.affinity
+    if threads > 2 * facts.cpus:
+        yield warning(
+            f"A cgroup's quota lets {facts.cpus:g} CPUs run, and TensorFlow starts {threads} "
+            "threads for its operations: the kernel stops all of them for a part of each period, "
+            "also those that read the input and answer other workers.",
+            f"Set {_THREADS}={max(1, int(facts.cpus))} and TF_NUM_INTEROP_THREADS="
+            f"{max(2, int(facts.cpus))}, or raise the quota (docker run --cpus, Kubernetes "
+            "resources.limits.cpu).",
+        )
+
+
+def memory(facts: Facts) -> Iterator[Finding]:
+    """Whether there is memory for TensorFlow and data."""
+    if not facts.memory_limit:
+        return
+    left = facts.memory_limit - facts.memory_used
+    text = f"Memory: {left / 2**30:.1f} of {facts.memory_limit / 2**30:.1f} GiB are free."
+    if left < _LEAST_MEMORY:
+        yield warning(
+            f"{text} TensorFlow and a small model need {_LEAST_MEMORY / 2**30:g} GiB.",
+            "End other programs, or raise the limit of the cgroup (docker run --memory).",
+        )
+    else:
+        yield ok(text)
+
+
+def shared_memory(facts: Facts) -> Iterator[Finding]:
+    """Whether NCCL has room for what GPUs of one machine exchange."""
+    num_gpus = len(facts.gpus)
+    if num_gpus < 2 or not SHARED_MEMORY.is_dir():
+        return
+    room = shutil.disk_usage(SHARED_MEMORY).free
+    if room < _LEAST_SHARED_MEMORY:
+        yield warning(
+            f"{SHARED_MEMORY} has room for {room / 2**20:.0f} MiB, and NCCL sums {num_gpus} GPUs "
+            f"through it. Expected: {_LEAST_SHARED_MEMORY // 2**20} MiB or more.",
+            "Start the container with --shm-size=1g or --ipc=host (Kubernetes: an emptyDir of "
+            "medium Memory).",
+        )
+
+
+def room_for_logs(facts: Facts) -> Iterator[Finding]:
+    """Whether logs, backups and temporary files can be written."""
+    if facts.log_dir is not None:
+        yield from _room("The folder for logs", facts.log_dir, "--log-dir")
+    yield from _room("The folder for temporary files", Path(tempfile.gettempdir()), "TMPDIR")
+
+
+def _room(name: str, folder: Path, setting: str) -> Iterator[Finding]:
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield fault(
+            f"{name} cannot be written. Received: {folder}; {existing} is no folder that this user "
+            "may write to.",
+            f"Give another one ({setting}), or change its owner.",
+        )
+        return
+    room = shutil.disk_usage(existing).free
+    text = f"{name}, {folder}, has room for {room / 2**30:.1f} GiB."
+    if room < _LEAST_ROOM:
+        yield warning(
+            f"{text} Expected: {_LEAST_ROOM / 2**30:g} GiB or more for logs and backups.",
+            f"Make room, or give another one ({setting}).",
+        )
+    else:
+        yield note(text)
+
+
+def _has_quota(facts: Facts) -> bool:
+    return facts.cpus < facts.affinity

@@ -1,0 +1,188 @@
+"""The program that measures links for `measure_links`, over TensorFlow's RPC."""
+
+from __future__ import annotations
+
+import collections
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from keras_het.launch.doctor.addresses import LISTENS, reach
+from keras_het.launch.doctor.tensorflow_facts import say
+from keras_het.rpc.admission import (
+    SECRET_FILE_VARIABLE,
+    SECRET_VARIABLE,
+    Status,
+    credential,
+    read_secret,
+)
+from keras_het.rpc.function_client import FunctionClient, NoAnswerError
+from keras_het.rpc.function_server import FunctionServer, ServerStartError
+from keras_het.rpc.gate import Gate
+from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
+
+_STATUS = tf.TensorSpec([], tf.int32)
+_DESCRIPTION = (_STATUS, tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.float64))
+_CALL_SECONDS = 10.0
+_CONNECTIONS, _CALLS, _MESSAGES, _IN_FLIGHT = 5, 20, 64, 4
+_SENDING_SECONDS = 2.0
+_POLL_SECONDS = 0.1
+
+
+class Desk:
+    """This node's server: it says what the node is, takes messages, and counts who is finished.
+
+    Args:
+        address: where to listen.
+        key: credential of the doctors of this cluster.
+        node: what this node is.
+        num_tasks: number of nodes, this one included.
+    """
+
+    def __init__(self, address: str, key: bytes, node: Mapping[str, Any], num_tasks: int) -> None:
+        text = json.dumps(dict(node))
+        self._finished = tf.Variable(tf.zeros([num_tasks], tf.int32), trainable=False)
+
+        @tf.function(input_signature=[], autograph=False)
+        def describe() -> Any:
+            return tf.constant(int(Status.OK)), tf.constant(text), tf.timestamp()
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False)
+        def take(message: Any) -> Any:
+            return tf.constant(int(Status.OK)) + 0 * tf.size(message)
+
+        @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
+        def finish(index: Any) -> Any:
+            is_it = tf.cast(tf.equal(tf.range(num_tasks), index), tf.int32)
+            self._finished.assign(tf.maximum(self._finished, is_it))
+            return tf.constant(int(Status.OK))
+
+        self._server = FunctionServer(address)
+        for name, function in (("describe", describe), ("take", take), ("finish", finish)):
+            self._server.register(name, function, Gate(key))
+        self._server.start()
+
+    def finished(self) -> list[bool]:
+        """Return which nodes have measured all that they wanted."""
+        return [bool(value) for value in self._finished.numpy()]
+
+
+def measure(address: str, key: bytes, own_index: int, deadline: float) -> dict[str, Any]:
+    """Measure the link to another node, once its doctor answers.
+
+    Args:
+        address: where it should answer.
+        key: credential of the doctors of this cluster.
+        own_index: place of this node among the tasks, -1 if it has none.
+        deadline: when to give up, on the clock of `time.monotonic`.
+
+    Returns:
+        Arguments of `Link` after the address.
+    """
+    # a client of TensorFlow's that has found nobody waits ever longer before it tries again
+    while (reached := reach(address, 1.0))[0] != LISTENS:
+        if time.monotonic() > deadline:
+            return {"reached": reached[0]}
+        time.sleep(_POLL_SECONDS)
+    client = FunctionClient(address, key, _CALL_SECONDS)
+    while True:
+        try:
+            status, text, theirs = client.ask("describe", [], _DESCRIPTION, 2.0)
+            break
+        except NoAnswerError:
+            if time.monotonic() > deadline:
+                return {"reached": LISTENS, "latency_seconds": reached[1]}
+            time.sleep(_POLL_SECONDS)
+    if int(status) != Status.OK:
+        return {"reached": LISTENS, "latency_seconds": reached[1], "refused": True}
+    ahead = float(theirs) - time.time()
+    try:
+        calls = [_seconds_of_call(client) for _ in range(_CALLS)]
+        speed = _bytes_per_second(client)
+        client.ask("finish", [tf.constant(own_index)], _STATUS)
+    except NoAnswerError:
+        return {"reached": LISTENS, "latency_seconds": reached[1]}
+    connections = [reach(address)[1] for _ in range(_CONNECTIONS)]
+    return {
+        "reached": LISTENS,
+        "answers": True,
+        "latency_seconds": min(filter(None, [*connections, reached[1]]), default=0.0),
+        "call_seconds": statistics.median(calls),
+        "bytes_per_second": speed,
+        "clock_ahead_seconds": ahead,
+        "node": json.loads(text.numpy()),
+    }
+
+
+def _seconds_of_call(client: FunctionClient) -> float:
+    started = time.perf_counter()
+    client.ask("describe", [], _DESCRIPTION)
+    return time.perf_counter() - started
+
+
+def _bytes_per_second(client: FunctionClient) -> float:
+    # what training sends; TensorFlow packs bytes one by one, at a twentieth of the speed
+    message = tf.zeros([LARGEST_MESSAGE_BYTES // 4])
+    under_way: collections.deque[Any] = collections.deque()
+    client.ask("take", [message], _STATUS)  # the first one traces
+    started, sent = time.perf_counter(), 0
+    while sent < _MESSAGES and time.perf_counter() - started < _SENDING_SECONDS:
+        if len(under_way) == _IN_FLIGHT:
+            client.value(under_way.popleft())
+        under_way.append(client.call("take", [message], _STATUS))
+        sent += 1
+    # all are waited for: TensorFlow crashes if a client goes before its answers
+    for answer in under_way:
+        client.value(answer)
+    return sent * LARGEST_MESSAGE_BYTES / (time.perf_counter() - started)
+
+
+def credential_of(cluster: Mapping[str, Any]) -> bytes:
+    """Return what doctors of one cluster share: its TF_CONFIG, and the secret where there is one.
+
+    Args:
+        cluster: addresses by job.
+    """
+    text = json.dumps(cluster, sort_keys=True)
+    try:
+        secret = read_secret()
+    except (ValueError, OSError):  # the check of secrets says so
+        secret = f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}".encode()
+    return credential(secret, f"keras-het doctor {text}")
+
+
+def main() -> None:
+    """Read a request of `measure_links`, and print the measurements by task."""
+    request = json.load(sys.stdin)
+    tasks, own = request["tasks"], request["own"]
+    key = credential_of(request["cluster"])
+    deadline = time.monotonic() + float(request["wait_seconds"])
+    names = list(tasks)
+    place = names.index(own) if own in tasks else -1
+    desk = None
+    if own in tasks:
+        try:
+            desk = Desk(tasks[own], key, request["node"], len(names))
+        except ServerStartError as error:  # a check of its own says why
+            sys.stderr.write(f"{error}\n")
+    # as in a ring: where all begin at once, each node then sends to one and hears from one
+    others = [*names[place + 1 :], *names[: max(place, 0)]]
+    found = {name: measure(tasks[name], key, place, deadline) for name in others}
+    if desk is not None:
+        awaited = [names.index(name) for name in others if found[name].get("answers")]
+        end = max(deadline, time.monotonic() + _CALL_SECONDS)
+        while time.monotonic() < end:
+            finished = desk.finished()
+            if all(finished[index] for index in awaited):
+                break
+            time.sleep(_POLL_SECONDS)
+    say(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Links between this node and the others, measured by the doctors that run on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from keras_het import __version__
+from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
+from keras_het.launch.doctor.addresses import reach
+from keras_het.launch.doctor.cluster_checks import listening_tasks, other_tasks, own_task
+from keras_het.launch.doctor.facts import Facts
+from keras_het.launch.doctor.tensorflow_facts import answer_in
+from keras_het.strategy.cluster.cluster_config import TF_CONFIG
+
+_PROGRAM = "keras_het.launch.doctor.link_program"
+_LONGEST_START_SECONDS = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What was measured from this node to another.
+
+    Args:
+        task: name of the other, such as "worker 1".
+        address: where it should answer.
+        reached: what a plain connection found, as `addresses.reach` says.
+        answers: whether a doctor answered there.
+        refused: whether it refused this one: its TF_CONFIG or its secret is another.
+        latency_seconds: of a connection, the shortest of five; 0 if unknown.
+        call_seconds: of a call of TensorFlow's RPC and its answer, the median; 0 if unknown.
+        bytes_per_second: of messages of 4 MB; 0 if unknown.
+        clock_ahead_seconds: how far its clock is ahead of this one.
+        node: what it says of itself, as `describe_node` does.
+    """
+
+    task: str
+    address: str
+    reached: str
+    answers: bool = False
+    refused: bool = False
+    latency_seconds: float = 0.0
+    call_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+    clock_ahead_seconds: float = 0.0
+    node: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def describe_node(facts: Facts) -> dict[str, Any]:
+    """Return what other nodes compare with themselves.
+
+    Args:
+        facts: what is known of this one.
+    """
+    found = facts.tensorflow
+    return {
+        "host": facts.host,
+        "keras_het": __version__,
+        "tensorflow": found.tensorflow if found else "",
+        "keras": found.keras if found else "",
+        "device": "GPU" if found and found.replicas else "CPU",
+        "replicas": max(1, found.replicas) if found else 1,
+    }
+
+
+def measure_links(facts: Facts, wait_seconds: float) -> tuple[Link, ...]:
+    """Serve the doctors of the other nodes, and measure the links to them.
+
+    Args:
+        facts: what is known of this node.
+        wait_seconds: how long to wait for the other doctors; without TensorFlow, or with 0, only
+            plain connections are tried.
+    """
+    config, found = facts.cluster, facts.tensorflow
+    others = other_tasks(config)
+    if config is None or not others:
+        return ()
+    measured: dict[str, Any] = {}
+    if wait_seconds > 0 and found is not None and not found.problem:
+        tasks = listening_tasks(config)
+        request = {
+            "cluster": config.as_cluster_dict(),
+            "tasks": tasks,
+            "own": own_task(config),
+            "node": describe_node(facts),
+            "wait_seconds": wait_seconds,
+        }
+        measured = _run(request, facts.environ, wait_seconds)
+    return tuple(
+        Link(task, address, **measured[task])
+        if task in measured
+        else Link(task, address, *_plain(address))
+        for task, address in others.items()
+    )
+
+
+def _plain(address: str) -> tuple[str, bool, bool, float]:
+    reached, seconds = reach(address)
+    return reached, False, False, seconds
+
+
+def _run(
+    request: Mapping[str, Any], environ: Mapping[str, str], wait_seconds: float
+) -> dict[str, Any]:
+    """Measure in a process of its own: servers of TensorFlow live as long as their process."""
+    given = {name: value for name, value in environ.items() if name != TF_CONFIG}
+    fixed = {
+        KERAS_BACKEND: NEEDED_BACKEND,
+        "CUDA_VISIBLE_DEVICES": "-1",  # what is sent lies in host memory
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", _PROGRAM],
+            input=json.dumps(request),
+            env={**given, **fixed},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=2 * wait_seconds + _LONGEST_START_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return {}
+    return answer_in(ended.stdout) or {}

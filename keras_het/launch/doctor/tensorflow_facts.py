@@ -1,0 +1,147 @@
+"""What TensorFlow says of itself and its devices, in a process that may fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
+from keras_het.strategy.cluster.cluster_config import TF_CONFIG
+
+_PROGRAM = "keras_het.launch.doctor.tensorflow_program"
+_LONGEST_SECONDS = 300.0
+_HIDDEN = (TF_CONFIG,)
+# The last line of a broken import says what broke; these say what to do about it.
+_FIXES = {
+    r"No module named '?(tensorflow|keras)'?$": "Install TensorFlow and Keras in this environment: "
+    "pip install --upgrade keras-het. If they are installed elsewhere, start keras-het from there.",
+    r"numpy|_ARRAY_API|dtype size changed": "NumPy and TensorFlow were built for other versions of "
+    "each other: pip install --upgrade --force-reinstall tensorflow numpy.",
+    r"protobuf|Descriptor": "protobuf does not fit TensorFlow: "
+    "pip install --upgrade --force-reinstall tensorflow protobuf.",
+    r"GLIBC|libstdc\+\+": "This system's C library is older than TensorFlow's wheels need: use a "
+    "newer system or a container.",
+    r"cannot open shared object|DLL": "A library is missing: reinstall TensorFlow, with "
+    "pip install --force-reinstall tensorflow.",
+    r"SIGILL": "This processor lacks instructions (AVX) that TensorFlow's wheels use: build "
+    "TensorFlow from source, or use another machine.",
+    r"SIGKILL|MemoryError": "Memory ran out while TensorFlow was imported: give this process 2 GB "
+    "or more.",
+}
+_GENERAL_FIX = (
+    "Run python -c 'import tensorflow, keras' to see the whole error; "
+    "pip install --force-reinstall tensorflow keras often mends it."
+)
+_MARK = "keras_het doctor: "
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFlowFacts:
+    """What TensorFlow says of itself.
+
+    Args:
+        problem: why it cannot be imported, empty if it can.
+        fix: how to change that.
+        tensorflow: its version.
+        keras: the version of Keras.
+        cuda: version of CUDA that it was built with, empty for a build without.
+        cudnn: likewise of cuDNN.
+        kernels: what it has kernels for, such as ("sm_60", "sm_80", "compute_90").
+        gpus: product names of the GPUs that it lists.
+        replicas: number of GPUs that it uses; it leaves small and old ones out.
+        log: its messages about the GPUs.
+    """
+
+    problem: str = ""
+    fix: str = ""
+    tensorflow: str = ""
+    keras: str = ""
+    cuda: str = ""
+    cudnn: str = ""
+    kernels: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    replicas: int = 0
+    log: str = ""
+
+
+def ask_tensorflow(
+    environ: Mapping[str, str], timeout_seconds: float = _LONGEST_SECONDS
+) -> TensorFlowFacts:
+    """Import TensorFlow in a process of its own and ask it.
+
+    Args:
+        environ: environment of that process; the backend of Keras is set, and TF_CONFIG taken out.
+        timeout_seconds: when to give up.
+    """
+    given = {name: value for name, value in environ.items() if name not in _HIDDEN}
+    fixed = {
+        KERAS_BACKEND: NEEDED_BACKEND,  # another one may not even be installed
+        "TF_CPP_MIN_LOG_LEVEL": "0",  # why a GPU is left out is information only
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+        "PYTHONUNBUFFERED": "1",
+    }
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", _PROGRAM],
+            env={**given, **fixed},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_seconds,
+        )
+    except subprocess.TimeoutExpired:
+        text = f"TensorFlow was not imported within {timeout_seconds:g} s."
+        fix = "See whether the disk that Python's packages are on, often a network's, is slow."
+        return TensorFlowFacts(text, fix)
+    answer = answer_in(ended.stdout)
+    if answer is None:
+        return _broken(ended.stderr, ended.returncode)
+    for name in ("kernels", "gpus"):
+        answer[name] = tuple(answer[name])
+    return TensorFlowFacts(**answer, log=_about_gpus(ended.stderr))
+
+
+def say(answer: Mapping[str, Any]) -> None:
+    """Print the answer of a program of the doctor.
+
+    Args:
+        answer: what it found.
+    """
+    sys.stdout.write(f"\n{_MARK}{json.dumps(answer)}\n")
+    sys.stdout.flush()
+
+
+def answer_in(output: str) -> dict[str, Any] | None:
+    """Return what `say` printed, None if the program did not come to it.
+
+    Args:
+        output: standard output of the program, among which TensorFlow may have printed.
+    """
+    for line in reversed(output.splitlines()):
+        if line.startswith(_MARK):
+            return dict(json.loads(line.removeprefix(_MARK)))
+    return None
+
+
+def _broken(stderr: str, exit_code: int) -> TensorFlowFacts:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    last = (errors or lines or ["nothing was printed"])[-1]
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        last = f"{name}; the last line was: {last}"
+    text = f"TensorFlow does not start. Received: {last}"
+    fixes = [fix for pattern, fix in _FIXES.items() if re.search(pattern, last)]
+    return TensorFlowFacts(text, next(iter(fixes), _GENERAL_FIX))
+
+
+def _about_gpus(stderr: str) -> str:
+    lines = [re.sub(r"^.*?\b[\w./]+\.cc:\d+\] ", "", line) for line in stderr.splitlines()]
+    words = re.compile(r"\bGPU|CUDA|cuda|cudnn|dlopen")
+    return "\n".join(dict.fromkeys(line for line in lines if words.search(line)))

@@ -1,0 +1,90 @@
+"""The command `keras-het doctor`: what is on this machine, what is wrong, and its fix."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_DESCRIPTION = """\
+Says what is on this machine, what keras_het would do with it, and what is wrong, with its fix:
+TensorFlow and Keras, GPUs and their driver, CPUs and quotas, TF_CONFIG, and the links to the other
+machines of TF_CONFIG. For these, run it on all of them at the same time, each with its own
+TF_CONFIG, before training starts: each serves the others on its own address and measures what it
+sends to them. That traffic is not encrypted.
+"""
+_EPILOG = """\
+examples:
+  keras-het doctor
+  keras-het doctor --log-dir /data/logs --json > doctor.json
+  TF_CONFIG=... keras-het doctor --wait 60      on each machine
+
+Exit code: 1 if training would fail, else 0, also with warnings.
+"""
+
+
+def add_doctor_command(commands: Any) -> None:
+    """Add the command to the parser.
+
+    Args:
+        commands: the result of `argparse.ArgumentParser.add_subparsers`.
+    """
+    parser = commands.add_parser(
+        "doctor",
+        help="say what is on this machine, what is wrong, and how to fix it",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIRECTORY", help="where training will write: is there room"
+    )
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="how long to wait for the doctors of the other machines (default: 30; 0: only see "
+        "whether their addresses can be reached)",
+    )
+    parser.set_defaults(execute=run_doctor)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Examine this machine and print the report; return the exit code.
+
+    Args:
+        options: options of the command line.
+    """
+    # late: other commands need none of it
+    from keras_het.launch.doctor.display import show
+    from keras_het.launch.doctor.examination import report_on, run_checks
+    from keras_het.launch.doctor.facts import gather
+    from keras_het.launch.doctor.findings import FAULT
+    from keras_het.launch.doctor.links import measure_links
+
+    facts = gather(log_dir=options.log_dir)
+    sections = run_checks(facts)
+    # a node that cannot be reached itself keeps the others waiting for nothing
+    can_serve = not any(finding.level == FAULT for finding in sections["Cluster"])
+    waited = options.wait if can_serve else 0.0
+    report = report_on(facts, sections, measure_links(facts, waited), waited)
+    if options.json:
+        sys.stdout.write(json.dumps(report.to_dict(), indent=2, default=str) + "\n")
+    else:
+        show(report, sys.stdout)
+    return 1 if report.count(FAULT) else 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, received {text!r}")
+    return number
