@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_het.fit.model_strategy import heterogeneous_strategy
-from keras_het.fit.session import SessionCallback
+from keras_het.fit.session import Rank, SessionCallback
 from keras_het.planning.diagnosis.recording import HARDWARE, Recording
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
 from keras_het.telemetry.background import Background
@@ -133,7 +133,9 @@ class Telemetry(SessionCallback):
 
     def _end_epoch(self, epoch: int, logs: Logs | None) -> None:
         """Add the epoch's numbers to what all callbacks get."""
-        if self._recorder is not None and logs is not None:
+        if self._recorder is not None and self._strategy is not None and logs is not None:
+            if self._required_session().has_layer(Rank.REDUCE_LOCALLY):
+                self._recorder.complete(self._strategy)
             self._write_steps(self._recorder)
             logs.update(self._recorder.logs())
 

@@ -89,6 +89,14 @@ class FitSession:
         """
         self._layers[rank] = layer
 
+    def has_layer(self, rank: Rank) -> bool:
+        """Tell whether there is a layer of a rank.
+
+        Args:
+            rank: its place among the layers.
+        """
+        return rank in self._layers
+
     def remove_layer(self, rank: Rank) -> None:
         """Remove the layer of this rank, if there is one.
 

@@ -14,6 +14,7 @@ from keras_het.strategy.measure.phase_times import PARTS
 from keras_het.training_strategy import TrainingStrategy
 
 _LONGEST_NAMES = 4096
+_COMPLETED_STEPS = 64
 
 
 class StepRecorder:
@@ -105,9 +106,32 @@ class StepRecorder:
         if count + self.offset <= self._first:
             return None
         step, samples = count + self.offset, self._phases.samples()
+        # A replica of a group that this worker does not sum with has zeros, also for its CPUs.
+        samples[~samples.any(axis=1)] = np.nan
         with self._lock:
             self._samples = [*self._samples[-self._keep :], (step, samples)]
         return step, samples
+
+    def complete(self, strategy: TrainingStrategy) -> None:
+        """Fill in the latest steps of workers that no collective of a step joins.
+
+        Every worker must call it between the same two steps.
+
+        Args:
+            strategy: the strategy.
+        """
+        self.read()
+        own = np.zeros([1, _COMPLETED_STEPS, *self._rows.shape[1:]])
+        with self._lock:
+            count = min(len(self._rows), _COMPLETED_STEPS)
+            own[0, _COMPLETED_STEPS - count :] = np.nan_to_num(
+                self._rows[len(self._rows) - count :]
+            )
+        rows = strategy.extended.gather_over_workers(own).sum(axis=0)[_COMPLETED_STEPS - count :]
+        unknown = ~rows[:, :4].any(axis=1, keepdims=True)
+        with self._lock:
+            self._rows[len(self._rows) - count :] = np.where(unknown, np.nan, rows)
+            self._taken = min(self._taken, int(self._steps[-count]) - 1) if count else self._taken
 
     def recording(self) -> Recording:
         """Return what is kept."""

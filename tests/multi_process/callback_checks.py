@@ -110,3 +110,18 @@ def telemetry(run: Recording) -> None:
         run.keep(f"{OWN}models", np.array([device.model for device in rows.devices]))
         run.keep(f"{OWN}in_history", "samples_per_second" in history.history)
     run.keep_model(model)
+
+
+@check
+def telemetry_of_local_training(run: Recording) -> None:
+    model = run.build(lambda: small_model("sgd"))
+    if run.strategy is None:
+        return
+    watch = keras_het.callbacks.Telemetry()
+    local = keras_het.callbacks.LocalTraining(period=2)
+    history = model.fit(batches(), epochs=2, verbose=0, callbacks=[watch, local])
+    rows = watch.recording()
+    run.keep(f"{OWN}steps", rows.steps)
+    run.keep(f"{OWN}compute", rows.compute)
+    run.keep(f"{OWN}shares", rows.shares)
+    run.keep(f"{OWN}in_history", "samples_per_second" in history.history)

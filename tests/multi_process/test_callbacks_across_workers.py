@@ -11,6 +11,8 @@ from recorded import ONLY_WORKERS, OWN
 from runs import Runs
 
 CHECKS = ("decisions", "learning_rate_schedule", "files", "telemetry")
+# without a counterpart on one device; it stays local for the rest of the process
+LAST = "telemetry_of_local_training"
 MOST_EPOCHS = 12
 
 pytestmark = pytest.mark.timeout(600)
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def runs(start_for_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("callbacks")
-    return Runs(start_for_session, folder, "callback_checks", CHECKS, {"worker": 2}, "1,1")
+    return Runs(start_for_session, folder, "callback_checks", [*CHECKS, LAST], {"worker": 2}, "1,1")
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -68,6 +70,16 @@ def test_telemetry_knows_the_devices_of_all_workers(runs: Runs) -> None:
         assert results[f"{ONLY_WORKERS}steps"].tolist() == [0, 1, 2, 3, 4]
         assert results[f"{ONLY_WORKERS}shares"].tolist() == [[5, 3], [5, 3], [4, 2], [5, 3], [5, 3]]
         assert (results[f"{ONLY_WORKERS}compute"] > 0).all()
+
+
+def test_telemetry_completes_the_times_of_local_training(runs: Runs) -> None:
+    for results in runs.of_workers(LAST):
+        steps = results[f"{OWN}steps"].tolist()
+        assert steps == [0, 1, 2, 3, 4]
+        # as the workers told each other at the end of each epoch
+        assert (results[f"{OWN}compute"][[0, 1, 2, 3]] > 0).all()
+        assert results[f"{OWN}shares"].shape == (5, 2)
+        assert results[f"{OWN}in_history"]
 
 
 def test_the_other_worker_writes_nothing(runs: Runs) -> None:
