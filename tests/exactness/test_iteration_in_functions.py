@@ -5,6 +5,7 @@ that a sample that is lost, repeated or out of order shows.
 """
 
 import gc
+import time
 import weakref
 
 import numpy as np
@@ -84,6 +85,32 @@ def test_two_loops_with_state_over_one_data_set(strategy):
 
     assert float(loops(distribute(strategy))) == 1.0 * 4.0 * 6.0
     assert int(counted.numpy()) == 3
+
+
+def test_a_loop_fetches_nothing_before_the_loop_above_it_has_ended(strategy, monkeypatch):
+    fetched, find = [], in_graph._find
+    monkeypatch.setattr(in_graph, "_find", lambda n: fetched.append(int(n)) or find(n))
+    started = tf.Variable(0)
+
+    def slow(total):
+        time.sleep(0.02)
+        return total
+
+    @tf.function
+    def loops(first, second):
+        total = tf.constant(0, tf.int64)
+        for batch in first:
+            found = tf.numpy_function(slow, [summed(strategy, batch)], tf.int64)
+            total += tf.ensure_shape(found, [])
+        for _ in second:
+            started.assign_add(1)
+        return total
+
+    first, second = iter(distribute(strategy)), iter(distribute(strategy))
+    assert int(loops(first, second)) == sum(SUMS)
+    assert int(started) == len(SUMS)
+    numbers = [in_graph.number_of(first), in_graph.number_of(second)]
+    assert fetched == [number for number in numbers for _ in range(len(SUMS) + 1)]
 
 
 @pytest.mark.full

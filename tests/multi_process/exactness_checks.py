@@ -325,6 +325,15 @@ def loops_in_functions(run: Recording) -> None:
         return total
 
     @tf.function
+    def two_epochs(dataset: Any) -> Any:
+        first = second = 0.0
+        for batch in dataset:
+            first += step(batch)
+        for batch in dataset:  # nothing of it may run before the first loop ends
+            second += step(batch)
+        return first, second
+
+    @tf.function
     def step_of(iterator: Any) -> Any:
         return step(next(iterator))
 
@@ -340,6 +349,7 @@ def loops_in_functions(run: Recording) -> None:
 
     dataset = strategy.experimental_distribute_dataset(batches())
     run.keep("epochs", [epoch(dataset), epoch(dataset)])
+    run.keep("two_epochs", two_epochs(dataset))
     iterator = iter(dataset)
     run.keep("steps", [step_of(iterator), rest(iterator)])
     by_signature = tf.function(step, input_signature=[dataset.element_spec])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -131,7 +132,7 @@ class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.Com
         specs = tf.nest.flatten(self._element_spec, expand_composites=True)
         present = [spec for spec in specs if spec is not None]
 
-        def fetch(number: tf.Tensor) -> list[tf.Tensor]:
+        def fetch(number: tf.Tensor, _: tf.Tensor) -> list[tf.Tensor]:
             try:
                 element = next(_find(number))
             except (StopIteration, tf.errors.OutOfRangeError) as error:
@@ -144,7 +145,7 @@ class GraphIterator(_InGraph, tf.distribute.DistributedIterator, private_api.Com
 
         dtypes = [tf.bool, *(spec.dtype for spec in present)]
         with tf.device("CPU:0"):
-            has_value, *fetched = tf.py_function(fetch, [self.number], dtypes)
+            has_value, *fetched = tf.py_function(fetch, [self.number, _turns()], dtypes)
         has_value.set_shape([])
         for tensor, spec in zip(fetched, present, strict=True):
             tensor.set_shape(spec.shape)
@@ -169,12 +170,12 @@ class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.Compo
             StepIterator | GraphIterator
         ] = []  # one for each place in a graph, until it opens the next
 
-        def open_pass(number: tf.Tensor) -> tf.Tensor:
+        def open_pass(number: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
             held[:] = [iter(_find(number))]
             return tf.constant(number_of(held[0]), tf.int64)
 
         with tf.device("CPU:0"):
-            number = tf.py_function(open_pass, [self.number], tf.int64)
+            number = tf.py_function(open_pass, [self.number, _turns()], tf.int64)
         number.set_shape([])
         return GraphIterator(number, self._element_spec)
 
@@ -202,6 +203,18 @@ class GraphDataset(_InGraph, tf.distribute.DistributedDataset, private_api.Compo
             parallel_iterations=1,
         )
         return state
+
+
+@functools.cache
+def _turns() -> tf.Tensor:
+    """Return a resource that every fetch takes, so that fetches run in the order of the program.
+
+    TensorFlow keeps that order between operations with a common resource. Without one, the first
+    step of a loop may be fetched while the loop before it runs, and the workers compare one with
+    the other.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.raw_ops.MutexV2(shared_name="keras_het_fetches")
 
 
 def _find(number: tf.Tensor) -> Any:
