@@ -220,7 +220,13 @@ def test_the_wheel_holds_every_module_the_licence_and_the_command(tmp_path: Path
         assert "keras-het = keras_het.launch.command_line:main" in archive.read(
             f"{info}/entry_points.txt"
         ).decode("utf-8")
+        assert "keras_het = keras_het.tensorboard.loader:HetLoader" in archive.read(
+            f"{info}/entry_points.txt"
+        ).decode("utf-8")
     assert {str(path.relative_to(ROOT)) for path in python_files(PACKAGE)} <= names
+    page = [path for path in (PACKAGE / "tensorboard" / "static").iterdir() if path.is_file()]
+    assert {str(path.relative_to(ROOT)) for path in page} <= names
+    assert "keras_het/tensorboard/static/uPlot.LICENSE.txt" in names
     assert {"keras_het/py.typed", f"{info}/licenses/LICENSE"} <= names
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_het.telemetry.event_files import EventFile, read_events
 from keras_het.tensorboard import log_format
+from keras_het.tensorboard.columns import windows
 from keras_het.tensorboard.log_content import Value
 
 
@@ -58,29 +58,6 @@ def thinned(values: Sequence[Value], every: int) -> list[Value]:
         elif each.tag != log_format.STEPS:
             last[each.tag, each.step // every] = each
     return sorted([*kept, *last.values()], key=lambda each: each.time)
-
-
-def windows(rows: Any, every: int) -> Any:
-    """Return the lowest, the median and the highest value of windows of rows, ignoring NaN.
-
-    Args:
-        rows: of shape [B, ...].
-        every: number of rows of a window; the last one may have fewer.
-
-    Returns:
-        An array of shape [windows, 3, ...], NaN where a window has nothing else.
-    """
-    num = -(-len(rows) // every)
-    padded = np.full((num * every, *rows.shape[1:]), np.nan, rows.dtype)
-    padded[: len(rows)] = rows
-    ordered = np.sort(padded.reshape(num, every, *rows.shape[1:]), axis=1)  # NaN comes last
-    known = np.maximum(np.sum(~np.isnan(ordered), axis=1, keepdims=True), 1)
-
-    def at(place: Any) -> Any:
-        return np.take_along_axis(ordered, place, axis=1)[:, 0]
-
-    middle = 0.5 * (at((known - 1) // 2) + at(known // 2))
-    return np.stack([ordered[:, 0], middle, at(known - 1)], axis=1)
 
 
 def _is_thinned(tag: str) -> bool:

@@ -15,7 +15,6 @@ from keras_het.planning.diagnosis.recording import Change, Device
 from keras_het.telemetry import event_files
 from keras_het.telemetry.event_log import EventLog
 from keras_het.telemetry.read_log import Run, read_log
-from keras_het.telemetry.thinning import windows
 from keras_het.tensorboard import log_format
 
 DEVICES = tuple(Device(f"worker {n} GPU 0", n, "GPU", f"host{n}", "Model") for n in range(3))
@@ -122,14 +121,6 @@ def test_thinning_keeps_changes_and_a_part_of_the_rest(tmp_path: Path) -> None:
     sampled = list(recording.hardware_steps)
     assert sampled[:4] == [4, 9, 10, 14]  # a file begins before step 10, after its sample
     assert sampled[-10:] == list(range(50, 60))
-
-
-def test_windows_ignore_what_is_unknown() -> None:
-    rows = np.array([3.0, np.nan, 1.0, np.nan, np.nan, np.nan, 5.0])
-    low, middle, high = windows(rows, 3).T
-    np.testing.assert_array_equal(low, [1, np.nan, 5])
-    np.testing.assert_array_equal(middle, [2, np.nan, 5])
-    np.testing.assert_array_equal(high, [3, np.nan, 5])
 
 
 def test_a_resumed_training_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:

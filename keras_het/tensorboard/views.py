@@ -1,0 +1,183 @@
+"""What each route answers, as plain values for JSON; all limits on their size are here."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_het.planning.diagnosis.recording import PHASES, Floats
+from keras_het.tensorboard.columns import columns, edges_between, windows
+from keras_het.tensorboard.log_content import LogContent
+from keras_het.tensorboard.quantities import quantities, series
+
+MOST_COLUMNS, MOST_ROWS = 600, 200
+MOST_LANES = 24
+_LANE_COLUMNS = 300
+_MOST_ROWS_FOR_MEDIANS = 1_000
+_MOST_CHANGES, _MOST_EXCHANGES = 500, 500
+_LONGEST_TEXT = 1_000
+
+
+def between(content: LogContent, first: int | None, last: int | None) -> LogContent:
+    """Return the part of a training with some steps.
+
+    Args:
+        content: the training.
+        first: the first step, None for the first there is.
+        last: the step after the last one, None for all.
+    """
+    if first is None and last is None:
+        return content
+    begin = first if first is not None else 0
+    end = last if last is not None else int(np.iinfo(np.int64).max)
+    steps = content.recording.steps
+    rows = (steps >= begin) & (steps < end)
+    if not rows.any() and len(steps):
+        # Inside the steps that one row of old steps stands for.
+        row = max(int(np.searchsorted(steps, begin, "right")) - 1, 0)
+        begin, end = min(begin, int(steps[row])), max(end, int(steps[row]) + 1)
+        rows = (steps >= begin) & (steps < end)
+    return dataclasses.replace(
+        content,
+        recording=content.recording.between(begin, end),
+        every=content.every[rows],
+        highest=content.highest[rows],
+        exchanges=tuple(each for each in content.exchanges if begin <= each["step"] < end),
+    )
+
+
+def span(content: LogContent) -> tuple[int, int]:
+    """Return the first step of a training and the step after its last one; 0, 0 without steps."""
+    steps = content.recording.steps
+    return (int(steps[0]), int(steps[-1] + content.every[-1])) if len(steps) else (0, 0)
+
+
+def overview(content: LogContent) -> dict[str, Any]:
+    """Return devices with their medians, changes and exchanges of a training or a part of it."""
+    recording = content.recording
+    first, last = span(content)
+    rows = np.arange(len(recording.steps))[
+        :: max(len(recording.steps) // _MOST_ROWS_FOR_MEDIANS, 1)
+    ]
+    shares = recording.shares[rows]
+    slowest = np.max(np.nan_to_num(recording.wall[rows]), axis=1, initial=0.0)
+    samples = np.nansum(shares, axis=1)
+    return {
+        "first": first,
+        "last": last,
+        "rows": len(rows),
+        "thinned": bool(np.any(content.every > 1)),
+        "step_seconds": _number(_middle(slowest[:, None])[0]),
+        "samples_per_second": _number(
+            _middle((samples / np.where(slowest > 0, slowest, np.nan))[:, None])[0]
+        ),
+        "devices": _devices(content, rows),
+        "quantities": [dataclasses.asdict(each) for each in quantities(content)],
+        "changes": [
+            {"step": each.step, "kind": each.kind[:60], "text": each.text[:_LONGEST_TEXT]}
+            for each in recording.changes[-_MOST_CHANGES:]
+        ],
+        "exchanges": [_plain(each) for each in content.exchanges[-_MOST_EXCHANGES:]],
+        "messages": [each[:_LONGEST_TEXT] for each in content.messages],
+    }
+
+
+def _devices(content: LogContent, rows: Any) -> list[dict[str, Any]]:
+    recording = content.recording
+    middles = {name: _middle(getattr(recording, name)[rows]) for name in (*PHASES, "shares")}
+    per_sample = middles["compute"] / np.where(middles["shares"] > 0, middles["shares"], np.nan)
+    return [
+        {
+            **dataclasses.asdict(device),
+            **{name: _number(middles[name][place]) for name in PHASES},
+            "share": _number(middles["shares"][place]),
+            "seconds_per_sample": _number(per_sample[place]),
+        }
+        for place, device in enumerate(recording.devices)
+    ]
+
+
+def heat_map(
+    content: LogContent, name: str, how: str, most_columns: int = MOST_COLUMNS
+) -> dict[str, Any] | None:
+    """Return a quantity of all replicas over steps, None if there is no such quantity.
+
+    Args:
+        content: the training or a part of one.
+        name: of the quantity.
+        how: "median" or "highest", of the steps of a column and of the replicas of a row.
+        most_columns: the greatest number of columns, `MOST_COLUMNS` at most.
+    """
+    chosen = series(content, name)
+    if chosen is None:
+        return None
+    first, last = span(content)
+    edges = edges_between(first, last, min(most_columns, MOST_COLUMNS))
+    values = chosen.highest if how == "highest" else chosen.middle
+    cells = columns(chosen.steps, chosen.every, values, edges, how).T
+    group = max(math.ceil(len(cells) / MOST_ROWS), 1)
+    if group > 1:
+        cells = windows(cells, group)[:, 2 if how == "highest" else 1]
+    known = cells[np.isfinite(cells)]
+    low, high = np.quantile(known, (0.01, 0.99)) if len(known) else (math.nan, math.nan)
+    return {
+        "edges": edges.tolist(),
+        "group": group,
+        "rows": len(cells),
+        "values": _packed(cells),
+        "low": _number(low),
+        "high": _number(high),
+    }
+
+
+def lanes(content: LogContent, devices: Sequence[int]) -> dict[str, Any]:
+    """Return times and shares of some replicas over steps, medians of each column.
+
+    Args:
+        content: the training or a part of one.
+        devices: indices of the replicas; those that do not exist, and more than `MOST_LANES`, are
+            left out.
+    """
+    recording = content.recording
+    chosen = [each for each in devices if 0 <= each < len(recording.devices)][:MOST_LANES]
+    edges = edges_between(*span(content), _LANE_COLUMNS)
+
+    def cut(values: Floats) -> str:
+        cells = columns(recording.steps, content.every, values[:, chosen], edges, "median")
+        return _packed(cells.T)
+
+    return {
+        "edges": edges.tolist(),
+        "devices": chosen,
+        **{name: cut(getattr(recording, name)) for name in PHASES},
+        "share": cut(recording.shares),
+    }
+
+
+def _middle(values: Floats) -> Floats:
+    if not len(values):
+        return np.full(values.shape[1], np.nan)
+    middle: Floats = windows(values, len(values))[0, 1]
+    return middle
+
+
+def _packed(values: Floats) -> str:
+    """Little-endian float32 in base64: a tenth of the time of JSON numbers, on both sides."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")
+
+
+def _number(value: Any) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _plain(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        str(key)[:60]: _number(value) if isinstance(value, int | float) else str(value)[:60]
+        for key, value in entry.items()
+        if value is not None
+    }

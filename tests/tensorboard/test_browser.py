@@ -1,0 +1,315 @@
+"""The tab in Chromium: what it shows, how it is used, what goes wrong in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import made_training
+import pytest
+from test_plugin import application_of
+from werkzeug.serving import make_server
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="needs the commands chromium and chromedriver (Debian: chromium, chromium-driver)",
+)
+SECONDS = 90
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    pytest.fail(f"not within {SECONDS} s: {what}")
+
+
+class Browser:
+    """Chromium with the plugin's page, by the selectors of its elements."""
+
+    def __init__(self) -> None:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.service import Service
+
+        options = webdriver.ChromeOptions()
+        options.binary_location = str(CHROMIUM)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        for argument in (
+            *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+            *("--window-size=1400,1000", "--no-first-run", "--disable-background-networking"),
+        ):
+            options.add_argument(argument)
+        self.driver = webdriver.Chrome(options, Service(str(DRIVER)))
+
+    def open(self, address: str) -> None:
+        self.driver.get(address)
+        self.ready()
+
+    def script(self, text: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(text, *arguments)
+
+    def text(self, selector: str) -> str:
+        found = self.script(
+            "return document.querySelector(arguments[0])?.innerText ?? ''", selector
+        )
+        return str(found)
+
+    def element(self, selector: str) -> Any:
+        return self.driver.find_element("css selector", selector)
+
+    def is_shown(self, selector: str) -> bool:
+        return bool(
+            self.script("return !!document.querySelector(arguments[0])?.clientHeight", selector)
+        )
+
+    def ready(self) -> None:
+        until(lambda: self.text("[role=status]").startswith("Updated"), "the page is complete")
+
+    def choose(self, label: str, value: str) -> None:
+        self.script(
+            "const select = document.querySelector(`select[aria-label='${arguments[0]}']`);"
+            "select.value = arguments[1]; select.dispatchEvent(new Event('change'));",
+            label,
+            value,
+        )
+        self.ready()
+
+    def colors(self, plot: int) -> int:
+        """Number of colours in the middle row of a plot, to see that something is drawn."""
+        return int(
+            self.script(
+                "const canvas = document.querySelectorAll('.plot canvas')[arguments[0]];"
+                "const context = canvas.getContext('2d');"
+                "const row = context.getImageData(160, canvas.height / 2, canvas.width - 190, 1);"
+                "return new Set(new Uint32Array(row.data.buffer)).size;",
+                plot,
+            )
+        )
+
+    def complaints(self) -> list[str]:
+        """Messages of the console that are about the page: TensorBoard's own are not."""
+        return [
+            entry["message"]
+            for entry in self.driver.get_log("browser")
+            if "plugin" in entry["message"] or "Content Security Policy" in entry["message"]
+        ]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    pytest.importorskip("selenium")
+    made = Browser()
+    yield made
+    made.driver.quit()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The page alone, served in this process."""
+    folder = tmp_path_factory.mktemp("logs")
+    made_training.write(folder / "a", 6, 1000)
+    made_training.write(folder / "b", 40, 400)
+    made_training.write(folder / "one step", 3, 1)
+    with served(application_of(folder)) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def served(application: Any) -> Iterator[str]:
+    server = make_server("127.0.0.1", 0, application, threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/data/plugin_entry.html?name=keras_het"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_page_shows_a_training(browser: Browser, address: str) -> None:
+    browser.open(address)
+    assert browser.text(".range") == "steps 0 to 999"
+    assert browser.text(".verdict .first")
+    assert "faster" in browser.text(".facts") or "as fast" in browser.text(".facts")
+    assert browser.colors(0) > 5
+    assert browser.colors(1) > 1
+    assert browser.is_shown(".uplot canvas")
+    assert browser.text(".uplot .u-legend").count("GPU") == 6
+    assert browser.text(".bars").startswith("Only a phase")
+    assert browser.script("return document.querySelectorAll('.scroll tbody tr').length") == 6
+    assert "became slower" in browser.text(".changes")
+    assert browser.complaints() == []
+
+
+@pytest.mark.full
+def test_zoom_hover_and_keyboard(browser: Browser, address: str) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    browser.open(address)
+    canvas = browser.element(".plot canvas")
+    ActionChains(browser.driver).move_to_element(canvas).perform()
+    until(lambda: "ms" in browser.text(".tip"), "a value beside the pointer")
+    assert re.search(r"worker \d GPU \d\nsteps? ", browser.text(".tip"))
+    drag = ActionChains(browser.driver).move_to_element(canvas).click_and_hold()
+    drag.move_by_offset(200, 0).pause(0.1).release().perform()
+    until(lambda: browser.is_shown(".top button"), "a way back to all steps")
+    browser.ready()
+    first, last = map(int, re.findall(r"\d+", browser.text(".range")))
+    assert 400 < first < last < 800
+    until(
+        lambda: "became slower" not in browser.text(".changes"), "only the changes of these steps"
+    )
+
+    canvas.send_keys(Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
+    until(lambda: "worker 0 GPU 1" in browser.text(".spoken"), "what the arrow keys point at")
+    canvas.send_keys("+")
+    until(lambda: browser.text(".range") != f"steps {first} to {last}", "a closer look")
+    canvas.send_keys(Keys.ESCAPE)
+    until(lambda: browser.text(".range") == "steps 0 to 999", "all steps again")
+    canvas.send_keys(Keys.ARROW_UP, Keys.ENTER)
+    until(lambda: "5 of 6 chosen" in browser.text("main"), "one device less in the lanes")
+    assert browser.complaints() == []
+
+
+@pytest.mark.full
+def test_choices(browser: Browser, address: str) -> None:
+    browser.open(address)
+    browser.choose("Quantity", "hw.temperature")
+    until(lambda: "°C" in browser.text(".legend"), "the unit of a temperature")
+    browser.choose("Value of a column", "highest")
+    browser.script("[...document.querySelectorAll('th button')].at(-1).click()")
+    assert browser.script("return document.querySelector('th[aria-sort=descending]').innerText")
+    browser.choose("Run", "b/telemetry")
+    until(lambda: browser.text(".range") == "steps 0 to 399", "the other run")
+    until(lambda: "12 of 40 chosen" in browser.text("main"), "the usual choice of many")
+    assert browser.complaints() == []
+
+
+@pytest.mark.full
+def test_one_step_and_no_training(browser: Browser, address: str, tmp_path: Path) -> None:
+    browser.open(address)
+    browser.choose("Run", "one step/telemetry")
+    until(lambda: browser.text(".range") == "step 0", "the run with one step")
+    assert browser.text(".verdict .first")
+    assert browser.complaints() == []
+    with served(application_of(tmp_path)) as start:
+        browser.driver.get(start)
+        until(lambda: browser.is_shown(".nothing"), "what to do for a training to be here")
+        assert "keras_het.callbacks.Telemetry" in browser.text(".nothing")
+        assert not browser.is_shown("main")
+    assert browser.complaints() == []
+
+
+@pytest.mark.full
+def test_what_a_log_says_is_shown_as_text(browser: Browser, tmp_path: Path) -> None:
+    from keras_het.planning.diagnosis.recording import Change, Device
+    from keras_het.telemetry.event_log import EventLog
+
+    evil = "<img src=x onerror=document.title='evil'>"
+    log = EventLog(tmp_path / "telemetry", (Device(evil, 0, evil, evil, evil),) * 1)
+    log.write_steps(0, made_training.times(made_training.devices_of(1), 100))
+    log.write_change(Change(5, evil, evil))
+    log.close()
+    with served(application_of(tmp_path)) as start:
+        browser.open(start)
+        assert evil in browser.text("tbody") or evil in browser.text("main")
+        assert browser.script("return document.querySelectorAll('img').length") == 0
+        assert browser.driver.title != "evil"
+    assert browser.complaints() == []
+
+
+@pytest.mark.full
+def test_a_server_that_fails_is_named(browser: Browser, address: str) -> None:
+    browser.open(address)
+    browser.script("window.fetch = async () => new Response('out of memory', {status: 500})")
+    browser.script("[...document.querySelectorAll('.top button')].at(-1).click()")
+    until(lambda: "out of memory" in browser.text(".problem"), "what the server said")
+
+
+@contextlib.contextmanager
+def tensorboard(folder: Path, *arguments: str) -> Iterator[str]:
+    """TensorBoard itself, as users start it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-c", "from tensorboard.main import run_main; run_main()"),
+            *("--logdir", str(folder), "--port", "0", "--host", "127.0.0.1", *arguments),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output = ""
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+/", output)):
+            line = process.stdout.readline() if process.stdout else ""
+            assert line, f"TensorBoard has ended: {output}"
+            output += line
+        reader = threading.Thread(target=process.communicate)
+        reader.start()
+        yield found.group()
+    finally:
+        # The data server is a process of its own.
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=60)
+        reader.join(timeout=60)
+
+
+@pytest.fixture
+def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry point, also where the package was installed before it had one."""
+    import importlib.metadata
+
+    group = importlib.metadata.entry_points(group="tensorboard_plugins")
+    if not any(point.name == "keras_het" for point in group):
+        info = tmp_path / "site" / "keras_het_entry-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: keras-het-entry\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(
+            "[tensorboard_plugins]\nkeras_het = keras_het.tensorboard.loader:HetLoader\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path / "site")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("load_fast", ["auto", "false"])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_tab_in_tensorboard(
+    browser: Browser, tmp_path: Path, entry_point: None, load_fast: str, dark: bool
+) -> None:
+    folder = tmp_path / "logs"
+    made_training.write(folder, 3, 3000, keep_steps=1000, segment_steps=500)
+    with tensorboard(folder, f"--load_fast={load_fast}") as start:
+        until_there = "return fetch('data/plugins_listing').then(a => a.json())"
+        browser.driver.get(start)
+        until(lambda: browser.script(until_there)["keras_het"]["enabled"], "data in TensorBoard")
+        browser.driver.get("about:blank")
+        browser.driver.get(f"{start}?darkMode={str(dark).lower()}#keras_het")
+        frames = until(
+            lambda: browser.driver.find_elements("tag name", "iframe"), "the frame of the tab"
+        )
+        browser.driver.switch_to.frame(frames[0])
+        browser.ready()
+        assert browser.text(".range") == "steps 0 to 2,999, old ones thinned"
+        theme = browser.script("return document.documentElement.dataset.theme")
+        assert theme == ("dark" if dark else "light")
+        background = browser.script("return getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(27, 30, 35)") == dark
+        assert browser.colors(0) > 5
+        browser.driver.switch_to.default_content()
+        assert browser.complaints() == []

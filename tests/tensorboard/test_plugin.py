@@ -1,0 +1,192 @@
+"""The plugin in TensorBoard's own application: routes, refusals, what loads it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import made_training
+import pytest
+from tensorboard.backend import application
+from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
+from tensorboard.plugins import base_plugin
+from werkzeug.test import Client
+
+from keras_het.tensorboard import plugin as plugin_module
+from keras_het.tensorboard.loader import HetLoader
+from keras_het.tensorboard.plugin import HetPlugin
+
+ROOT = Path(__file__).parents[2]
+START = "/data/plugin/keras_het"
+
+
+def application_of(folder: Path) -> Any:
+    """TensorBoard's application with the plugin, reading the logs below a folder."""
+    multiplexer = plugin_event_multiplexer.EventMultiplexer(tensor_size_guidance={"keras_het": 0})
+    multiplexer.AddRunsFromDirectory(str(folder))
+    multiplexer.Reload()
+    provider = data_provider.MultiplexerDataProvider(multiplexer, str(folder))
+    context = base_plugin.TBContext(logdir=str(folder), data_provider=provider)
+    return application.TensorBoardWSGI([HetPlugin(context)], data_provider=provider)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    made_training.write(folder / "run", 3, 200)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(logs: Path) -> Client:
+    return Client(application_of(logs))
+
+
+def test_the_tab_is_active_where_there_is_data(client: Client, tmp_path: Path) -> None:
+    listed = client.get("/data/plugins_listing").json["keras_het"]
+    assert listed["enabled"]
+    assert listed["tab_name"] == "Heterogeneous"
+    empty = Client(application_of(tmp_path))
+    assert not empty.get("/data/plugins_listing").json["keras_het"]["enabled"]
+    assert empty.get(f"{START}/runs").json == {"runs": []}
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        "runs",
+        "overview?run=run/telemetry",
+        "overview?run=run/telemetry&first=10&last=20",
+        "diagnosis?run=run/telemetry",
+        "heat_map?run=run/telemetry&quantity=share&how=highest&columns=7",
+        "lanes?run=run/telemetry&devices=0,2",
+        "lanes?run=run/telemetry",
+    ],
+)
+def test_routes(client: Client, route: str, caplog: pytest.LogCaptureFixture) -> None:
+    answer = client.get(f"{START}/{route}")
+    assert answer.status_code == 200
+    assert answer.json
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert "In 3.0, this warning" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("route", "status"),
+    [
+        ("overview", 404),
+        ("overview?run=other", 404),
+        ("heat_map?run=run/telemetry&quantity=secret", 404),
+        ("heat_map?run=run/telemetry&how=mean", 400),
+        ("heat_map?run=run/telemetry&columns=many", 400),
+        ("overview?run=run/telemetry&first=1e3", 400),
+        ("overview?run=run/telemetry&last=99999999999999999999", 400),
+        ("lanes?run=run/telemetry&devices=a", 400),
+        (f"lanes?run=run/telemetry&devices={'1,' * 2000}", 400),
+        (f"overview?run={'r' * 5000}", 400),
+        ("static/", 404),
+        ("static/nothing.js", 404),
+        ("static/../plugin.py", 404),
+        ("static/%2e%2e/plugin.py", 404),
+        ("static/..%2fplugin.py", 404),
+        ("static//etc/passwd", 404),
+        ("static/static/index.js", 404),
+        ("static/__init__.py", 404),
+    ],
+)
+def test_refusals(
+    client: Client, route: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = client.get(f"{START}/{route}")
+    assert answer.status_code == status
+    assert answer.content_type.startswith("text/plain")
+    assert "In 3.0, this warning" not in caplog.text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+@pytest.mark.parametrize("route", ["runs", "overview?run=run/telemetry", "static/index.js"])
+def test_only_reading_is_allowed(client: Client, method: str, route: str) -> None:
+    answer = client.open(f"{START}/{route}", method=method)
+    assert answer.status_code == 405
+    assert answer.headers["Allow"] == "GET, HEAD"
+
+
+def test_files_of_the_page(client: Client) -> None:
+    folder = ROOT / "keras_het" / "tensorboard" / "static"
+    kinds = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
+    for path in folder.iterdir():
+        answer = client.get(f"{START}/static/{path.name}")
+        assert answer.data == path.read_bytes()
+        assert answer.content_type.startswith(kinds[path.suffix])
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_runs_no_text() -> None:
+    folder = ROOT / "keras_het" / "tensorboard" / "static"
+    for path in folder.glob("*.js"):
+        text = path.read_text("utf-8")
+        assert not re.search(r"\beval\(|new Function|document\.write", text), path.name
+        if not path.name.startswith("uPlot"):
+            assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacent", text), path.name
+        for imported in re.findall(r'from "(.+?)"', text):
+            assert (folder / imported).is_file()
+
+
+def test_what_tensorboard_imports_at_its_start_is_light() -> None:
+    code = (
+        "import sys, keras_het.tensorboard.loader as loader\n"
+        "ours = {name for name in sys.modules if name.startswith('keras_het.')}\n"
+        "allowed = {'keras_het.' + n for n in "
+        "('tensorboard', 'tensorboard.loader', 'keras_backend', 'seen_versions')}\n"
+        "print(sorted(ours - allowed), 'numpy' in sys.modules)\n"
+        "import keras_het.tensorboard.plugin\n"
+        "print([n for n in ('tensorflow', 'keras') if n in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=90,
+    )
+    first, second = done.stdout.splitlines()
+    assert first.startswith("[] ")
+    assert second == "[]"
+
+
+def test_the_entry_point_names_the_loader() -> None:
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    found = re.search(r"tensorboard_plugins\]\n(\w+) = \"(.+)\"", text)
+    assert found is not None
+    point = importlib.metadata.EntryPoint(*found.groups(), group="tensorboard_plugins")
+    assert point.load() is HetLoader
+    assert point.name == HetPlugin.plugin_name
+
+
+def test_the_loader_keeps_steps_unless_the_user_says_how_many() -> None:
+    flags = SimpleNamespace(samples_per_plugin={"images": 3})
+    HetLoader().fix_flags(flags)
+    assert flags.samples_per_plugin == {"images": 3, "keras_het": 5000}
+    flags = SimpleNamespace(samples_per_plugin={"keras_het": 9})
+    HetLoader().fix_flags(flags)
+    assert flags.samples_per_plugin == {"keras_het": 9}
+
+
+def test_a_fault_of_ours_stops_no_tensorboard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(context: Any) -> None:
+        raise RuntimeError("no numpy")
+
+    monkeypatch.setattr(plugin_module, "HetPlugin", fail)
+    with caplog.at_level(logging.WARNING, "keras_het"):
+        assert HetLoader().load(None) is None
+        HetLoader().fix_flags(SimpleNamespace())
+    assert "no numpy" in caplog.text
+    assert "may leave out steps" in caplog.text

@@ -1,0 +1,189 @@
+"""What routes answer for trainings of a fake data provider."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import made_training
+import numpy as np
+import pytest
+from fake_provider import FakeProvider
+from tensorboard import errors
+
+from keras_het.planning.diagnosis.recording import Device
+from keras_het.tensorboard import histories, log_format, views
+from keras_het.tensorboard.diagnoses import diagnosis
+from keras_het.tensorboard.histories import Histories
+from keras_het.tensorboard.log_content import LogContent, Value, log_content
+
+
+@pytest.fixture(scope="module")
+def training() -> LogContent:
+    return log_content(made_training.values(6, 1000))
+
+
+def unpacked(answer: dict[str, Any], name: str, rows: int) -> Any:
+    return np.frombuffer(base64.b64decode(answer[name]), "<f4").reshape(rows, -1)
+
+
+def test_runs_and_their_content() -> None:
+    provider = FakeProvider(
+        {
+            "b/telemetry": made_training.values(2, 40),
+            "a/telemetry": made_training.values(3, 100),
+            "no setup": [Value(log_format.STEPS, 0, 1.0, np.zeros((1, 5, 2), np.float32))],
+        }
+    )
+    read = Histories(provider)
+    assert read.runs(None, "") == [
+        {"name": "a/telemetry", "last_step": 80},
+        {"name": "b/telemetry", "last_step": 32},
+    ]
+    content = read.read(None, "", "a/telemetry")
+    assert views.span(content) == (0, 100)
+    assert len(content.recording.devices) == 3
+    for unknown in ("no setup", "c", ""):
+        with pytest.raises(errors.NotFoundError):
+            read.read(None, "", unknown)
+
+
+def test_a_training_is_read_again_only_when_it_has_grown() -> None:
+    values = list(made_training.values(2, 100))
+    provider = FakeProvider({"run": values[:-6]})
+    read = Histories(provider)
+    first = read.read(None, "", "run")
+    reads = provider.reads
+    assert read.read(None, "", "run") is first
+    assert provider.reads == reads
+    provider.add("run", values[-6:])
+    later = read.read(None, "", "run")
+    assert len(later.recording.steps) > len(first.recording.steps)
+
+
+def test_a_few_trainings_are_kept() -> None:
+    runs = {f"run {number}": made_training.values(1, 20) for number in range(9)}
+    read = Histories(FakeProvider(runs))
+    for run in runs:
+        read.read(None, "", run)
+    assert len(read._kept) == histories._MOST_KEPT
+
+
+def test_what_is_read_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histories, "_MOST_BYTES", 10 * made_training.BLOCK * 5 * 2 * 4)
+    content = Histories(FakeProvider({"run": made_training.values(2, 1000)})).read(None, "", "run")
+    assert len(content.recording.steps) == 10 * made_training.BLOCK
+
+
+def test_every_answer_is_plain_json(training: LogContent) -> None:
+    part = views.between(training, 100, 400)
+    answers = [
+        views.overview(part),
+        diagnosis(part.recording),
+        views.heat_map(part, "hw.temperature", "highest"),
+        views.lanes(part, [0, 5]),
+    ]
+    for answer in answers:
+        json.dumps(answer, allow_nan=False)
+
+
+def test_overview(training: LogContent) -> None:
+    answer = views.overview(training)
+    assert (answer["first"], answer["last"], answer["thinned"]) == (0, 1000, False)
+    assert answer["devices"][2]["model"] == "NVIDIA GeForce RTX 2080 Ti"
+    assert [each["step"] for each in answer["changes"]] == [200, 500, 800]
+    names = [each["name"] for each in answer["quantities"]]
+    assert {"compute", "share", "hw.temperature"} <= set(names)
+    assert "process.cpu.usage" not in names  # never known
+    assert answer["samples_per_second"] > 0
+
+
+def test_heat_map_has_the_values_of_the_steps(training: LogContent) -> None:
+    answer = views.heat_map(views.between(training, 100, 150), "compute", "median")
+    assert answer is not None
+    assert answer["edges"] == list(range(100, 151))
+    values = unpacked(answer, "values", answer["rows"])
+    np.testing.assert_allclose(values.T, training.recording.compute[100:150], rtol=1e-6)
+    assert views.heat_map(training, "no such", "median") is None
+
+
+def test_heat_map_of_hardware_holds_each_sample(training: LogContent) -> None:
+    answer = views.heat_map(training, "hw.gpu.utilization", "median")
+    assert answer is not None
+    values = unpacked(answer, "values", 6)
+    np.testing.assert_allclose(values[0], 0.9)
+
+
+def test_many_replicas_and_steps_become_few_rows_and_columns() -> None:
+    replicas, steps = 450, 900
+    block = np.zeros((steps, 5, replicas), np.float32)
+    block[:, 0] = np.arange(replicas)
+    devices = tuple(Device(f"worker {n}", n) for n in range(replicas))
+    content = log_content(
+        [
+            Value(log_format.SETUP, 0, 1.0, log_format.setup_text(devices, ()).encode()),
+            Value(log_format.STEPS, 0, 2.0, block),
+        ]
+    )
+    answer = views.heat_map(content, "compute", "highest", most_columns=10**9)
+    assert answer is not None
+    assert (answer["group"], answer["rows"], len(answer["edges"])) == (3, 150, 601)
+    values = unpacked(answer, "values", 150)
+    np.testing.assert_array_equal(values[:3, 0], [2, 5, 8])
+    assert len(views.lanes(content, range(replicas))["devices"]) == views.MOST_LANES
+
+
+def test_lanes_of_chosen_devices(training: LogContent) -> None:
+    answer = views.lanes(training, [4, 1, 99, -1])
+    assert answer["devices"] == [4, 1]
+    assert len(answer["edges"]) == 301
+    shares = unpacked(answer, "share", 2)
+    assert shares[0, 0] == shares[1, 0] == 64
+    assert shares[0, -1] < 64 < shares[1, -1]
+
+
+def test_a_zoom_into_one_row_of_old_steps_shows_it() -> None:
+    values = list(made_training.values(2, 0))
+    values.append(Value(log_format.thinned_tag(32), 0, 2.0, np.ones((4, 3, 5, 2), np.float32)))
+    content = log_content(values)
+    assert views.span(content) == (0, 128)
+    part = views.between(content, 40, 45)
+    assert part.recording.steps.tolist() == [32]
+    assert views.between(content, 0, 64).every.tolist() == [32, 32]
+
+
+def test_a_training_without_steps_says_so() -> None:
+    content = log_content(made_training.values(2, 0))
+    answer = views.overview(content)
+    assert (answer["first"], answer["last"], answer["step_seconds"]) == (0, 0, None)
+    assert diagnosis(content.recording)["verdict"] == []
+    for name in ("compute", "wall"):
+        answer_of_map = views.heat_map(content, name, "median")
+        assert answer_of_map is not None
+        assert answer_of_map["low"] is None
+    assert views.lanes(content, [0])["edges"] == [0, 1]
+
+
+def test_one_step() -> None:
+    content = log_content(made_training.values(3, 1))
+    json.dumps([views.overview(content), diagnosis(content.recording)], allow_nan=False)
+    answer = views.heat_map(content, "wall", "highest")
+    assert answer is not None
+    assert answer["edges"] == [0, 1]
+
+
+def test_a_damaged_setup_is_named() -> None:
+    values = [Value(log_format.SETUP, 0, 0.5, b"{}"), *made_training.values(2, 20)]
+    content = log_content(values)
+    assert ["Received: b'{}'" in message for message in content.messages] == [True]
+
+
+def test_diagnosis_names_a_device_and_what_it_costs(training: LogContent) -> None:
+    answer = diagnosis(views.between(training, 700, 799).recording)
+    assert answer["verdict"]
+    costs = answer["what_if"]
+    assert costs["by_device"][1] == min(costs["by_device"])
+    assert costs["by_device"][1] < costs["step_seconds"]
+    assert set(costs["by_worker"]) == {"0", "1", "2"}
+    assert answer["gain"] > 1
