@@ -30,6 +30,7 @@ from keras_het.fit.share_bounds import (
 )
 from keras_het.planning import BalancePlan, BalancePolicy, apportion, make_policy
 from keras_het.planning.balance import POLICIES
+from keras_het.planning.balance.summary import summarize
 from keras_het.planning.bounded_shares import MAX_TOTAL, FloatArray, IntArray
 from keras_het.strategy.measure.compute_times import StepTimes
 from keras_het.strategy.measure.reading_interval import ReadingInterval
@@ -390,6 +391,15 @@ class BatchBalancer(SessionCallback):
                 "BatchBalancer(max_share=...) instead."
             )
         self._policy.set_upper(replica, samples)
+
+    def summary(self) -> str:
+        """Return in a few lines what the balancer has done, for `print`.
+
+        The compute time of a step now and with even shares, the shares at first and now, the time
+        of a sample on each replica, and which plans were taken back, and why. Before the first
+        measurement it says that there is none. Times are of the latest measured steps.
+        """
+        return str(summarize(self._policy_name, self.plans, self.measurements))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all plans and the kept measurements as plain Python values, for JSON."""

@@ -232,7 +232,10 @@ def test_a_bound_before_the_first_step_is_refused():
 
 def test_report(strategy, tmp_path, capsys):
     balancer = BatchBalancer("static", weights=(1, 0, 1), verbose=1)
+    assert "has measured nothing yet" in balancer.summary()
     fit(balancer, 46, 1, strategy)
+    assert "BatchBalancer (static): even shares would take" in balancer.summary()
+    assert "counted as free: replica 1" in balancer.summary()
     balancer.save(tmp_path / "balance.json")
     report = json.loads((tmp_path / "balance.json").read_text())
     assert [BalancePlan.from_dict(plan) for plan in report["plans"]] == balancer.plans

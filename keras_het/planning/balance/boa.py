@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from keras_het.planning.balance.min_max import min_max_shares_linear
 from keras_het.planning.balance.plan import BalancePlan
-from keras_het.planning.balance.plan_trial import PlanTrial, RetrySchedule
+from keras_het.planning.balance.plan_trial import TAKEN_BACK, PlanTrial, RetrySchedule
 from keras_het.planning.balance.policy import SharePolicy, check_number
 from keras_het.planning.bounded_shares import FloatArray, IntArray
 from keras_het.planning.times.time_model_fit import TimeModelFit
@@ -175,7 +175,7 @@ class BoaPolicy(SharePolicy):
         shares = self._trial.shares_to_return_to()
         if shares is None or shares.sum() != self._total or (shares > self._upper).any():
             return None
-        reason = f"taken back: {self._trial.comparison}"
+        reason = f"{TAKEN_BACK}{self._trial.comparison}"
         self._plans_since_change += 1
         return self._adopt(self._plan(step, shares, reason))
 

@@ -59,6 +59,8 @@ class RetrySchedule:
         self._due.pop(replica, None)
 
 
+TAKEN_BACK = "taken back: "
+"""How the reason of a plan begins that returns to earlier shares."""
 _STEPS_BEFORE = 16
 _STEPS_TO_JUDGE = 8
 _STEPS_SINCE_CHANGE = 3
