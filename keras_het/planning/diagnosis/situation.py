@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from keras_het.planning.diagnosis.device_lines import device_lines, relative_times
-from keras_het.planning.diagnosis.middles import checked, means, medians
+from keras_het.planning.diagnosis.middles import means, medians
 from keras_het.planning.diagnosis.readings import HostState, Readings
 from keras_het.planning.diagnosis.recording import Floats, Recording
 from keras_het.planning.diagnosis.scores import against_best, against_own_best, best_block, blocks
@@ -106,17 +106,6 @@ class Situation:
         now = float(medians(self.recent.shares.sum(axis=1)))
         same = np.abs(total - now) <= 0.02 * now
         return _usual(blocks(earlier.own[same]), blocks(earlier.transfer[same]))
-
-    @functools.cached_property
-    def own_transfer(self) -> Floats:
-        """Mean time from the last replica's arrival to each one's end of the exchange, [N]."""
-        rows = np.isin(self.recording.steps, self.recent.numbers)
-        sync = checked(self.recording.sync[rows])
-        own = self.recent.own
-        if len(sync) != len(own):  # steps whose numbers repeat
-            return np.zeros(own.shape[1])
-        ends = own + sync - own.max(axis=1, keepdims=True)
-        return np.nan_to_num(means(ends))
 
     @functools.cached_property
     def balanced_seconds(self) -> float:

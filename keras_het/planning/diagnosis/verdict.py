@@ -52,8 +52,7 @@ class Cause:
 
     Args:
         kind: one of `CAUSES`.
-        devices: indices of the devices concerned, the worst one first; empty for a link that all
-            share.
+        devices: indices of the devices concerned, the worst one first; empty for a link.
         workers: indices of their workers, in the same order, each once.
         severity: "note", or "critical" above a fifth of the step.
         share_of_step: fraction of each step that would be saved without it, from 0 to 1.
@@ -71,12 +70,12 @@ class Cause:
 
     @property
     def device(self) -> int | None:
-        """Index of the worst device, None for a link that all share."""
+        """Index of the worst device, None for a link."""
         return self.devices[0] if self.devices else None
 
     @property
     def worker(self) -> int | None:
-        """Index of the worst device's worker, None for a link that all share."""
+        """Index of the worst device's worker, None for a link."""
         return self.workers[0] if self.workers else None
 
 
@@ -107,6 +106,7 @@ def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
 
     and its share of the step is this cost over the step's time. Noise makes devices wait for each
     other, too: the cost is the smaller of the mean over steps and of that between mean times.
+    Shares of several causes may add up to more than 1, as steps wait for the last one only.
     Suspects that cost less than a tenth of the step are left out. The rest are causes if they
     explain 80 % of the excess: of the step's time over T(S), and over the best earlier steps.
 

@@ -14,7 +14,9 @@ _NAMED = 0.5
 _MOST_NAMES = 2
 _WORTHWHILE = 1.05
 # A worker that shortens balanced steps by less than this may as well train alone.
-_LITTLE_HELP = 1.02
+_LITTLE_HELP = 1.05
+# In a large cluster no worker shortens steps much: it must also be far slower than the mean.
+_SMALL_SHARE = 0.15
 
 
 def text_of(situation: Situation, suspect: Suspect, share_of_step: float) -> str:
@@ -63,10 +65,9 @@ def advice_for(situation: Situation, suspect: Suspect) -> str:
     if suspect.kind == "other_program":
         return f"End the other program, or move {worker} elsewhere.{_meanwhile(situation)}"
     if suspect.kind == "link":
-        end = f" Check the network of {worker} first." if suspect.worker is not None else ""
         return (
             'Sum gradients on spare machines (aggregation="summation"), exchange less often '
-            f"(LocalTraining), or use a faster link.{end}"
+            "(LocalTraining), or use a faster link."
         )
     return f"Shorten what callbacks and Python do between the steps of {worker}."
 
@@ -84,9 +85,7 @@ def device_names(situation: Situation, devices: tuple[int, ...]) -> str:
 
 def _who(situation: Situation, suspect: Suspect) -> str:
     if suspect.kind == "link":
-        if suspect.worker is None:
-            return "The exchange of gradients"
-        return f"The exchange of gradients of worker {suspect.worker}"
+        return "The exchange of gradients"
     if suspect.worker is not None and suspect.kind != "shares":
         return f"worker {suspect.worker}"
     return situation.recording.devices[suspect.devices[0]].name
@@ -128,14 +127,15 @@ def _waits(situation: Situation) -> bool:
 def _balance(situation: Situation, suspect: Suspect) -> str:
     worker = situation.recording.devices[suspect.devices[0]].worker
     if situation.changed("shares"):
-        if _helps_little(situation, worker):
+        if not suspect.since and _helps_little(situation, worker):
             return _train_alone(worker)
         if suspect.kind == "shares":
             return "BatchBalancer changes shares already; see whether `max_share` keeps it from it."
         end = "Look at what has changed on its machine." if suspect.since else ""
         return f"Shares follow its speed already. {end}".strip()
     gain = _gain(situation)
-    if suspect.kind == "slow_device" and _helps_little(situation, worker):
+    is_old = suspect.kind == "slow_device" and not suspect.since
+    if is_old and _helps_little(situation, worker):
         return _train_alone(worker)
     if gain >= _WORTHWHILE:
         return f"Add BatchBalancer: predicted {gain:.1f} times the samples/s."
@@ -169,13 +169,17 @@ def _gain(situation: Situation) -> float:
 
 
 def _helps_little(situation: Situation, worker: int) -> bool:
-    """Tell whether balanced steps are about as short without a worker."""
+    """Tell whether balanced steps are about as short without a worker, because it is slow."""
     if len(situation.workers) < 2:
         return False
+    devices = situation.devices_of(worker)
+    shares = situation.lines.balanced(medians(situation.recent.shares))
+    if shares[devices].mean() > _SMALL_SHARE * shares.mean():
+        return False
     without = np.ones(len(situation.lines.fixed))
-    without[situation.devices_of(worker)] = 1e6  # so slow that it gets no samples
-    with_it = situation.balanced_seconds
-    return bool(situation.balanced_seconds_with(without) <= _LITTLE_HELP * with_it)
+    without[devices] = 1e6  # so slow that it gets no samples
+    seconds = situation.balanced_seconds_with(without)
+    return bool(seconds <= _LITTLE_HELP * situation.balanced_seconds)
 
 
 def _train_alone(worker: int) -> str:

@@ -161,6 +161,14 @@ def test_a_device_too_slow_to_wait_for_should_train_alone():
     assert "HybridAggregation" in cause.advice
 
 
+def test_a_slow_device_among_many_should_get_fewer_samples():
+    """Without any one of 50 workers, steps would be about as short."""
+    slowness = (*(1,) * 99, 3)
+    training = Training(100, slowness=slowness, spikes=0.0)
+    (cause,) = diagnose(training.record()).causes
+    assert cause.device == 99 and "Add BatchBalancer" in cause.advice
+
+
 def test_a_balancer_is_not_recommended_twice():
     shares = np.tile([32] * 4, (300, 1))
     training = Training(4, 300, slowness=(1, 1, 1, 3), shares=shares, changes=FOLLOWED)
