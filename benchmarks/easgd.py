@@ -55,6 +55,7 @@ from keras_het.asynchronous.parameter_service import (
     Status,
 )
 from keras_het.asynchronous.rules import RoundRobinEASGD, SyncEASGD
+from keras_het.fit.session import SessionCallback
 from keras_het.local_training import LocalSteps, adopt_variables_of_the_chief
 from keras_het.local_training.packed_variables import PackedVariables
 
@@ -358,7 +359,7 @@ def local_training(strategy: Any, overlap: int) -> Any:
     return keras_het.callbacks.LocalTraining(rule)
 
 
-class Alone(keras.callbacks.Callback):
+class Alone(SessionCallback):
     """Local steps without an exchange."""
 
     def __init__(self, strategy: Any) -> None:
@@ -366,14 +367,7 @@ class Alone(keras.callbacks.Callback):
         self._strategy = strategy
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._steps = LocalSteps(self.model, self._strategy)
-        self._steps.enter()
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._steps.expect_step()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._steps.leave()
+        LocalSteps(self._required_session(), self._strategy)
 
 
 class RoundRobin(Alone):

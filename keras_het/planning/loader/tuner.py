@@ -35,7 +35,11 @@ class Trial:
         """Whether to keep the move: up must make steps faster, down must not make them slower."""
         gain = after.steps_per_second / self.window.steps_per_second - 1.0
         if self.kind in UP:
-            return gain >= min(0.08, max(0.02, self.predicted_gain / 2))
+            needed = min(0.08, max(0.02, self.predicted_gain / 2))
+            # Loaders and buffers shorten waits; any other gain is noise, of which a long training
+            # has enough to grow without end.
+            shorter = self.window.wait_per_step - after.wait_per_step
+            return gain >= needed and shorter >= 0.75 * needed / self.window.steps_per_second
         if self.window.idle_fraction > 0.1:
             return gain >= -0.02
         return after.idle_fraction <= max(self.window.idle_fraction + 0.015, 0.03)

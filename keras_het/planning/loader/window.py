@@ -51,6 +51,11 @@ class LoaderWindow:
         return min(self.input_wait_seconds / self.seconds, 1.0)
 
     @property
+    def wait_per_step(self) -> float:
+        """Mean time in seconds that a step waited for its batch."""
+        return self.input_wait_seconds / self.steps
+
+    @property
     def waits_unevenly(self) -> bool:
         """Whether some of the steps found a batch ready: supply is sufficient between bursts."""
         if self.waiting_steps is None:

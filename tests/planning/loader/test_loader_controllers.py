@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from depth import examples
 from hypothesis import example, given
@@ -321,3 +322,30 @@ def test_tries_a_move_once_the_device_has_lost_what_a_failed_one_costs(idle_frac
     assert plans[-1] is not None
     controller.observe(LoaderWindow(50, 0.6, 0.5 * idle_fraction, 1.0, 0.05, waiting_steps=20))
     assert controller.plan == START, "a move that made it slower is taken back"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_wait_that_loaders_cannot_shorten_does_not_make_them_many(seed):
+    """The time of taking a batch is a tenth of a short step, while the machine's speed drifts."""
+    random = np.random.default_rng(seed)
+    controller = TunerController(LoaderPlan(4, 2), 2)
+    drift, most = 0.0, 0
+    for _ in range(2400):
+        drift = 0.9 * drift + random.normal(0, 0.1)
+        step = 1e-3 * np.exp(drift) * random.normal(1, 0.02)
+        wait = step * random.normal(0.1, 0.01)
+        steps = int(1 / step)
+        window = LoaderWindow(
+            steps,
+            steps * step,
+            steps * wait,
+            0.3,
+            1e-4 * steps,
+            1000,
+            steps,
+            loader_queue_seconds=0.0,
+        )
+        controller.observe(window)
+        most = max(most, controller.plan.loaders)
+    assert most <= 16
+    assert controller.plan.loaders <= 8
