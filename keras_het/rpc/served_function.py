@@ -85,6 +85,26 @@ def refusal(outputs: Nest, status: Callable[[], tf.Tensor] | None = None) -> Nes
     return tf.nest.pack_sequence_as(outputs, [first, *empty])
 
 
+def answer_if(
+    holds: tf.Tensor, run: Callable[[], Nest], otherwise: Status = Status.REFUSED
+) -> Nest:
+    """Return a function's outputs if a condition holds, else a status and zeros; in the graph.
+
+    Args:
+        holds: the condition, bool scalar.
+        run: returns the outputs, a status first.
+        otherwise: the status if it does not hold.
+    """
+    outputs: Nest = None
+
+    def note() -> Nest:
+        nonlocal outputs
+        outputs = run()
+        return outputs
+
+    return tf.cond(holds, note, lambda: refusal(outputs, lambda: tf.constant(int(otherwise))))
+
+
 def _have_shapes(tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]) -> tf.Tensor:
     ranks = [spec.shape.rank for spec in specs]
     hold = tf.reduce_all(tf.equal(tf.stack([tf.rank(given) for given in tensors]), ranks))

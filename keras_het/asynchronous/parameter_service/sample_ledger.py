@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +11,15 @@ import tensorflow as tf
 
 from keras_het.rpc.admission import Status
 from keras_het.rpc.gate import Gate
+from keras_het.rpc.served_function import answer_if
 
 LARGEST_EPOCH = 1 << 16
+LEADER = 0
+"""Number of the sync group, or of the task that leads a service, among the participants."""
 PREFIX = "ledger_"
 PACE_NUMBERS = 4
+_ONE, _NUMBER = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
+_REPORT = tf.TensorSpec([2], tf.int64)
 
 
 class Stage(enum.IntEnum):
@@ -86,12 +91,13 @@ class SampleLedger:
             self._paces = _variable(tf.zeros([num_clients, PACE_NUMBERS], tf.float64))
             self._paced = _variable(tf.zeros([num_clients], tf.float64))
             self._lock = tf.CriticalSection(shared_name="keras_het_ledger")
-        self._claim = self._claim_function()
-        self._pace = self._pace_function()
-        server.register(f"{PREFIX}claim", self._remote_claim_function(), gate)
-        server.register(f"{PREFIX}report", self._report_function(), gate, self._refused)
-        server.register(f"{PREFIX}lead", self._lead_function(), gate)
-        server.register(f"{PREFIX}pace", self._remote_pace_function(), gate)
+        claim, pace = [_ONE, _NUMBER, _NUMBER], [_ONE, tf.TensorSpec([PACE_NUMBERS], tf.float64)]
+        report, lead = [_ONE, _REPORT, _ONE], [_ONE, _REPORT, tf.TensorSpec([8], tf.int64)]
+        self._claim, self._pace = _graph(self._take, claim), _graph(self._note_pace, pace)
+        server.register(f"{PREFIX}claim", _graph(self._served_claim, claim), gate)
+        server.register(f"{PREFIX}report", _graph(self._served_report, report), gate, self._refused)
+        server.register(f"{PREFIX}lead", _graph(self._served_lead, lead), gate)
+        server.register(f"{PREFIX}pace", _graph(self._served_pace, pace), gate)
 
     def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
         """Begin an epoch of the sync group.
@@ -157,6 +163,15 @@ class SampleLedger:
         """Samples that each client has used, int64 of shape [num_clients]."""
         return self._used.numpy()
 
+    def tell(self, taken_until: int = 0) -> None:
+        """Do nothing: the ledger is here, and so is what was handed out."""
+
+    def tell_used(self) -> None:
+        """Do nothing: samples are counted at once."""
+
+    def keep(self) -> None:
+        """Do nothing: counts stay readable in any case."""
+
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
         """Return clients heard from recently.
 
@@ -168,187 +183,107 @@ class SampleLedger:
         chosen = np.flatnonzero(recent & (self._presence.numpy() == int(presence)))
         return [int(client) for client in chosen]
 
-    def _claim_function(self) -> Any:
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([], tf.int64),
-            ],
-            autograph=False,
+    def _take(self, client: Any, epoch: Any, count: Any) -> Any:
+        """Hand out batches; in the graph."""
+
+        def take() -> Any:
+            first = tf.gather(self._next, epoch)  # avoids a copy of the whole variable
+            left = tf.where(epoch < self._num_epochs, self._total - first, 0)
+            granted = tf.clip_by_value(left, 0, count)
+            taken = self._next.scatter_nd_update([[epoch]], [first + granted])
+            counted = self._claimed.scatter_nd_add([[client]], [granted])
+            with tf.control_dependencies([taken, counted]):
+                return tf.identity(first), tf.identity(granted)
+
+        return self._lock.execute(take)
+
+    def _served_claim(self, client: Any, epoch: Any, count: Any) -> Any:
+        known = self._is_known(client) & (count > 0) & (epoch >= 0) & (epoch < LARGEST_EPOCH)
+        running = tf.equal(self._stage, int(Stage.RUNNING)) & (epoch <= self._epoch + 1)
+
+        def take() -> Any:
+            return _status(Status.OK), *self._claim(client, epoch, count)
+
+        return answer_if(
+            known, lambda: answer_if(running, take, Status.WAIT), Status.UNKNOWN_CLIENT
         )
-        def claim(client: Any, epoch: Any, count: Any) -> Any:
-            def take() -> Any:
-                first = tf.gather(self._next, epoch)  # avoids a copy of the whole variable
-                left = tf.where(epoch < self._num_epochs, self._total - first, 0)
-                granted = tf.clip_by_value(left, 0, count)
-                taken = self._next.scatter_nd_update([[epoch]], [first + granted])
-                counted = self._claimed.scatter_nd_add([[client]], [granted])
-                with tf.control_dependencies([taken, counted]):
-                    return tf.identity(first), tf.identity(granted)
 
-            return self._lock.execute(take)
+    def _served_report(self, client: Any, used: Any, presence: Any) -> Any:
+        known = self._is_known(client) & tf.reduce_all(used >= 0)
+        known &= (presence >= 0) & (presence <= max(Presence))
 
-        return claim
+        def note() -> Any:
+            place = [[client]]
+            notes = [
+                self._lock.execute(lambda: self._count(client, used)),
+                self._last_seen.scatter_nd_update(place, [tf.timestamp()]),
+                self._presence.scatter_nd_update(place, [presence]),
+            ]
+            with tf.control_dependencies(notes):
+                return _status(Status.OK)
 
-    def _remote_claim_function(self) -> Any:
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([], tf.int64),
-            ],
-            autograph=False,
-        )
-        def remote_claim(client: Any, epoch: Any, count: Any) -> Any:
-            nothing = tf.constant(0, tf.int64)
-
-            def refuse(status: Status) -> Any:
-                return tf.constant(int(status)), nothing, nothing
-
-            def take() -> Any:
-                first, granted = self._claim(client, epoch, count)
-                return tf.constant(int(Status.OK)), first, granted
-
-            known = (client >= 0) & (client < self._num_clients) & (count > 0)
-            known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
-            running = tf.equal(self._stage, int(Stage.RUNNING)) & (epoch <= self._epoch + 1)
-            return tf.cond(
-                known,
-                lambda: tf.cond(running, take, lambda: refuse(Status.WAIT)),
-                lambda: refuse(Status.UNKNOWN_CLIENT),
-            )
-
-        return remote_claim
-
-    def _report_function(self) -> Any:
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([2], tf.int64),
-                tf.TensorSpec([], tf.int32),
-            ],
-            autograph=False,
-        )
-        def report(client: Any, used: Any, presence: Any) -> Any:
-            known = (client >= 0) & (client < self._num_clients) & tf.reduce_all(used >= 0)
-            known &= (presence >= 0) & (presence <= max(Presence))
-
-            def note() -> Any:
-                place = [[client]]
-                notes = [
-                    self._lock.execute(lambda: self._count(client, used)),
-                    self._last_seen.scatter_nd_update(place, [tf.timestamp()]),
-                    self._presence.scatter_nd_update(place, [presence]),
-                ]
-                with tf.control_dependencies(notes):
-                    return tf.constant(int(Status.OK))
-
-            code = tf.cond(known, note, lambda: tf.constant(int(Status.UNKNOWN_CLIENT)))
-            with tf.control_dependencies([code]):
-                admitted = tf.equal(code, int(Status.OK))
-                numbers = [self._epoch.read_value(), *(f.read_value() for f in self._facts())]
-                latest = self._counted[tf.where(admitted, client, 0)]
-                facts = tf.stack([tf.cast(self._stage, tf.int64), *numbers, latest])
-                return code, tf.where(admitted, facts, tf.fill([8], tf.constant(-1, tf.int64)))
-
-        return report
+        code = tf.cond(known, note, lambda: _status(Status.UNKNOWN_CLIENT))
+        with tf.control_dependencies([code]):
+            admitted = tf.equal(code, int(Status.OK))
+            numbers = [self._epoch.read_value(), *(f.read_value() for f in self._facts())]
+            latest = self._counted[tf.where(admitted, client, 0)]
+            facts = tf.stack([tf.cast(self._stage, tf.int64), *numbers, latest])
+            return code, tf.where(admitted, facts, tf.fill([8], tf.constant(-1, tf.int64)))
 
     def _refused(self) -> Any:
         """Refuse a worker of the next training, which may ask before this one is gone."""
         closed = tf.equal(self._stage, int(Stage.CLOSED))
         return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
 
-    def _pace_function(self) -> Any:
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([PACE_NUMBERS], tf.float64),
-            ],
-            autograph=False,
+    def _note_pace(self, client: Any, pace: Any) -> Any:
+        """Record a pace and return all; in the graph."""
+        noted = [
+            self._paces.scatter_nd_update([[client]], [pace]),
+            self._paced.scatter_nd_update([[client]], [tf.timestamp()]),
+        ]
+        with tf.control_dependencies(noted):
+            latest = tf.maximum(self._paced.read_value(), self._last_seen.read_value())
+            return self._paces.read_value(), tf.timestamp() - latest
+
+    def _served_pace(self, client: Any, pace: Any) -> Any:
+        known = self._is_known(client) & tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
+        known &= (pace[1] >= 1) & (pace[2] >= 0) & (pace[3] >= 0)
+        return answer_if(
+            known, lambda: (_status(Status.OK), *self._pace(client, pace)), Status.UNKNOWN_CLIENT
         )
-        def pace(client: Any, pace: Any) -> Any:
-            noted = [
-                self._paces.scatter_nd_update([[client]], [pace]),
-                self._paced.scatter_nd_update([[client]], [tf.timestamp()]),
-            ]
-            with tf.control_dependencies(noted):
-                latest = tf.maximum(self._paced.read_value(), self._last_seen.read_value())
-                return self._paces.read_value(), tf.timestamp() - latest
 
-        return pace
+    def _served_lead(self, client: Any, used: Any, facts: Any) -> Any:
+        """Set the facts, unless the stage is negative, and return the clients' activities."""
+        stage, taken_until, epoch, *numbers = tf.unstack(facts)
 
-    def _remote_pace_function(self) -> Any:
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([PACE_NUMBERS], tf.float64),
-            ],
-            autograph=False,
-        )
-        def remote_pace(client: Any, pace: Any) -> Any:
-            def unknown() -> Any:
-                return (
-                    tf.constant(int(Status.UNKNOWN_CLIENT)),
-                    tf.zeros([self._num_clients, PACE_NUMBERS], tf.float64),
-                    tf.zeros([self._num_clients], tf.float64),
-                )
+        def count_and_pass_on() -> Any:
+            counted = self._count(client, used)
+            until = tf.where(stage >= 0, taken_until, 0)
+            following = tf.maximum(tf.gather(self._next, epoch), until)
+            passed_on = self._next.scatter_nd_update([[epoch]], [following])
+            with tf.control_dependencies([counted, passed_on]):
+                return tf.identity(following)
 
-            known = (client >= 0) & (client < self._num_clients)
-            known &= tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
-            known &= (pace[1] >= 1) & (pace[2] >= 0) & (pace[3] >= 0)
-            return tf.cond(
-                known,
-                lambda: (tf.constant(int(Status.OK)), *self._pace(client, pace)),
-                unknown,
-            )
+        def note() -> Any:
+            places = (self._epoch, *self._facts())
+            for place, number in zip(places, (epoch, *numbers), strict=True):
+                place.assign(number)
+            self._stage.assign(tf.cast(stage, tf.int32))
+            return _status(Status.OK)
 
-        return remote_pace
+        def take() -> Any:
+            passed_on = self._lock.execute(count_and_pass_on)
+            with tf.control_dependencies([passed_on]):  # before others may claim
+                noted = tf.cond(stage >= 0, note, lambda: _status(Status.OK))
+            with tf.control_dependencies([noted]):
+                return _status(Status.OK), self._overview()
 
-    def _lead_function(self) -> Any:
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([2], tf.int64),
-                tf.TensorSpec([8], tf.int64),
-            ],
-            autograph=False,
-        )
-        def lead(client: Any, used: Any, facts: Any) -> Any:
-            """Set the facts, unless the stage is negative, and return the clients' activities."""
-            stage, taken_until, epoch, *numbers = tf.unstack(facts)
+        known = tf.equal(client, 0) & tf.reduce_all(used >= 0) & (stage <= int(Stage.CLOSED))
+        known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
+        return answer_if(known, take)
 
-            def count_and_pass_on() -> Any:
-                counted = self._count(client, used)
-                until = tf.where(stage >= 0, taken_until, 0)
-                following = tf.maximum(tf.gather(self._next, epoch), until)
-                passed_on = self._next.scatter_nd_update([[epoch]], [following])
-                with tf.control_dependencies([counted, passed_on]):
-                    return tf.identity(following)
-
-            def note() -> Any:
-                places = (self._epoch, *self._facts())
-                for place, number in zip(places, (epoch, *numbers), strict=True):
-                    place.assign(number)
-                self._stage.assign(tf.cast(stage, tf.int32))
-                return tf.constant(int(Status.OK))
-
-            def take() -> Any:
-                passed_on = self._lock.execute(count_and_pass_on)
-                with tf.control_dependencies([passed_on]):  # before others may claim
-                    noted = tf.cond(stage >= 0, note, lambda: tf.constant(int(Status.OK)))
-                with tf.control_dependencies([noted]):
-                    return tf.constant(int(Status.OK)), self._overview()
-
-            known = tf.equal(client, 0) & tf.reduce_all(used >= 0) & (stage <= int(Stage.CLOSED))
-            known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
-            return tf.cond(
-                known,
-                take,
-                lambda: (tf.constant(int(Status.REFUSED)), tf.zeros([0, 6], tf.float64)),
-            )
-
-        return lead
+    def _is_known(self, client: Any) -> Any:
+        return (client >= 0) & (client < self._num_clients)
 
     def _count(self, client: Any, used: Any) -> Any:
         """Count samples unless their report has been counted; in the graph, under the lock.
@@ -385,3 +320,11 @@ class SampleLedger:
 
 def _variable(value: Any) -> Any:
     return tf.Variable(value, trainable=False)
+
+
+def _graph(function: Callable[..., Any], signature: list[tf.TensorSpec]) -> Any:
+    return tf.function(function, input_signature=signature, autograph=False)
+
+
+def _status(status: Status) -> Any:
+    return tf.constant(int(status))

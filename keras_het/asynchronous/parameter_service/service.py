@@ -26,7 +26,7 @@ from keras_het.rpc.admission import DIVERGED, Status
 from keras_het.rpc.function_server import FunctionServer
 from keras_het.rpc.gate import Gate
 from keras_het.rpc.partitions import Partitions
-from keras_het.rpc.served_function import hello_function
+from keras_het.rpc.served_function import answer_if, hello_function
 from keras_het.usable_cpus import usable_cpus
 
 LONGEST_CLOSE_SECONDS = 10.0
@@ -340,15 +340,16 @@ class ParameterService:
 
         return push
 
-    def signal_locally(self, client: int, signal: Signal) -> None:
-        """Send the rule a signal about a client, from this process.
+    def signal_locally(self, client: int, signal: Signal) -> int:
+        """Send the rule a signal about a client, from this process; return the stage of training.
 
         Args:
             client: the worker's number.
             signal: the signal.
         """
-        for part in self._parts:
-            self._signal(part, tf.constant(client), tf.constant(int(signal)))
+        arguments = tf.constant(client), tf.constant(int(signal))
+        stages = [self._signal(part, *arguments) for part in self._parts]
+        return int(stages[0])
 
     def _signal(self, part: Part, client: Any, signal: Any) -> Any:
         return part.lock.execute(lambda: self._rule.signal(part.slots, client, signal))
@@ -361,10 +362,8 @@ class ParameterService:
         def signal(client: Any, signal: Any) -> Any:
             known = (client >= 0) & (client < self._num_clients)
             known &= (signal >= 0) & (signal <= max(Signal))
-            return tf.cond(
-                known,
-                lambda: (tf.constant(int(Status.OK)), self._signal(part, client, signal)),
-                lambda: (tf.constant(int(Status.REFUSED)), tf.constant(0)),
+            return answer_if(
+                known, lambda: (tf.constant(int(Status.OK)), self._signal(part, client, signal))
             )
 
         return signal
@@ -388,11 +387,7 @@ class ParameterService:
         @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
         def latest(client: Any) -> Any:
             known = (client >= 0) & (client < self._num_clients)
-            return tf.cond(
-                known,
-                lambda: (tf.constant(int(Status.OK)), part.sequences[client]),
-                lambda: (tf.constant(int(Status.REFUSED)), tf.constant(0, tf.int64)),
-            )
+            return answer_if(known, lambda: (tf.constant(int(Status.OK)), part.sequences[client]))
 
         return latest
 
@@ -427,11 +422,7 @@ class ParameterService:
                 return tf.where(is_turn | may_not_wait, int(Status.OK), int(Status.WAIT))
 
             known = (client >= 0) & (client < self._num_clients) & (version >= 0)
-            return tf.cond(
-                known,
-                lambda: part.lock.execute(may_send),
-                lambda: tf.constant(int(Status.REFUSED)),
-            )
+            return answer_if(known, lambda: part.lock.execute(may_send))
 
         return turn
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_het.asynchronous.parameter_service.part import Part
 from keras_het.rpc.admission import Status
+from keras_het.rpc.served_function import answer_if
 
 _PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
 
@@ -23,17 +24,12 @@ def export_function(part: Part) -> Any:
     @tf.function(input_signature=_PLACE, autograph=False)
     def export(place: Any, start: Any) -> Any:
         known = (place >= 0) & (place < len(sizes)) & (start >= 0)
-        return tf.cond(
+        return answer_if(
             known,
             lambda: (
                 tf.constant(int(Status.OK)),
                 tf.constant(sizes, tf.int64),
                 part.state_piece(place, start),
-            ),
-            lambda: (
-                tf.constant(int(Status.REFUSED)),
-                tf.zeros([len(sizes)], tf.int64),
-                tf.constant(""),
             ),
         )
 
@@ -69,10 +65,6 @@ def set_state_function(part: Part) -> Any:
             return tf.where(taken, int(Status.OK), int(Status.NOT_FINITE))
 
         known = (place >= 0) & (place < len(sizes)) & (start >= 0) & fits(saved_sizes)
-        return tf.cond(
-            known,
-            take,
-            lambda: tf.constant(int(Status.REFUSED)),
-        )
+        return answer_if(known, take)
 
     return set_state

@@ -52,6 +52,13 @@ class AsyncSGD(SendsGradient):
     """
 
     name: ClassVar[str] = "async_sgd"
+    settings = (
+        "learning_rate",
+        "momentum",
+        "reference_samples",
+        "damps_staleness",
+        "warm_up_pushes",
+    )
 
     def __init__(
         self,
@@ -128,10 +135,6 @@ class AsyncSGD(SendsGradient):
     def get_config(self) -> dict[str, Any]:
         """Return the settings."""
         return {
-            "learning_rate": self.learning_rate,
-            "momentum": self.momentum,
-            "reference_samples": self.reference_samples,
-            "damps_staleness": self.damps_staleness,
-            "warm_up_pushes": self.warm_up_pushes,
+            **super().get_config(),
             "optimizer": self._optimizer and keras.optimizers.serialize(self._optimizer.optimizer),
         }

@@ -43,6 +43,7 @@ class DelayCompensated(SendsGradient):
     """
 
     name: ClassVar[str] = "delay_compensated"
+    settings = ("learning_rate", "compensation", "num_workers", "decay")
     rows_of_workers: ClassVar[frozenset[str]] = frozenset({"seen", "mean_square"})
 
     def __init__(
@@ -95,15 +96,6 @@ class DelayCompensated(SendsGradient):
         _set_row(slots["seen"], client, answer)
         _set_row(slots["seen_version"], client, meta.version + 1)
         return answer
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings."""
-        return {
-            "learning_rate": self.learning_rate,
-            "compensation": self.compensation,
-            "num_workers": self.num_workers,
-            "decay": self.decay,
-        }
 
 
 def _set_row(variable: Any, row: Any, value: Any) -> None:

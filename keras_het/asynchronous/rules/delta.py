@@ -40,6 +40,7 @@ class Delta(SendsChange):
     """
 
     name: ClassVar[str] = "delta"
+    settings = ("scale",)
 
     def __init__(self, scale: float = 1.0) -> None:
         if not scale > 0:
@@ -77,7 +78,3 @@ class Delta(SendsChange):
         if type(self).update is not Delta.update:
             return None
         return center_norm + self.scale * change_norm
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings."""
-        return {"scale": self.scale}

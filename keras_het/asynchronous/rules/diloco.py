@@ -38,6 +38,7 @@ class DiLoCo(SynchronousRule):
     """
 
     name: ClassVar[str] = "diloco"
+    settings: ClassVar[tuple[str, ...]] = ("period", "learning_rate", "momentum", "overlap")
     center_is_weights: ClassVar[bool] = True
 
     def __init__(
@@ -72,15 +73,6 @@ class DiLoCo(SynchronousRule):
         center = center - self.learning_rate * (gradient + self.momentum * velocity)
         return center, {"center": center, "velocity": velocity}
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings."""
-        return {
-            "period": self.period,
-            "learning_rate": self.learning_rate,
-            "momentum": self.momentum,
-            "overlap": self.overlap,
-        }
-
 
 class StreamingDiLoCo(DiLoCo):
     r"""DiLoCo on a part of the variables at a time; no worker waits for the exchange.
@@ -109,6 +101,7 @@ class StreamingDiLoCo(DiLoCo):
     """
 
     name: ClassVar[str] = "streaming_diloco"
+    settings = (*DiLoCo.settings, "num_fragments", "mixing")
     # A worker's own steps are mixed in: its weights are close to the center but not equal to it.
     center_is_weights: ClassVar[bool] = False
 
@@ -139,11 +132,3 @@ class StreamingDiLoCo(DiLoCo):
         """Mix the worker's current weights with the center."""
         del sent_weights
         return self.mixing * weights + (1 - self.mixing) * combined
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings."""
-        return {
-            **super().get_config(),
-            "num_fragments": self.num_fragments,
-            "mixing": self.mixing,
-        }

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import keras
-import tensorflow as tf
 
-from keras_het.asynchronous.rules.synchronous_rule import AllReduceSum, State, SynchronousRule
-from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, UpdateRule
+from keras_het.asynchronous.rules.moving_rate import (
+    LARGEST_DEFAULT,
+    check_moving_rate,
+    check_with_optimizer,
+    default_moving_rate,
+    own_optimizer,
+)
+from keras_het.asynchronous.rules.update_rule import PushMeta
+from keras_het.asynchronous.rules.worker_sides import StepsItself
 
-BETA = 0.9
-"""Sum of the moving rates of all workers that the authors of EASGD use."""
-LARGEST_DEFAULT = 0.5
-"""Moving rate of a single worker, within the bound of 2 / 3 for any number of steps per answer."""
 
-
-class ElasticAveraging(UpdateRule):
+class ElasticAveraging(StepsItself):
     r"""Common base of asynchronous EASGD and its relatives.
 
     A worker sends its weights :math:`x_i`; with the center c before the push, both move by the same
@@ -45,7 +45,7 @@ class ElasticAveraging(UpdateRule):
     """
 
     name: ClassVar[str] = "elastic_averaging"
-    uses_gradients: ClassVar[bool] = False
+    settings = ("alpha", "learning_rate", "num_workers")
     center_is_weights: ClassVar[bool] = False
 
     def __init__(
@@ -71,20 +71,13 @@ class ElasticAveraging(UpdateRule):
         del seen
         return weights
 
-    def after_sending(self, weights: Any, seen: Any) -> Any:
-        """Return the weights."""
-        del seen
-        return weights
-
     def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
         """Pull the weights towards the center by the difference at the time of sending."""
         return weights - self.alpha * (sent_weights - answer)
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Check the bound for the rate of plain gradient descent."""
-        rate = plain_learning_rate(optimizer)
-        if rate is not None and 0 <= rate <= 2:
-            check_moving_rate(self.alpha, rate, 1)
+        check_with_optimizer(optimizer, self.alpha, 1)
 
     def check_overlap(self, optimizer: Any, steps: float) -> None:
         """Check the bound for answers that arrive after steps of plain gradient descent.
@@ -96,146 +89,7 @@ class ElasticAveraging(UpdateRule):
         Raises:
             ValueError: if alpha is outside the bound; the message states the bound.
         """
-        rate = plain_learning_rate(optimizer)
-        if rate is not None and 0 <= rate <= 2:
-            check_moving_rate(self.alpha, rate, 1, steps)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings."""
-        return {
-            "alpha": self.alpha,
-            "learning_rate": self.learning_rate,
-            "num_workers": self.num_workers,
-        }
-
-
-def default_moving_rate(
-    alpha: float | None, num_workers: int | None, largest: float = BETA
-) -> float:
-    """Return the given moving rate, or 0.9 / number of workers.
-
-    Args:
-        alpha: the rate, None for the default.
-        num_workers: number of workers.
-        largest: largest default, used with few workers.
-
-    Raises:
-        ValueError: if neither is given, or the number is not positive.
-    """
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1. Received: {num_workers}.")
-    if alpha is not None:
-        return alpha
-    if num_workers is None:
-        raise ValueError(
-            "Elastic averaging needs a moving rate. Received: neither alpha nor num_workers. Give "
-            "alpha, or num_workers for the authors' 0.9 / num_workers."
-        )
-    return min(BETA / num_workers, largest)
-
-
-def own_optimizer(optimizer: Any) -> Any:
-    """Return the user's optimizer: Keras wraps it to scale the loss under mixed_float16."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def plain_learning_rate(optimizer: Any) -> float | None:
-    """Return the rate of plain gradient descent without schedule; None for other optimizers."""
-    optimizer = own_optimizer(optimizer)
-    config = optimizer.get_config() if isinstance(optimizer, keras.optimizers.SGD) else {}
-    rate = config.get("learning_rate")
-    return rate if isinstance(rate, float) and not config.get("momentum") else None
-
-
-def largest_moving_rate(learning_rate: float, at_once: int = 1) -> float:
-    r"""Return the stability bound of EASGD on a quadratic of curvature 1, for 0 <= rate <= 2.
-
-    With n workers that exchange at once (n = 1: in turns), x their mean and d a worker's distance
-    from it, a step of gradient and exchange, both from the same old values, is
-
-    .. math::
-        \begin{pmatrix} x \\ c \end{pmatrix} \leftarrow
-        \begin{pmatrix} 1 - \eta - \alpha & \alpha \\ n \alpha & 1 - n \alpha \end{pmatrix}
-        \begin{pmatrix} x \\ c \end{pmatrix}, \qquad d \leftarrow (1 - \eta - \alpha)\, d.
-
-    No eigenvalue is larger than 1 in magnitude (Jury's test: 1 - trace + determinant = n alpha eta,
-    so 1 + trace + determinant >= 0 decides) if and only if
-
-    .. math:: 0 \le \alpha \le \frac{4 - 2 \eta}{2 + n (2 - \eta)},
-
-    which for n = 1 is (4 - 2 eta) / (4 - eta), the bound that the authors give for round robin. It
-    falls with eta: the largest curvature decides. A worker that exchanges after its step, instead
-    of together with it, has a bound that is not lower.
-
-    Args:
-        learning_rate: :math:`\eta`.
-        at_once: n.
-
-    Raises:
-        ValueError: if the learning rate is outside that range.
-
-    Reference:
-        Zhang, Choromanska and LeCun, 2015 (n = 1); the other n are derived here.
-    """
-    if not 0 <= learning_rate <= 2:
-        raise ValueError(
-            f"The bound is known for learning rates from 0 to 2. Received: {learning_rate}."
-        )
-    return (4 - 2 * learning_rate) / (2 + at_once * (2 - learning_rate))
-
-
-def overlapped_rate(learning_rate: float | None, overlap: float) -> float | None:
-    r"""Return the rate of one step equal to all steps taken while an exchange travels.
-
-    The pull of an exchange that comes back o steps after it was sent is added to all of them: for
-    the bound they act as one step of the rate
-
-    .. math:: 1 - (1 - \eta)^o
-
-    for :math:`\eta \le 1`. Above that, some smaller curvature has the rate 1, with which all steps
-    reach the minimum.
-
-    Args:
-        learning_rate: :math:`\eta`, times the largest curvature; None if unknown.
-        overlap: o; 0 and 1 change nothing.
-
-    Returns:
-        The rate whose bound holds, not below :math:`\eta`.
-    """
-    if learning_rate is None or overlap < 2:
-        return learning_rate
-    return max(learning_rate, 1 - (1 - min(learning_rate, 1.0)) ** overlap)
-
-
-def check_moving_rate(
-    alpha: float, learning_rate: float | None, at_once: int, overlap: float = 0
-) -> None:
-    """Refuse a moving rate outside the bound.
-
-    Args:
-        alpha: the moving rate.
-        learning_rate: learning rate of the workers; None for the bound of an infinitesimal one.
-        at_once: number of workers that exchange at once.
-        overlap: number of steps while an exchange travels, see `overlapped_rate`.
-
-    Raises:
-        ValueError: if it is outside; the message states the bound.
-    """
-    rate = overlapped_rate(learning_rate, overlap)
-    bound = largest_moving_rate(rate or 0.0, at_once)
-    if 0 < alpha <= bound:
-        return
-    eta = f"{learning_rate}"
-    if rate is not None and rate != learning_rate:
-        steps = "any number of" if math.isinf(overlap) else f"{overlap}"
-        eta = f"{rate:.4g} ({steps} steps of {learning_rate:.6g} while an exchange travels)"
-    formula = "(4 - 2 eta) / (4 - eta)" if at_once == 1 else "(4 - 2 eta) / (2 + n (2 - eta))"
-    workers = "" if at_once == 1 else f" and n = {at_once}"
-    raise ValueError(
-        f"alpha must be above 0 and at most {formula} = {bound:.4g} for eta = {eta}"
-        f"{workers}, else workers and center swing apart. Received: alpha={alpha}. The authors use "
-        "0.9 / number of workers."
-    )
+        check_with_optimizer(optimizer, self.alpha, 1, steps)
 
 
 class AsyncEASGD(ElasticAveraging):
@@ -246,14 +100,6 @@ class AsyncEASGD(ElasticAveraging):
         c \leftarrow c + \alpha (x_i - c)
 
     The worker computes its gradient while its weights and the center travel.
-
-    Args:
-        alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
-        learning_rate: learning rate of the workers, to check the bound.
-        num_workers: number of workers; needed for the default of alpha.
-
-    Raises:
-        ValueError: if alpha is outside the bound of `ElasticAveraging`.
 
     Reference:
         You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
@@ -268,14 +114,6 @@ class HogwildEASGD(ElasticAveraging):
 
     A push may read a center that another has changed halfway, and versions may count too few
     updates: a worker's staleness is a lower bound.
-
-    Args:
-        alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
-        learning_rate: learning rate of the workers, to check the bound.
-        num_workers: number of workers; needed for the default of alpha.
-
-    Raises:
-        ValueError: if alpha is outside the bound of `ElasticAveraging`.
 
     Reference:
         You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017;
@@ -296,14 +134,6 @@ class AsyncMEASGD(ElasticAveraging):
 
     The center's side is that of Async EASGD; the first equation is `keras.optimizers.SGD` with
     momentum on the worker. With Nesterov's momentum it is the EAMSGD of 2015.
-
-    Args:
-        alpha: moving rate; None for 0.9 / `num_workers`, and 0.5 for one worker.
-        learning_rate: learning rate of the workers, to check the bound.
-        num_workers: number of workers; needed for the default of alpha.
-
-    Raises:
-        ValueError: if alpha is outside the bound of `ElasticAveraging`.
 
     Reference:
         You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
@@ -328,163 +158,3 @@ class AsyncMEASGD(ElasticAveraging):
             f"(momentum={getattr(optimizer, 'momentum', None)}). Use AsyncEASGD for other "
             "optimizers."
         )
-
-
-class RoundRobinEASGD(ElasticAveraging):
-    r"""Elastic averaging in which worker i + 1 may not push before worker i has.
-
-    The equations are those of Async EASGD; the center takes pushes in the order 0, 1, ..., n - 1,
-    0, ... and tells all other workers to try again. The result does not depend on message speed,
-    but a worker that hangs holds up all others: use it as a baseline.
-
-    A worker that was told to wait resends the same message with the number of its first try,
-    because some parts may have taken it already and must not take it again in their next turn.
-
-    Args:
-        num_workers: n; all of them must take part.
-        alpha: moving rate; None for 0.9 / n, and 0.5 for one worker.
-        learning_rate: learning rate of the workers, to check the bound.
-
-    Raises:
-        ValueError: if alpha is outside the bound of `ElasticAveraging`.
-
-    Reference:
-        Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015;
-        baseline of You, Buluc and Demmel, SC 2017.
-    """
-
-    name: ClassVar[str] = "round_robin_easgd"
-    may_wait: ClassVar[bool] = True
-    num_workers: int
-
-    def __init__(
-        self, num_workers: int, alpha: float | None = None, learning_rate: float | None = None
-    ) -> None:
-        super().__init__(alpha, learning_rate, num_workers)
-
-    def slots(self, size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the number of the worker whose turn it is, and of the left flags."""
-        del size
-        return {"turn": (), "left": (self.num_workers,)}
-
-    def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
-        """Record that a pushing worker has not left: it gets its turns again.
-
-        If all had left, the turn may lie with a worker that never comes back: it moves on.
-        """
-        left = slots["left"] * (1.0 - tf.one_hot(client, self.num_workers))
-        holder = tf.cast(slots["turn"], tf.int32)
-        has_left = tf.gather(left, holder) > 0
-        turn = tf.where(has_left, self._next(left, holder), slots["turn"])
-        with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
-            return tf.constant(True)
-
-    def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
-        """Whether it is the worker's turn."""
-        return tf.equal(tf.cast(meta.client, tf.float32), slots["turn"])
-
-    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
-        """Move the center and pass the turn to the next worker that is still present."""
-        with tf.control_dependencies([self.pass_turn(slots, meta)]):
-            return super().update(center, slots, change, meta)
-
-    def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
-        """Pass the turn to the next worker that is still present."""
-        following = self._next(slots["left"].read_value(), meta.client)
-        return slots["turn"].assign(following, read_value=True)
-
-    def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
-        """Skip a worker that leaves from now on."""
-        leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.float32)
-        left = tf.maximum(slots["left"], leaves * tf.one_hot(client, self.num_workers))
-        is_its_turn = tf.equal(slots["turn"], tf.cast(client, tf.float32))
-        passes = is_its_turn & tf.equal(signal, int(Signal.LEAVE))
-        turn = tf.where(passes, self._next(left, client), slots["turn"])
-        with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
-            return tf.constant(0)
-
-    def _next(self, left: Any, client: Any) -> Any:
-        """Return the first worker after `client` that has not left, itself last."""
-        order = (client + 1 + tf.range(self.num_workers)) % self.num_workers
-        first = tf.argmin(tf.gather(left, order))
-        return tf.cast(order[first], tf.float32)
-
-
-class SyncEASGD(SynchronousRule):
-    r"""Deterministic EASGD: workers and center pull each other at the same time.
-
-    .. math::
-        x_i \leftarrow x_i - \eta\, g_i(x_i) - \alpha (x_i - c), \qquad
-        c \leftarrow c + \alpha \sum_j (x_j - c)
-
-    where both right-hand sides use the old values. An overlapped exchange (period 1, overlap 1: the
-    authors' Sync EASGD3) is exactly this: the gradient is computed at the weights that were sent,
-    while they travel. Without overlap the exchange follows the step. The summed quantity is
-    :math:`x_j - c`, one packed vector; the sum uses the all-reduce's tree or ring instead of taking
-    turns.
-
-    Args:
-        num_workers: n.
-        alpha: moving rate; None for 0.9 / n, as the authors do.
-        learning_rate: learning rate of the workers (times the largest curvature if known), to check
-            the bound; None for the bound of an infinitesimal rate.
-        period: local steps from one exchange to the next.
-        overlap: number of steps taken while an exchange is in flight.
-
-    Raises:
-        ValueError: if alpha is outside the stability bound on a quadratic,
-            0 < alpha <= (4 - 2 eta) / (2 + n (2 - eta)), see `largest_moving_rate`, where eta is
-            the rate of all steps of an overlap together, see `overlapped_rate`; or if a number is
-            out of range.
-
-    Reference:
-        You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017,
-        equations 1 and 2 and Sync EASGD 1 to 3.
-    """
-
-    name: ClassVar[str] = "sync_easgd"
-    center_is_weights: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        num_workers: int,
-        alpha: float | None = None,
-        learning_rate: float | None = None,
-        period: int = 1,
-        overlap: int = 0,
-    ) -> None:
-        super().__init__(period, overlap)
-        self.num_workers = num_workers
-        self.alpha = default_moving_rate(alpha, num_workers)
-        self.learning_rate = learning_rate
-        check_moving_rate(self.alpha, learning_rate, num_workers, overlap)
-
-    def initial_state(self, weights: Any) -> State:
-        """Return the center."""
-        return {"center": weights}
-
-    def combine(
-        self, weights: Any, state: State, samples: Any, all_reduce_sum: AllReduceSum
-    ) -> tuple[Any, State]:
-        """Move weights and center by their elastic differences, regardless of samples."""
-        del samples
-        center = state["center"]
-        difference = weights - center
-        moved = center + self.alpha * all_reduce_sum(difference)
-        return weights - self.alpha * difference, {"center": moved}
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Check the bound for the rate of plain gradient descent."""
-        rate = plain_learning_rate(optimizer)
-        if rate is not None and 0 <= rate <= 2:
-            check_moving_rate(self.alpha, rate, self.num_workers, self.overlap)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings."""
-        return {
-            "num_workers": self.num_workers,
-            "alpha": self.alpha,
-            "learning_rate": self.learning_rate,
-            "period": self.period,
-            "overlap": self.overlap,
-        }

@@ -15,9 +15,9 @@ from keras_het.asynchronous.rules.elastic_averaging import (
     AsyncMEASGD,
     ElasticAveraging,
     HogwildEASGD,
-    RoundRobinEASGD,
-    SyncEASGD,
 )
+from keras_het.asynchronous.rules.round_robin_easgd import RoundRobinEASGD
+from keras_het.asynchronous.rules.sync_easgd import SyncEASGD
 from keras_het.asynchronous.rules.synchronous_rule import SynchronousRule
 from keras_het.asynchronous.rules.update_rule import UpdateRule
 

@@ -6,11 +6,13 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from keras_het.asynchronous.rules.named_settings import NamedSettings
+
 State = dict[str, Any]
 AllReduceSum = Callable[[Any], Any]
 
 
-class SynchronousRule(abc.ABC):
+class SynchronousRule(NamedSettings, abc.ABC):
     """Combination of all workers' weights from one sum over the workers.
 
     Workers train independently with their own optimizers. After `period` steps each calls `combine`
@@ -105,12 +107,3 @@ class SynchronousRule(abc.ABC):
     def check_optimizer(self, optimizer: Any) -> None:
         """Check the workers' own optimizer, like `UpdateRule.check_optimizer`."""
         del optimizer
-
-    @abc.abstractmethod
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings as the constructor takes them; plain values."""
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> SynchronousRule:
-        """Return a rule with these settings."""
-        return cls(**config)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import tensorflow as tf
 
+from keras_het.asynchronous.rules.named_settings import NamedSettings
 from keras_het.planning.roles.local_steps import LocalStepsPlan
 
 
@@ -42,7 +43,7 @@ class PushMeta(NamedTuple):
     version: Any = None
 
 
-class UpdateRule(abc.ABC):
+class UpdateRule(NamedSettings, abc.ABC):
     """Combination of a worker's message with a part of the center, and the answer with the worker.
 
     The center is cut into parts (partitions); a rule works element by element, so parts are
@@ -309,12 +310,3 @@ class UpdateRule(abc.ABC):
             ValueError: if it is not; the message names a suitable one.
         """
         del optimizer
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings as the constructor takes them; plain values."""
-        return {}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> UpdateRule:
-        """Return a rule with these settings."""
-        return cls(**config)

@@ -38,23 +38,28 @@ class SendsGradient(UpdateRule):
         return answer
 
 
-class SendsChange(UpdateRule):
-    """The worker's own optimizer runs, and the worker sends the change of its weights.
-
-    Progress made while the answer travels is kept and becomes part of the next change.
-    """
+class StepsItself(UpdateRule):
+    """The worker's own optimizer runs, also while a message travels."""
 
     uses_gradients: ClassVar[bool] = False
-    center_is_weights: ClassVar[bool] = True
-
-    def message(self, weights: Any, seen: Any) -> Any:
-        """Return the change."""
-        return weights - seen
 
     def after_sending(self, weights: Any, seen: Any) -> Any:
         """Return the worker's own weights."""
         del seen
         return weights
+
+
+class SendsChange(StepsItself):
+    """The worker sends the change of its weights.
+
+    Progress made while the answer travels is kept and becomes part of the next change.
+    """
+
+    center_is_weights: ClassVar[bool] = True
+
+    def message(self, weights: Any, seen: Any) -> Any:
+        """Return the change."""
+        return weights - seen
 
     def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
         """Return the center plus the worker's progress since sending."""

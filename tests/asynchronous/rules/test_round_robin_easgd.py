@@ -17,7 +17,7 @@ from rule_checks import (
 
 from keras_het.asynchronous.parameter_service import Status
 from keras_het.asynchronous.rules import RoundRobinEASGD, Signal
-from keras_het.asynchronous.rules.elastic_averaging import largest_moving_rate
+from keras_het.asynchronous.rules.moving_rate import largest_moving_rate
 from keras_het.rpc.function_client import FunctionClient
 
 
