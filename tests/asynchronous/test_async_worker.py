@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 from addresses import free_address, silent_address
 
-from keras_het.asynchronous.center.return_watch import ReturnWatch
-from keras_het.asynchronous.center.service_connection import CenterClient
+from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
+from keras_het.asynchronous.center.vector_exchange import VectorExchange
 from keras_het.asynchronous.exchange.participant import HybridOptions, StatisticsAveraging
 from keras_het.asynchronous.exchange.push_pace import PushPace
 from keras_het.asynchronous.hybrid import AsyncWorker
@@ -72,14 +72,16 @@ class Worker(AsyncWorker):
         self.rule = service._rule
         self.options = HybridOptions(self.rule, **({"period": 1} | options))
         self.vectors = SimpleNamespace(weights=Values(), state=Values())
-        self._center = client_of(service, client, self.rule)
-        self._state = client_of(state_service, client, state_service._rule)
+        center = client_of(service, client, self.rule)
+        state = client_of(state_service, client, state_service._rule)
+        self._engine = ExchangeEngine(
+            center, state, center.greet, self.options, "Training", self._note_loss
+        )
         self._ledger, self._plan, self._mean_gradient = Ledger(), None, None
-        self._pending = self._pending_state = self._planned_period = self._loss = None
+        self._planned_period = self._loss = None
         self._steps = self._samples = self._unreported = self._stage = self._worker = 0
-        self._is_lost, self.num_clients = False, 2
+        self.num_clients = 2
         self._claims = self._early_claim = None
-        self._return = ReturnWatch(self._center.greet, self.options.timeout_seconds)
         self._pace = PushPace()
         self._start_from_center()
 
@@ -88,7 +90,7 @@ class Worker(AsyncWorker):
         self.steps_done(1, 4)
 
     def wait_until_answered(self):
-        assert self._return._answered.wait(30)  # the next exchange tries again
+        assert self._engine.watch._answered.wait(30)  # the next exchange tries again
 
 
 def start(rule, **options):
@@ -100,7 +102,7 @@ def start(rule, **options):
 
 
 def client_of(service, client, rule):
-    return CenterClient(ParameterClient(service.address, PARTITIONS, PROOF, client), rule)
+    return VectorExchange(ParameterClient(service.address, PARTITIONS, PROOF, client), rule)
 
 
 def center_of(service):
@@ -114,11 +116,11 @@ def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twic
     other.train(10.0)
     other.meet_center()
     worker.train(1.0)
-    worker._pending.push.wait()
-    worker._pending_state.push.wait()
-    worker._pending_state.push.calls[:] = [LostCall()]
+    worker._engine.pending.push.wait()
+    worker._engine.pending_state.push.wait()
+    worker._engine.pending_state.push.calls[:] = [LostCall()]
     worker.train(2.0)  # the weights are answered, the statistics are not
-    assert worker._is_lost
+    assert worker._engine.is_lost
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 13)
     worker.wait_until_answered()
     worker.train(0.0)
@@ -132,15 +134,15 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(cpu
     """The ledger answers, and a part of the center does not."""
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
-    connection = worker._center._client
+    connection = worker._engine.weights._transport
     push_again = connection.push_again
     connection.push_again = lambda push, indices: None
     worker.train(1.0)
-    worker._pending.push.wait()
-    worker._pending.push.calls[:] = [LostCall()]
+    worker._engine.pending.push.wait()
+    worker._engine.pending.push.calls[:] = [LostCall()]
     for count in range(1, 5):
         worker.train(1.0)
-        assert worker._is_lost
+        assert worker._engine.is_lost
         np.testing.assert_array_equal(worker.vectors.weights.values[0], 1 + count)
         worker.wait_until_answered()
     connection.push_again = push_again
@@ -155,17 +157,17 @@ def test_a_service_without_a_leader_is_not_attached_to(cpu_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
     worker.train(1.0)
-    worker._pending.push.wait()
-    worker._pending.push.calls[:] = [LostCall()]
+    worker._engine.pending.push.wait()
+    worker._engine.pending.push.calls[:] = [LostCall()]
     worker._ledger.stage = Stage.STARTING
     for count in (1, 2):
         worker.train(1.0)
-        assert worker._is_lost
+        assert worker._engine.is_lost
         np.testing.assert_array_equal(worker.vectors.weights.values[0], 1 + count)
         worker.wait_until_answered()
     worker._ledger.stage = Stage.RUNNING
     worker.train(0.0)
-    assert not worker._is_lost
+    assert not worker._engine.is_lost
     worker.meet_center()
     np.testing.assert_array_equal(center_of(service), 2)
 
@@ -173,14 +175,14 @@ def test_a_service_without_a_leader_is_not_attached_to(cpu_devices):
 def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers(cpu_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
-    connection = worker._center._client
+    connection = worker._engine.weights._transport
     pull = connection.pull
     lost = SimpleNamespace(statuses=tf.constant([NO_ANSWER]))
     connection.pull = lambda fallback, exact: lost
     worker.vectors.weights.add(4.0)
     for _ in range(3):
         worker._meet(sends=False)
-        assert worker._is_lost
+        assert worker._engine.is_lost
         np.testing.assert_array_equal(worker.vectors.weights.values[0], 4)
     connection.pull = pull
     worker._meet(sends=False)
@@ -195,7 +197,7 @@ def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(cpu_devi
     worker.train(1.0)
     worker.vectors.state.write([tf.constant([0.01, 0.01])])
     worker.train(1.0)
-    worker._pending_state.push.wait()
+    worker._engine.pending_state.push.wait()
     np.testing.assert_allclose(worker.vectors.state.values[0], 0.0)
     np.testing.assert_allclose(center_of(state), 0.5 * 0.5)
     assert serialize(state._rule)["class_name"] == "elastic_averaging", "to a service elsewhere"
@@ -247,7 +249,7 @@ def test_the_statistics_of_one_worker_alone_go_on(cpu_devices):
     for _ in range(4):
         worker.vectors.state.add(1.0)
         worker.train(1.0)
-    worker._pending_state.push.wait()
+    worker._engine.pending_state.push.wait()
     np.testing.assert_array_equal(worker.vectors.state.values[0], 4)
     np.testing.assert_array_equal(center_of(state), 4)
 
@@ -323,7 +325,7 @@ def test_samples_that_were_reported_before_are_not_taken_back(cpu_devices):
 
 
 def wait_for_answers(worker):
-    for under_way in (worker._pending, worker._pending_state):
+    for under_way in (worker._engine.pending, worker._engine.pending_state):
         under_way.push._watcher[0].join(30)
         assert under_way.push.has_answer
 
@@ -339,7 +341,7 @@ def test_an_answer_is_taken_after_the_step_in_which_it_comes(cpu_devices):
     wait_for_answers(worker)
     worker.train(1.0)
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 10 + 4)
-    assert worker._pending is None and worker._pending_state is None
+    assert worker._engine.pending is None and worker._engine.pending_state is None
     for _ in range(2):
         worker.train(1.0)
     worker.meet_center()
@@ -351,15 +353,15 @@ def test_an_answer_that_is_not_there_is_not_waited_for(cpu_devices):
     worker = Worker(service, state, period=3)
     for _ in range(3):
         worker.train(1.0)
-    pending = worker._pending
+    pending = worker._engine.pending
     pending.push.wait()
     never = SimpleNamespace(is_alive=lambda: True)
     pending.push._watcher[:] = [never]
     for _ in range(2):
         worker.train(1.0)
-        assert worker._pending is pending
+        assert worker._engine.pending is pending
     worker.train(1.0)  # the next exchange waits for it
-    assert worker._pending is not pending
+    assert worker._engine.pending is not pending
     worker.meet_center()
     np.testing.assert_array_equal(center_of(service), 6)
 
@@ -370,9 +372,9 @@ def test_a_lost_answer_that_is_found_before_the_next_exchange(cpu_devices):
     worker.train(1.0)
     worker.train(1.0)
     wait_for_answers(worker)
-    worker._pending.push.calls[:] = [LostCall()]
+    worker._engine.pending.push.calls[:] = [LostCall()]
     worker.train(1.0)
-    assert worker._is_lost
+    assert worker._engine.is_lost
     worker.wait_until_answered()
     worker.train(1.0)
     worker.meet_center()
@@ -398,14 +400,14 @@ def test_a_report_does_not_wait_behind_weights(cpu_devices, rule, expected):
     """A gradient's samples are reported when it is known that it was taken."""
     service, state = start(rule)
     worker, order = Worker(service, state), []
-    worker._ledger, send = NotedOrder(order), worker._center.send
+    worker._ledger, send = NotedOrder(order), worker._engine.weights.send
     worker._mean_gradient = SumOfOnes() if rule.uses_gradients else None
 
     def noted_send(*arguments):
         order.append("send")
         return send(*arguments)
 
-    worker._center.send = noted_send
+    worker._engine.weights.send = noted_send
     worker.steps_done(1, 4)
     worker.steps_done(1, 4)
     assert order == 2 * expected
@@ -480,11 +482,11 @@ class Question:
 def test_it_trains_on_while_a_silent_service_is_asked(cpu_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=2.0)
-    connection, periods, deadline = worker._center._client, 0, time.monotonic() + 60
+    connection, periods, deadline = worker._engine.weights._transport, 0, time.monotonic() + 60
     services = connection._services
     worker.train(1.0)
-    worker._pending.push.wait()
-    worker._pending.push.calls[:] = [LostCall()]
+    worker._engine.pending.push.wait()
+    worker._engine.pending.push.calls[:] = [LostCall()]
     with silent_address() as address:
         question = Question(address)
         connection._services = [question]
@@ -493,17 +495,17 @@ def test_it_trains_on_while_a_silent_service_is_asked(cpu_devices):
         while periods < 20:
             assert time.monotonic() < deadline, f"{periods} periods while nothing answers"
             worker.train(0.0)
-            assert worker._is_lost
+            assert worker._engine.is_lost
             worker.meet_center()
             assert worker._epoch_of_the_group() == 0
             periods += question.is_open
     connection._services, worker._ledger = services, Ledger()
     worker.wait_until_answered()
     worker.train(0.0)
-    assert not worker._is_lost
+    assert not worker._engine.is_lost
     worker.meet_center()
     np.testing.assert_array_equal(center_of(service), 1)
-    worker._return.stop()
+    worker._engine.watch.stop()
 
 
 def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone(cpu_devices):
@@ -518,5 +520,5 @@ def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone
     waits = lambda epoch, after: (Status.WAIT, 0, 0)  # noqa: E731
     worker._early_claim = SimpleNamespace(take=waits, service_lost=lambda: None)
     assert worker._claim() == 4
-    assert worker._is_lost
-    worker._return.stop()
+    assert worker._engine.is_lost
+    worker._engine.watch.stop()

@@ -5,10 +5,10 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
-from keras_het.asynchronous.center import service_connection
+from keras_het.asynchronous.center import vector_exchange
 from keras_het.asynchronous.center.hosted_parts import HostedParts
-from keras_het.asynchronous.center.service_connection import CenterClient
 from keras_het.asynchronous.center.service_spec import ServiceSpec
+from keras_het.asynchronous.center.vector_exchange import VectorExchange
 from keras_het.asynchronous.exchange.participant import WEIGHTS_PREFIX
 from keras_het.asynchronous.parameter_service import (
     NO_ANSWER,
@@ -49,7 +49,7 @@ def end_services():
 
 def join(service, client=1, rule=None, wire=None):
     connection = ParameterClient(service.address, PARTITIONS, GOOD, client, wire=wire)
-    worker = CenterClient(connection, rule or Delta())
+    worker = VectorExchange(connection, rule or Delta())
     worker.adopt(worker.pull())
     return worker
 
@@ -241,7 +241,7 @@ def serve():
 def test_nobody_gets_the_zeros_of_a_service_that_was_restarted(cpu_devices):
     parts = serve()
     connection = ParameterClient(parts.address, PARTITIONS, GOOD, 1, prefix=WEIGHTS_PREFIX)
-    worker = CenterClient(connection, Delta())
+    worker = VectorExchange(connection, Delta())
     for exact in (False, True):
         with pytest.raises(ServiceLostError, match="8: restarted"):
             worker.pull(exact)
@@ -272,14 +272,14 @@ class Pauses:
 def wait_for_turn(monkeypatch, worker, events, change=ONES):
     """Finishes a push; the weights, the partitions of each message that was sent, and pauses."""
     pauses, sent = Pauses(events), []
-    monkeypatch.setattr(service_connection, "time", pauses)
-    push_again = worker._client.push_again
+    monkeypatch.setattr(vector_exchange, "time", pauses)
+    push_again = worker._transport.push_again
 
     def note(push, indices):
         sent.append(list(indices))
         push_again(push, indices)
 
-    monkeypatch.setattr(worker._client, "push_again", note)
+    monkeypatch.setattr(worker._transport, "push_again", note)
     pending = worker.send(change, 8)
     weights = worker.finish(pending, change)
     assert pending.had_to_wait
@@ -323,12 +323,12 @@ def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(cpu_devices, mo
     """Whoever has the turn of those may have gone on alone, for the same loss."""
     service = start(RoundRobinEASGD(3, alpha=0.5))
     worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
-    ask = worker._client.ask_turns
+    ask = worker._transport.ask_turns
 
     def ask_with_last_lost(push, indices):
         return [NO_ANSWER if index == 2 else ask(push, [index])[0] for index in indices]
 
-    monkeypatch.setattr(worker._client, "ask_turns", ask_with_last_lost)
+    monkeypatch.setattr(worker._transport, "ask_turns", ask_with_last_lost)
     with pytest.raises(ServiceLostError):
         worker.finish(worker.send(ONES, 8), ONES)
 
@@ -336,7 +336,7 @@ def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(cpu_devices, mo
 def test_a_lost_service_is_not_waited_for(cpu_devices, monkeypatch):
     service = start(RoundRobinEASGD(3, alpha=0.5))
     worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
-    monkeypatch.setattr(worker._client, "ask_turns", lambda push, indices: [NO_ANSWER])
+    monkeypatch.setattr(worker._transport, "ask_turns", lambda push, indices: [NO_ANSWER])
     pending = worker.send(ONES, 8)
     with pytest.raises(ServiceLostError):
         worker.finish(pending, ONES)

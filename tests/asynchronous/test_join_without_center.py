@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from addresses import free_address
 
-from keras_het.asynchronous.center.return_watch import ReturnWatch
-from keras_het.asynchronous.center.service_connection import CenterClient, Connection, NoCenterError
+from keras_het.asynchronous.center.service_connection import Connection
+from keras_het.asynchronous.center.vector_exchange import NoCenterError, VectorExchange
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.hybrid import async_worker
 from keras_het.asynchronous.hybrid.async_worker import AsyncWorker
@@ -45,7 +45,7 @@ class Worker(AsyncWorker):
         weights = SimpleNamespace(write=self.written.append)
         self.vectors = SimpleNamespace(weights=weights, state=None)
         self._client, self._unreported, self._heartbeat = 1, 0, None
-        self._return = ReturnWatch(lambda: None, 1.0)
+        self._early_claim = None
 
     def _num_parts(self) -> int:
         return 1
@@ -53,7 +53,7 @@ class Worker(AsyncWorker):
 
 def joins(worker: Worker, service: ParameterService, refusals: int) -> int:
     """Has the worker join a service that gets its center after some refusals; how many came."""
-    center = CenterClient(ParameterClient(service.address, PARTITIONS, PROOF, 1), Delta())
+    center = VectorExchange(ParameterClient(service.address, PARTITIONS, PROOF, 1), Delta())
     pull, met = center.pull, []
 
     def pull_and_note(*arguments: Any) -> Any:

@@ -8,10 +8,10 @@ import tensorflow as tf
 from addresses import free_address, silent_address
 
 from keras_het.asynchronous.center import remote_parts
-from keras_het.asynchronous.center.remote_center import RemoteCenter
+from keras_het.asynchronous.center.center import Center
+from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.center.remote_parts import RemoteParts
-from keras_het.asynchronous.center.return_watch import ReturnWatch
-from keras_het.asynchronous.center.service_connection import CenterClient
+from keras_het.asynchronous.center.vector_exchange import VectorExchange
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import (
     ParameterClient,
@@ -35,29 +35,34 @@ class LostCall:
         return tf.constant(4), tf.constant("deadline exceeded")
 
 
-class Leader(RemoteCenter):
+class Leader(Center):
     """The leader of a group of one worker, beside one async worker; without model and strategy."""
 
     def __init__(self, service, seconds=0.0):
         rule = Delta()
         self._options = HybridOptions(rule, timeout_seconds=seconds, goes_on_without_service=True)
-        self._group = SimpleNamespace(num_clients=2)
+        self._leader = SimpleNamespace(num_clients=2)
         self._parts = SimpleNamespace(
             restarted=list, open_directory=lambda: None, awaits_center=False
         )
         self.ledger = SimpleNamespace(tell=lambda *arguments: None)
         connection = ParameterClient(service.address, PARTITIONS, PROOF, 0)
-        self._weights, self._state = CenterClient(connection, rule), None
-        self._pending, self._taken_until = None, 0
-        self._return = ReturnWatch(lambda: self._parts.restarted(), seconds)
-        self._is_lost = self._is_given_up = self._waits = False
-        self._adopt_center()
+        self._taken_until, self._waits = 0, False
+        self.engine = ExchangeEngine(
+            VectorExchange(connection, rule),
+            None,
+            lambda: self._parts.restarted(),
+            self._options,
+            "The sync group",
+            self._note_loss,
+        )
+        self.engine.attach()
 
     def lose(self):
         """Loses the service after a push."""
         (weights,) = self.exchange([tf.ones([2])], [], 4, push=True)
-        self._pending.push.wait()
-        self._pending.push.calls[:] = [LostCall()]
+        self.engine.pending.push.wait()
+        self.engine.pending.push.calls[:] = [LostCall()]
         return weights
 
 
@@ -66,15 +71,15 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(cpu
     service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
     service.start()
     leader = Leader(service)
-    connection = leader._weights._client
+    connection = leader.engine.weights._transport
     push_again = connection.push_again
     connection.push_again = lambda push, indices: None
     weights = leader.lose()
     for count in range(1, 5):
         (weights,) = leader.exchange([weights + 1.0], [], 4, push=True)
-        assert leader._is_lost
+        assert leader.engine.is_lost
         np.testing.assert_array_equal(weights, 1 + count)
-        assert leader._return._answered.wait(30)  # the next exchange tries again
+        assert leader.engine.watch._answered.wait(30)  # the next exchange tries again
     connection.push_again = push_again
     (weights,) = leader.exchange([weights], [], 4, push=True, wait=True)
     # it sent 1; of the 4 that it moved alone, each of two workers keeps a half
@@ -88,7 +93,7 @@ class Parts(RemoteParts):
 
     def __init__(self, leader, service):
         self._leader, self._service = SimpleNamespace(options=leader._options), service
-        self.weights, self.state = leader._weights._client, None
+        self.weights, self.state = leader.engine.weights._transport, None
         self.awaits_center = False
         self._found, self.tries = [["one:1"], []], 0
 
@@ -113,13 +118,13 @@ def test_the_center_is_brought_until_it_is_there(cpu_devices):
     service.start()
     leader = Leader(service)
     leader._parts = parts = Parts(leader, service)
-    leader._return = SimpleNamespace(has_answered=True, start=int, attached=int)
+    leader.engine.watch = SimpleNamespace(has_answered=True, start=int, attached=int)
     weights = leader.lose() + 1.0
     for tries in (0, 1):
         (weights,) = leader.exchange([weights], [], 4, push=True)
-        assert leader._is_lost and (parts.tries, parts.awaits_center) == (tries, bool(tries))
+        assert leader.engine.is_lost and (parts.tries, parts.awaits_center) == (tries, bool(tries))
     leader.exchange([weights], [], 4, push=True, wait=True)
-    assert not leader._is_lost and not parts.awaits_center
+    assert not leader.engine.is_lost and not parts.awaits_center
     assert parts.tries == 2
     np.testing.assert_array_equal(service.center_partitions()[0], 2)
     service.close()
@@ -131,7 +136,7 @@ class Question:
     def __init__(self, address, leader):
         self.is_open = False
         self._parts = object.__new__(RemoteParts)
-        self._parts._addresses, self._parts._leader = [address], leader
+        self._parts.addresses, self._parts._leader = [address], leader
 
     def __call__(self):
         self.is_open = True
@@ -152,13 +157,13 @@ def test_the_group_goes_on_while_a_silent_service_is_asked(cpu_devices):
         while exchanges < 20:
             assert time.monotonic() < deadline, f"{exchanges} exchanges while nothing answers"
             (weights,) = leader.exchange([weights], [], 4, push=True)
-            assert leader._is_lost
+            assert leader.engine.is_lost
             exchanges += question.is_open
     leader._parts.restarted = list
-    assert leader._return._answered.wait(60)
+    assert leader.engine.watch._answered.wait(60)
     leader.exchange([weights], [], 4, push=True, wait=True)
-    assert not leader._is_lost
-    leader._return.stop()
+    assert not leader.engine.is_lost
+    leader.engine.watch.stop()
     service.close()
 
 
@@ -181,7 +186,7 @@ def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(cpu_devices, 
     service.start()
     for is_lost, seconds in ((False, 3600.0), (True, 1.0)):
         leader = Leader(service, seconds=3600.0)
-        leader._is_lost = is_lost
+        leader.engine.is_lost = is_lost
         leader._parts = object.__new__(RemoteParts)
         leader._parts._tasks = ["first:1", "second:1"]
         leader._parts._leader = SimpleNamespace(credential=PROOF, options=leader._options)
@@ -198,13 +203,13 @@ def test_a_part_that_knows_this_training_and_has_no_center_gets_it(cpu_devices):
     leader = Leader(service)
     leader._parts = parts = Parts(leader, service)
     parts._found, parts.tries = [], 1  # it is not found to be new, and takes a center
-    leader._return = SimpleNamespace(has_answered=True, start=int, attached=int)
+    leader.engine.watch = SimpleNamespace(has_answered=True, start=int, attached=int)
     (part,) = service._parts
     part.has_center.assign(False)
     (weights,) = leader.exchange([tf.fill([2], 2.0)], [], 4, push=True, wait=True)
-    assert leader._is_lost and parts.awaits_center
+    assert leader.engine.is_lost and parts.awaits_center
     leader.exchange([weights], [], 4, push=True, wait=True)
-    assert not leader._is_lost and not parts.awaits_center
+    assert not leader.engine.is_lost and not parts.awaits_center
     assert parts.tries == 2
     np.testing.assert_array_equal(service.center_partitions()[0], 2)
     service.close()

@@ -218,13 +218,13 @@ def test_samples_of_the_leader_count_once(service):
     address, _, ledger = service
     remote = LosesAnswers(address, GOOD, 0, 10)
     leader = LeaderLedger(remote)
-    leader.note_used(5)
+    leader.add_used(0, 5)
     leader.tell_used()
-    leader.note_used(7)
+    leader.add_used(0, 7)
     remote.num_lost = 2
     lose(2, leader.tell_used)
     assert ledger.used[0] == 12  # it came, and the leader does not know
-    leader.note_used(100)
+    leader.add_used(0, 100)
     leader.tell_used()
     assert ledger.used.tolist() == [112, 0, 0, 0] == leader.used.tolist()
 

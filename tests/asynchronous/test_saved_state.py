@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 from addresses import free_address
 
-from keras_het.asynchronous.center.remote_center import RemoteCenter
+from keras_het.asynchronous.center.center import Center
+from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.center.remote_parts import RemoteParts
-from keras_het.asynchronous.center.return_watch import ReturnWatch
 from keras_het.asynchronous.exchange.participant import HybridOptions
 from keras_het.asynchronous.parameter_service import (
     ParameterClient,
@@ -120,10 +120,14 @@ def leader_of(client, goes_on):
     """As a leader is whose service other processes hold, as far as backups are concerned."""
     parts = object.__new__(RemoteParts)
     parts.weights, parts.state = client, None
-    center = object.__new__(RemoteCenter)
-    center._parts, center._is_lost, center._is_given_up = parts, False, False
-    center._options = HybridOptions(AsyncSGD(0.1), goes_on_without_service=goes_on)
-    center._return = ReturnWatch(lambda: None, timeout_seconds=3600.0)  # it asks after the test
+    center = object.__new__(Center)
+    options = HybridOptions(
+        AsyncSGD(0.1), goes_on_without_service=goes_on, timeout_seconds=3600.0
+    )  # it asks after the test
+    center._parts = parts
+    center.engine = ExchangeEngine(
+        None, None, lambda: None, options, "The sync group", center._note_loss
+    )
     return center
 
 
@@ -144,9 +148,9 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
     for _ in range(2):  # the second time nobody is asked
         backup._folder.add(model, {"position": np.array("{}"), **before})
         found = backup._service_state()
-        assert center._is_lost
+        assert center.engine.is_lost
         np.testing.assert_equal(found, before)
-    center._return.stop()
+    center.engine.watch.stop()
     strategy._training_state.export = None  # a training without a service
     assert backup._service_state() == {}
 

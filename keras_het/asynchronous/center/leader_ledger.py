@@ -33,19 +33,13 @@ class LeaderLedger:
         self._used = UsedSamples()
         self._is_kept = False
 
-    def note(
-        self, stage: Stage, epoch: int | None = None, training: TrainingFacts | None = None
-    ) -> None:
-        """Store the facts for `tell`.
+    def start_epoch(self, epoch: int, training: TrainingFacts) -> None:
+        """Store an epoch of the sync group for `tell`."""
+        self._epoch, self._training = epoch, training
 
-        Args:
-            stage: the stage of training.
-            epoch: epoch of the sync group; None for no change.
-            training: the facts about the training; None for no change.
-        """
+    def set_stage(self, stage: Stage) -> None:
+        """Store the stage of training for `tell`."""
         self._stage = stage
-        self._epoch = self._epoch if epoch is None else epoch
-        self._training = training or self._training
 
     def tell(self, taken_until: int = 0) -> None:
         """Send the latest stored facts to the ledger.
@@ -65,12 +59,9 @@ class LeaderLedger:
         """Whether all batches of an epoch have been handed out."""
         return bool(epoch == self._epoch and self._ask()[0, 4] <= 0)
 
-    def note_used(self, samples: int) -> None:
-        """Store samples that the leader's group has used, for `tell_used`.
-
-        Args:
-            samples: number of samples since the last call.
-        """
+    def add_used(self, client: int, samples: int) -> None:
+        """Store samples that the leader's group has used, for `tell_used`."""
+        del client
         self._used.add(samples)
 
     def tell_used(self) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from keras_het.asynchronous.center.center import Center
 from keras_het.asynchronous.center.hosted_parts import HostedParts
-from keras_het.asynchronous.center.local_center import LocalCenter
-from keras_het.asynchronous.center.remote_center import RemoteCenter
+from keras_het.asynchronous.center.local_parts import LocalParts
+from keras_het.asynchronous.center.remote_parts import RemoteParts
 from keras_het.asynchronous.center.service_spec import spec_of
 from keras_het.strategy.cluster.cluster_address import free_port
 
@@ -52,13 +52,12 @@ def join_service(participant: Any) -> OpenService:
         return _spread(participant, tasks)
     if not config.has_sync_group and len(tasks) > 1:
         parts = _start_parts(participant, tasks[0], 0, len(tasks))
-        return OpenService(RemoteCenter(participant, tasks, tasks[1:]), parts)
+        return OpenService(Center(participant, RemoteParts(participant, tasks, tasks[1:])), parts)
     if not strategy.is_chief:
         return OpenService()
     if config.has_sync_group and tasks:
-        return OpenService(RemoteCenter(participant, tasks, tasks))
-    address = config.service_address()
-    return OpenService(LocalCenter(participant, address, participant.secret))
+        return OpenService(Center(participant, RemoteParts(participant, tasks, tasks)))
+    return OpenService(Center(participant, LocalParts(participant, config.service_address())))
 
 
 def _spread(participant: Any, tasks: list[str]) -> OpenService:
@@ -77,8 +76,9 @@ def _spread(participant: Any, tasks: list[str]) -> OpenService:
     everyone = [*tasks, *members]
     place = len(tasks) + strategy.worker_index
     parts = _start_parts(participant, everyone[place], place, len(everyone))
-    center = RemoteCenter(participant, everyone, tasks) if strategy.is_chief else None
-    return OpenService(center, parts)
+    if not strategy.is_chief:
+        return OpenService(None, parts)
+    return OpenService(Center(participant, RemoteParts(participant, everyone, tasks)), parts)
 
 
 def _start_parts(participant: Any, address: str, place: int, count: int) -> HostedParts:

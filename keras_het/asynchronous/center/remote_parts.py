@@ -9,16 +9,16 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.asynchronous.center.hosted_parts import CLOSE, DIRECTORY
+from keras_het.asynchronous.center.leader_ledger import LeaderLedger
 from keras_het.asynchronous.center.offers import make_offer
 from keras_het.asynchronous.center.service_connection import connect
 from keras_het.asynchronous.center.service_spec import spec_of
 from keras_het.asynchronous.exchange.participant import STATE_PREFIX, WEIGHTS_PREFIX
 from keras_het.asynchronous.parameter_service import ParameterClient
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_client import LedgerClient, ServiceLostError
+from keras_het.asynchronous.parameter_service.sample_ledger import LEADER
 from keras_het.asynchronous.parameter_service.saved_state import from_arrays, to_arrays
 from keras_het.rpc.function_client import FunctionClient, NoAnswerError
-
-LEADER = 0
 
 
 class RemoteParts:
@@ -30,6 +30,8 @@ class RemoteParts:
         tasks: those of them that run `keras-het serve` and need to be told what to serve.
 
     Attributes:
+        ledger: the sample ledger.
+        answers_at_once: whether an exchange takes no time.
         weights: the connection of the weights.
         state: the connection of the moving statistics, None without any.
         awaits_center: whether restarted processes still lack their center.
@@ -39,10 +41,12 @@ class RemoteParts:
         PermissionError: if a process refuses this training.
     """
 
+    answers_at_once = False
+    awaits_center = False
+
     def __init__(self, leader: Any, addresses: Sequence[str], tasks: Sequence[str]) -> None:
         self._leader = leader
-        self._addresses, self._tasks = list(addresses), list(tasks)
-        self.awaits_center = False
+        self.addresses, self._tasks = list(addresses), list(tasks)
         options, vectors = leader.options, leader.vectors
         seconds = options.connect_seconds
         self._offer(self._tasks, seconds)
@@ -52,6 +56,8 @@ class RemoteParts:
         self.state: ParameterClient | None = None
         if vectors.state is not None:
             self.state = connect(lambda: self._client(vectors.state, STATE_PREFIX, None), seconds)
+        asked = LedgerClient(addresses[0], leader.credential, LEADER, options.timeout_seconds)
+        self.ledger = LeaderLedger(asked)
 
     def bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:
         """Make the leader's current weights and moving statistics the center.
@@ -89,7 +95,7 @@ class RemoteParts:
             ServiceLostError: if a process does not answer.
         """
         found = []
-        for address in self._addresses:
+        for address in self.addresses:
             try:
                 self._tell(address, f"{WEIGHTS_PREFIX}hello", [], tf.TensorSpec([], tf.int32))
             except NoAnswerError as error:
@@ -124,7 +130,7 @@ class RemoteParts:
         Raises:
             ServiceLostError: if no answer arrives in time.
         """
-        first, text = self._addresses[0], tf.constant(",".join(self._addresses))
+        first, text = self.addresses[0], tf.constant(",".join(self.addresses))
         specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.string))
         try:
             self._tell(first, DIRECTORY, [text], specs)
@@ -158,15 +164,15 @@ class RemoteParts:
 
     def _offer(self, tasks: Sequence[str], patience: float) -> None:
         leader = self._leader
-        spec = spec_of(leader, len(self._addresses))
+        spec = spec_of(leader, len(self.addresses))
         for address in tasks:
-            place = self._addresses.index(address)
+            place = self.addresses.index(address)
             connect(_offering(leader, address, spec, place), patience)
 
     def _client(self, vectors: Any, prefix: str, wire: Any) -> ParameterClient:
         seconds, proof = self._leader.options.timeout_seconds, self._leader.credential
         return ParameterClient(
-            self._addresses, vectors.partitions, proof, LEADER, seconds, wire, prefix
+            self.addresses, vectors.partitions, proof, LEADER, seconds, wire, prefix
         )
 
     def _tell(self, address: str, method: str, arguments: list[Any], specs: Any) -> Any:

@@ -7,14 +7,9 @@ import math
 import time
 from typing import Any
 
-from keras_het.asynchronous.center.return_watch import ReturnWatch
-from keras_het.asynchronous.center.service_connection import (
-    LARGEST_TRIES,
-    NoCenterError,
-    Pending,
-    connect,
-    open_connection,
-)
+from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
+from keras_het.asynchronous.center.service_connection import connect, open_connection
+from keras_het.asynchronous.center.vector_exchange import LARGEST_TRIES, NoCenterError, Pending
 from keras_het.asynchronous.exchange.local_step_tuner import LocalStepTuner
 from keras_het.asynchronous.exchange.participant import (
     HybridOptions,
@@ -26,7 +21,11 @@ from keras_het.asynchronous.hybrid.claims import AsyncClaims
 from keras_het.asynchronous.hybrid.early_claim import EarlyClaim
 from keras_het.asynchronous.hybrid.heartbeat import Heartbeat
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.ledger_client import LedgerFacts, ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_client import (
+    LedgerClient,
+    LedgerFacts,
+    ServiceLostError,
+)
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
 from keras_het.asynchronous.rules import Signal
 from keras_het.planning.roles.exchange_settings import longest_period
@@ -54,26 +53,23 @@ class AsyncWorker(Participant):
         options: the options, the same on all tasks.
     """
 
+    _engine: ExchangeEngine
+    _ledger: LedgerClient
+    _is_joined = False
+
     def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
         self._worker = int(config_of(strategy).task_index)
         self._client = first_async_client(strategy) + self._worker
         self._stage = 0
         self._loss: float | None = None
-        self._center: Any = None
-        self._state: Any = None
-        self._ledger: Any = None
-        self._early_claim: Any = None
+        self._early_claim: EarlyClaim | None = None
         self._heartbeat: Heartbeat | None = None
-        self._pending: Pending | None = None
-        self._pending_state: Pending | None = None
         self._claims: AsyncClaims | None = None
         self._epoch = -1
         self._steps = self._samples = self._unreported = 0
         self._latest_batch = -1
         self._steps_at_hand = 0  # of this pass, with batches available
-        self._is_lost = False
-        self._return = ReturnWatch(lambda: self._center.greet(), options.timeout_seconds)
         self._pace = PushPace(waits=options.waits_for_answer)
         self._planned_period: int | None = None
         self._plan = LocalStepTuner(self.rule, self._client) if self.rule.is_measured else None
@@ -81,7 +77,7 @@ class AsyncWorker(Participant):
 
     def start_epoch(self, epoch: int) -> None:
         """Connect before the first epoch; continue an epoch that is not used up."""
-        if self._ledger is None:
+        if not self._is_joined:
             self._join()
         if self._claims is None:
             epoch = max(epoch, self._epoch_of_the_group())
@@ -101,12 +97,12 @@ class AsyncWorker(Participant):
         )
 
     def _epoch_of_the_group(self) -> int:
-        if self._is_away:
+        if self._engine.is_away:
             return 0
         try:
             return self._report(Presence.TRAINING).epoch
         except ServiceLostError as error:
-            self._lose(error)
+            self._engine.lose(error)
             return 0
 
     def claims(self) -> AsyncClaims | None:
@@ -130,21 +126,15 @@ class AsyncWorker(Participant):
             self._take_early()
             return
         self._steps = 0
-        if self._is_away:
+        if self._engine.is_away:
             return
         self.check_rate()
         with self._pace.exchanging():
             self._exchange()
 
-    @property
-    def _is_away(self) -> bool:
-        """Whether the service is lost and has not answered since; nothing waits for it then."""
-        return self._is_lost and not self._return.has_answered
-
     def _exchange(self) -> None:
         try:
-            if self._is_lost:
-                self._attach_again()
+            self._attach_again()
             self._receive()
             if self.options.waits_for_answer:  # the next steps must start from the new weights
                 self._send()
@@ -158,18 +148,17 @@ class AsyncWorker(Participant):
             if self.options.adapts_period and self._pace.is_due:
                 self._choose_period()
         except ServiceLostError as error:
-            self._lose(error)
+            self._engine.lose(error)
 
     def _take_early(self) -> None:
         """Continue from the answer on arrival: older weights make staler steps."""
-        pending = [push.push for push in (self._pending, self._pending_state) if push is not None]
-        if not pending or not all(push.has_answer for push in pending) or self._is_lost:
+        if self._engine.is_lost or not self._engine.has_answer:
             return
         try:
             with self._pace.taking_early():
                 self._receive()
         except ServiceLostError as error:
-            self._lose(error)
+            self._engine.lose(error)
 
     def _tell(self) -> None:
         self._tell_loss()
@@ -178,7 +167,7 @@ class AsyncWorker(Participant):
     def _make_plan(self, plan: LocalStepTuner) -> None:
         """Report this worker's pace, ask for the others' paces, and plan by them."""
         if self._pace.is_due:
-            plan.pull(self._center.pull)
+            plan.pull(self._engine.weights.pull)
         own = self._pace.pace
         pace = None if own is None else plan.pace(own)
         if pace is None:
@@ -186,7 +175,7 @@ class AsyncWorker(Participant):
         paces, silence = self._ledger.pace(pace)
         plan.choose(paces, silence, self.options.presence_seconds)
         if self.options.sends_planned_part:
-            self._center.compress(plan.next_ratio(self._stage))
+            self._engine.weights.compress(plan.next_ratio(self._stage))
 
     def _choose_period(self) -> None:
         """Measure the exchange in flight, and ask for the others' paces."""
@@ -208,46 +197,46 @@ class AsyncWorker(Participant):
         if self.rule.local_steps(self._worker, self._stage) is None:
             return
         is_over = self._loss is not None and self.rule.is_stage_over(self._loss)
-        stage = self._center.signal(Signal.LOSS_REACHED if is_over else Signal.NOTHING)
+        stage = self._engine.weights.signal(Signal.LOSS_REACHED if is_over else Signal.NOTHING)
         self._stage = self._stage if stage is None else stage
 
     def meet_center(self) -> list[Any]:
         """Send unsent progress and wait for the answer; own weights without a service."""
-        if self._is_away:
+        if self._engine.is_away:
             return self.vectors.weights.read()
         return self._meet(sends=not self.rule.uses_gradients)
 
     def _meet(self, sends: bool) -> list[Any]:
         try:
-            if self._is_lost:
-                self._attach_again()
+            self._attach_again()
             self._receive()
             for _ in range(LARGEST_TRIES if sends else 0):
-                if not (self._samples or self._center.has_own_progress):
+                if not (self._samples or self._engine.weights.has_own_progress):
                     break
                 self._steps = 0
                 self._send()
                 self._receive()
-            return list(self._center.pull())
+            return self._engine.weights.pull()
         except ServiceLostError as error:
-            self._lose(error)
+            self._engine.lose(error)
             return self.vectors.weights.read()
 
     def end(self) -> None:
         """Send the last change, wait for the sync group's end, and fetch the center."""
         self._meet(sends=True)  # partial gradients too, which are final now
         try:
-            if self.rule.may_wait and not self._is_lost:
-                self._center.signal(Signal.LEAVE)
+            if self.rule.may_wait and not self._engine.is_lost:
+                self._engine.weights.signal(Signal.LEAVE)
             self._wait_for_the_end()
         except ServiceLostError as error:
-            self._lose(error)
+            self._engine.lose(error)
         finally:
             self.leave()
 
     def leave(self) -> None:
         """Stop reporting this worker's presence and polling a lost service."""
-        self._return.stop()
+        if self._is_joined:
+            self._engine.watch.stop()
         self._stop_heartbeat(_LONGEST_WAIT_SECONDS)
 
     def _stop_heartbeat(self, longest_wait_seconds: float | None = None) -> None:
@@ -257,14 +246,14 @@ class AsyncWorker(Participant):
 
     def _wait_for_the_end(self) -> None:
         # From here on the worker waits: a late report must not say that it trains.
-        self._stop_heartbeat(_LONGEST_WAIT_SECONDS if self._is_lost else None)
+        self._stop_heartbeat(_LONGEST_WAIT_SECONDS if self._engine.is_lost else None)
         facts = self._report(Presence.WAITING)
         while facts.stage != Stage.CLOSED:
             time.sleep(_POLL_SECONDS)
             facts = self._report(Presence.WAITING)
-        self.vectors.weights.write(self._center.pull(exact=True))
-        if self._state is not None and self.vectors.state is not None:
-            self.vectors.state.write(self._state.pull())
+        self.vectors.weights.write(self._engine.weights.pull(exact=True))
+        if self._engine.state is not None and self.vectors.state is not None:
+            self.vectors.state.write(self._engine.state.pull())
         self._report(Presence.GONE)
 
     def _join(self) -> None:
@@ -272,8 +261,15 @@ class AsyncWorker(Participant):
         self.rule = self.options.rule.for_steps_of(1 / self._num_parts())
         seconds = self.options.connect_seconds
         connected = connect(lambda: open_connection(self, self._client), seconds, _HAS_IT_ENDED)
-        self._center, self._state = connected.weights, connected.state
-        self._ledger = connected.ledger
+        self._engine = ExchangeEngine(
+            connected.weights,
+            connected.state,
+            connected.weights.greet,
+            self.options,
+            "Training",
+            self._note_loss,
+        )
+        self._ledger, self._is_joined = connected.ledger, True
         self._early_claim = EarlyClaim(connected.ledger)
         facts = self._report(Presence.TRAINING)
         self._check_same_data(facts)
@@ -286,14 +282,11 @@ class AsyncWorker(Participant):
 
     def _start_from_center(self) -> None:
         try:
-            center = self._center.pull()
-            state = [] if self._state is None else self._state.pull()
+            weights, state = self._engine.attach()
         except NoCenterError as error:  # its leader restores the center: ask again later
             raise ConnectionError(str(error)) from error
-        self._center.adopt(center)
-        self.vectors.weights.write(center)
-        if self._state is not None and self.vectors.state is not None:
-            self._state.adopt(state)
+        self.vectors.weights.write(weights)
+        if self.vectors.state is not None:
             self.vectors.state.write(state)
 
     def _check_same_data(self, facts: LedgerFacts) -> None:
@@ -358,7 +351,7 @@ class AsyncWorker(Participant):
         as there are batches.
         """
         claims, early = self._claims, self._early_claim
-        if claims is None or early is None or claims.is_exhausted or self._is_lost:
+        if claims is None or early is None or claims.is_exhausted or self._engine.is_lost:
             return
         is_needed = max(self._latest_batch + 1, self._steps_at_hand) < self.num_batches
         if is_needed and len(claims.left_over) <= 1:
@@ -369,14 +362,14 @@ class AsyncWorker(Participant):
 
         Without a service the worker trains on all batches, because it cannot know which are taken.
         """
-        while not self._is_lost:
+        while self._early_claim is not None and not self._engine.is_lost:
             try:
                 status, first, granted = self._early_claim.take(self._epoch, self._latest_batch)
                 if status == Status.OK:
                     return first if granted else None
                 stage = self._report(Presence.TRAINING).stage
             except ServiceLostError as error:
-                self._lose(error)
+                self._engine.lose(error)
                 break
             if stage in (Stage.ENDING, Stage.CLOSED):
                 self.model.stop_training = True
@@ -386,69 +379,54 @@ class AsyncWorker(Participant):
         return following if following < self.num_batches else None
 
     def _send(self) -> None:
-        pending = self._center.send(self.progress(), self._samples)
-        if self._state is not None and self.vectors.state is not None:
-            self._pending_state = self._state.send(self.vectors.state.read(), self._samples)
+        engine = self._engine
+        goes_on = engine.send(self.progress(), self._samples)
+        if self.vectors.state is not None:
+            engine.send_state(self.vectors.state.read(), self._samples)
         if not self.options.waits_for_answer:
-            for under_way in (pending, self._pending_state):
-                if under_way is not None:
-                    under_way.push.watch()
+            engine.watch_answers()
         self._samples = 0
         self._pace.sent()
         if self._plan is not None:
             self._plan.sent()
-        self._pending = pending
         if self.rule.uses_gradients:
-            self.vectors.weights.write(pending.sent)
+            self.vectors.weights.write(goes_on)
 
     def _receive(self, measures: bool = False) -> None:
         """Wait for the answer in flight, if any, and continue from it."""
-        if self._pending is not None:
-            self._receive_weights(self._pending, measures)
-            self._pending = None
+        if self._engine.pending is not None:
+            self._receive_weights(self._engine.pending, measures)
         # An answer counts once: that of the weights may arrive while that of the state is lost.
-        if self._pending_state is not None and self.vectors.state is not None:
+        if self._engine.pending_state is not None and self.vectors.state is not None:
             own = self.vectors.state.read()
-            self.vectors.state.write(self._state.finish(self._pending_state, own))
-            self._pending_state = None
+            self.vectors.state.write(self._engine.receive_state(own))
 
     def _receive_weights(self, pending: Pending, measures: bool) -> None:
         with self._pace.waiting(measures):
             pending.push.wait()
             if self._plan is not None:
                 self._plan.answered()
-        self.vectors.weights.write(self._center.finish(pending, self.vectors.weights.read()))
-        if self._center.lost_gradient:  # not below 0: an earlier claim may have reported them
+        self.vectors.weights.write(self._engine.receive(self.vectors.weights.read()))
+        if self._engine.weights.lost_gradient:  # not below 0: a claim may have reported them
             self._unreported = max(0, self._unreported - pending.samples)
         if self._plan is not None and not pending.had_to_wait:
             self._plan.took_at_once()
 
     def _attach_again(self) -> None:
         """Reconnect to the service after a loss; a push in flight is sent again."""
+        if not self._engine.is_lost:
+            return
         if self._report(Presence.TRAINING).stage == Stage.STARTING:
             raise ServiceLostError("The parameter service was restarted, and has no leader yet.")
-        # All parts answer before anything is scaled: a failed try must not scale again.
-        self._center.meet_again(self._pending)
-        if self._state is not None:
-            self._state.meet_again(self._pending_state)
+        self._engine.meet_again()
         own = self.vectors.weights.read()
-        goes_on = self._center.after_absence(own, self._pending, self.num_clients)
-        self.vectors.weights.write(goes_on)
-        self._is_lost = False
-        self._return.attached()
-        _logger.warning("The parameter service answers again.")
+        self.vectors.weights.write(self._engine.attached_again(own, self.num_clients))
 
     def _report(self, presence: Presence) -> LedgerFacts:
         used, self._unreported = self._unreported, 0
-        facts: LedgerFacts = self._ledger.report(presence, used)
-        return facts
+        return self._ledger.report(presence, used)
 
-    def _lose(self, error: ServiceLostError) -> None:
-        if not self.options.goes_on_without_service:
-            raise error
-        self._return.start()
+    def _note_loss(self, error: ServiceLostError) -> None:
+        del error
         if self._early_claim is not None:
             self._early_claim.service_lost()
-        if not self._is_lost:
-            self._is_lost = True
-            _logger.warning("%s Training goes on alone.", error)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -288,7 +288,7 @@ class ParameterClient:
                 )
         return [tuple(call.get_value()[1:]) for call in calls]
 
-    def pull(self, fallback: Sequence[Any], exact: bool = False) -> Answer:
+    def pull(self, fallback: Iterable[Any], exact: bool = False) -> Answer:
         """Read the center.
 
         Args:
@@ -441,7 +441,7 @@ class PendingPush:
         messages: the messages sent for each partition.
     """
 
-    client: ParameterClient
+    client: object
     calls: list[Any]
     changes: list[Any]
     residuals: list[Any]
@@ -474,7 +474,7 @@ class PendingPush:
         for call in self.calls:
             call.is_ok()
 
-    def answer(self, fallback: Sequence[Any]) -> Answer:
+    def answer(self, fallback: Iterable[Any]) -> Answer:
         """Wait for the answer and return it.
 
         Args:
@@ -500,7 +500,7 @@ def _start_thread(work: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def _collect(calls: Sequence[Any], fallback: Sequence[Any], wire: Wire) -> Answer:
+def _collect(calls: Sequence[Any], fallback: Iterable[Any], wire: Wire) -> Answer:
     """Wait for all answers, in the graph."""
     results = [_result(call, values, wire) for call, values in zip(calls, fallback, strict=True)]
     statuses, versions, partitions = zip(*results, strict=True)

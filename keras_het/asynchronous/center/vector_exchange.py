@@ -1,0 +1,334 @@
+"""The exchange of vectors with the center: what was seen, sent, answered and lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.asynchronous.parameter_service import NO_ANSWER, ParameterClient, Status, TopKWire
+from keras_het.asynchronous.parameter_service.client import PendingPush
+from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.local_transport import LocalTransport
+from keras_het.asynchronous.rules import Signal
+from keras_het.rpc.admission import DIVERGED
+
+_TURN_SECONDS = (0.002, 0.016)  # first and longest pause between two questions about the turn
+_ROOM_FOR_STRAGGLERS = 1 << 20
+_UNANSWERED = (NO_ANSWER, int(Status.NO_CENTER))
+LARGEST_TRIES = 100
+"""Pushes of the same change if others push in between, with a bound on staleness."""
+_logger = logging.getLogger("keras_het")
+
+
+class NoCenterError(ServiceLostError):
+    """A part of the service was restarted, and its leader has yet to restore the center."""
+
+
+@dataclasses.dataclass
+class Pending:
+    """A push in flight; it can be sent again and counts once.
+
+    Args:
+        push: the messages.
+        samples: number of samples behind the change.
+        versions: version of each partition that the worker had seen.
+        sequence: the number of the push.
+        sent: weights from which the worker continued, for each partition.
+        had_to_wait: whether the worker was told to wait for its turn.
+    """
+
+    push: PendingPush
+    samples: int
+    versions: Any
+    sequence: int
+    sent: list[Any]
+    had_to_wait: bool = False
+
+
+class VectorExchange:
+    """The exchange of one participant's vectors with the center.
+
+    Args:
+        transport: carries these vectors to the center and back.
+        rule: the update rule.
+
+    Attributes:
+        seen: the answer of the last exchange, for each partition.
+        lost_gradient: whether the latest push was a gradient of which no part was taken.
+    """
+
+    def __init__(self, transport: ParameterClient | LocalTransport, rule: Any) -> None:
+        self._transport, self._rule = transport, rule
+        self.seen: list[Any] = []
+        self._versions = np.zeros(len(transport.partitions.sizes), np.int64)
+        self._latest_versions = self._versions
+        self._residuals: list[Any] | None = None
+        # An earlier process with this number may still have messages in flight.
+        self._sequence = transport.latest_sequence() + _ROOM_FOR_STRAGGLERS
+        self._has_warned = self._has_warned_of_loss = False
+        self._was_stale = self.lost_gradient = False
+
+    @property
+    def has_own_progress(self) -> bool:
+        """Whether the latest push was too stale: the center lacks the worker's progress."""
+        return self._was_stale and not self._rule.uses_gradients
+
+    @property
+    def latest_versions(self) -> Any:
+        """Latest known version of each partition; the weights may have an older one."""
+        return self._latest_versions
+
+    def greet(self) -> None:
+        """Check that the entire service is present.
+
+        Raises:
+            ConnectionError: if a process of the service does not answer in time.
+            PermissionError: if a process refuses this worker.
+        """
+        self._transport.greet()
+
+    def signal(self, signal: Signal) -> int | None:
+        """Send a signal to the rule; return the stage of training, None without a timely answer."""
+        return self._transport.signal(signal)
+
+    def pull(self, exact: bool = False) -> list[Any]:
+        """Fetch the center.
+
+        Args:
+            exact: whether to get all of its bits, regardless of the format of other messages.
+
+        Raises:
+            NoCenterError: if a part was restarted and has no center yet.
+            ServiceLostError: if no answer arrives in time.
+        """
+        fallback = (tf.zeros([size]) for size in self._transport.partitions.sizes)
+        answer = self._transport.pull(fallback, exact)
+        statuses = answer.statuses.numpy()
+        if (statuses != int(Status.OK)).any():
+            raise _lost(statuses)
+        self._latest_versions = answer.versions.numpy()
+        return list(answer.partitions)
+
+    def compress(self, ratio: float) -> None:
+        """Send only the largest values from now on; earlier residuals are kept.
+
+        Args:
+            ratio: fraction of the values, if the service accepts such messages.
+        """
+        self._transport.use_wire(TopKWire(ratio))
+
+    def adopt(self, center: list[Any]) -> None:
+        """Treat the center that was just pulled as the last one seen."""
+        self.seen, self._residuals = center, None
+        self._versions = self._latest_versions
+
+    def after_absence(
+        self, weights: list[Any], pending: Pending | None, num_workers: int
+    ) -> list[Any]:
+        """Return the weights to continue from when the service is back: `UpdateRule.after_absence`.
+
+        Args:
+            weights: the worker's current weights, for each partition.
+            pending: the push sent before the service was lost, None for none.
+            num_workers: number of workers that exchange with the service.
+        """
+        starts = self.seen if pending is None else pending.sent
+        pairs = zip(weights, starts, strict=True)
+        return [self._rule.after_absence(own, start, num_workers) for own, start in pairs]
+
+    def send(self, weights: list[Any], samples: int) -> Pending:
+        """Send the rule's message.
+
+        Args:
+            weights: the worker's weights, for each partition; the mean gradient for rules that send
+                gradients.
+            samples: number of samples behind the change.
+
+        Returns:
+            The push in flight.
+        """
+        messages, sent = _outgoing(self._rule, weights, self.seen)
+        if self._residuals is not None:
+            messages = [m + r for m, r in zip(messages, self._residuals, strict=True)]
+        self._sequence += 1
+        versions = self._versions.copy()
+        push = self._transport.start_push(messages, versions, samples, self._sequence)
+        return Pending(push, samples, versions, self._sequence, sent)
+
+    def finish(self, pending: Pending, weights: list[Any]) -> list[Any]:
+        """Wait for the answer and combine it with the current weights.
+
+        A part whose push was too stale restarts from the center with the worker's own progress. A
+        part whose push arrived after the end of training stays unchanged: the final center follows.
+
+        Args:
+            pending: the result of `send`; after a loss it may be passed again.
+            weights: the worker's current weights, for each partition.
+
+        Returns:
+            The weights from which to continue.
+
+        Raises:
+            ServiceLostError: if a part does not answer in time; nothing changes then.
+        """
+        answer = self._final_answer(pending)
+        statuses, versions = answer.statuses.numpy(), answer.versions.numpy()
+        self._check_statuses(statuses)
+        carried = [
+            self._part(
+                index, int(status), answer.partitions[index], pending.sent[index], weights[index]
+            )
+            for index, status in enumerate(statuses)
+        ]
+        taken = np.isin(statuses, (Status.OK, Status.REPEATED, Status.STALE))
+        self._versions = np.where(taken, versions, self._versions)
+        self._latest_versions = np.maximum(self._latest_versions, self._versions)
+        self._residuals = self._left_over(statuses, answer)
+        self._was_stale = bool((statuses == int(Status.STALE)).any())
+        self._note_lost_gradient(statuses)
+        return carried
+
+    def _note_lost_gradient(self, statuses: Any) -> None:
+        """Record a gradient that was too stale; resending it would be just as stale."""
+        uses_gradients = self._rule.uses_gradients
+        self.lost_gradient = uses_gradients and bool((statuses == int(Status.STALE)).all())
+        if uses_gradients and self._was_stale and not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
+            _logger.warning(
+                "A gradient of this worker was more updates behind than staleness_bound, and is "
+                "not used. If that happens often the worker adds nothing: give it a larger bound "
+                "or a smaller period, or leave the bound out and damp (AsyncSGD damps_staleness)."
+            )
+
+    def _final_answer(self, pending: Pending) -> Any:
+        """Return the final answer; rules with waiting workers may defer the turn several times.
+
+        Accepted parts count once: the push is sent again with its number.
+        """
+        while True:
+            answer = pending.push.answer(self.seen)
+            statuses = answer.statuses.numpy()
+            _check_answered(statuses)
+            waiting = np.flatnonzero(statuses == int(Status.WAIT)).tolist()
+            if not waiting:
+                return answer
+            pending.had_to_wait = True
+            self._transport.push_again(pending.push, self._in_turn(pending.push, waiting))
+
+    def _in_turn(self, push: PendingPush, waiting: list[int]) -> list[int]:
+        """Wait until it is the turn of some parts, and return these.
+
+        It asks without values, because the link belongs to the worker whose turn it is. It asks all
+        parts, because one whose service is gone must not go unnoticed while others say to wait.
+        """
+        pause, longest = _TURN_SECONDS
+        while True:
+            statuses = self._transport.ask_turns(push, waiting)
+            _check_answered(np.array(statuses))
+            turns = zip(waiting, statuses, strict=True)
+            if found := [index for index, status in turns if status != Status.WAIT]:
+                return found
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def send_again(self, pending: Pending) -> None:
+        """Send the untaken parts of a push again, with its old number.
+
+        Answers of parts that took the push are kept: a new answer would be the current center, to
+        which others have pushed since.
+        """
+        statuses = pending.push.answer(self.seen).statuses.numpy()
+        again = np.flatnonzero(np.isin(statuses, (*_UNANSWERED, int(Status.WAIT))))
+        self._transport.push_again(pending.push, again.tolist())
+
+    def meet_again(self, pending: Pending | None) -> None:
+        """Wait until all parts answer after a loss; a push in flight is sent again.
+
+        Args:
+            pending: the unfinished result of `send`, None for none.
+
+        Raises:
+            ServiceLostError: if a part does not answer in time.
+        """
+        if pending is None:
+            self.pull()
+            return
+        self.send_again(pending)
+        self._final_answer(pending)
+
+    def _check_statuses(self, statuses: Any) -> None:
+        if np.isin(statuses, (Status.REFUSED, Status.UNKNOWN_CLIENT)).any():
+            raise PermissionError(
+                "The parameter service refused this worker's push. Received: statuses "
+                f"{statuses.tolist()}. Use the same script, TF_CONFIG cluster and secret on every "
+                "task."
+            )
+        if (statuses == int(Status.CLOSED)).any() and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "Training ended before this worker's last change came, which is not in the center. "
+                "A larger end_seconds gives slow workers more time."
+            )
+        if (statuses == int(Status.NOT_FINITE)).any() and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(DIVERGED)
+
+    def _part(self, index: int, status: int, values: Any, sent: Any, weights: Any) -> Any:
+        if status in (Status.OK, Status.REPEATED):
+            new = self._rule.receive(weights, sent, values)
+        elif status == Status.STALE:
+            new = values + (weights - self.seen[index])
+        else:
+            return weights
+        self.seen[index] = values
+        return new
+
+    def _left_over(self, statuses: Any, answer: Any) -> list[Any] | None:
+        """Return the residual of a compressing format, to be sent with the next message.
+
+        Untaken changes are still in the weights, except for earlier residuals.
+        """
+        if self._transport.wire_is_exact:
+            return None
+        before = self._residuals or [tf.zeros_like(residual) for residual in answer.residuals]
+        return [
+            residual if status in (Status.OK, Status.REPEATED) else old
+            for status, residual, old in zip(statuses, answer.residuals, before, strict=True)
+        ]
+
+
+def _outgoing(rule: Any, progress: Sequence[Any], seen: Sequence[Any]) -> tuple[Any, Any]:
+    """Return a worker's message for each partition, and the weights from which it continues.
+
+    Args:
+        rule: the update rule.
+        progress: the worker's weights, or its mean gradient if the rule sends gradients.
+        seen: the answer of its last exchange.
+    """
+    pairs = list(zip(progress, seen, strict=True))
+    if rule.uses_gradients:  # the weights are unchanged since the last answer
+        messages = [rule.message_of_gradient(gradient, s) for gradient, s in pairs]
+        return messages, [rule.after_sending(s, s) for s in seen]
+    messages = [rule.message(weights, s) for weights, s in pairs]
+    return messages, [rule.after_sending(weights, s) for weights, s in pairs]
+
+
+def _check_answered(statuses: Any) -> None:
+    if np.isin(statuses, _UNANSWERED).any():
+        raise _lost(statuses)
+
+
+def _lost(statuses: Any) -> ServiceLostError:
+    has_no_center = (statuses == int(Status.NO_CENTER)).any()
+    return (NoCenterError if has_no_center else ServiceLostError)(
+        "The parameter service did not answer in time. Received: statuses "
+        f"{statuses.tolist()} (-1: no answer; {int(Status.NO_CENTER)}: restarted, and without "
+        'center until its leader brings it). Its process may be gone; give on_service_loss="'
+        'continue" to go on without it.'
+    )
