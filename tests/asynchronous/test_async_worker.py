@@ -21,7 +21,10 @@ from keras_het.asynchronous.parameter_service import (
     Status,
     credential,
 )
-from keras_het.asynchronous.parameter_service.ledger_client import LedgerClient, ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import (
+    LedgerConnection,
+    ServiceLostError,
+)
 from keras_het.asynchronous.parameter_service.sample_ledger import Stage
 from keras_het.asynchronous.rules import AsyncSGD, Delta, serialize
 from keras_het.rpc.function_client import FunctionClient
@@ -80,7 +83,7 @@ class Worker(AsyncWorker):
         self._ledger, self._plan, self._mean_gradient = Ledger(), None, None
         self._planned_period = self._loss = None
         self._steps = self._samples = self._unreported = self._stage = self._worker = 0
-        self.num_clients = 2
+        self.num_participants = 2
         self._claims = self._early_claim = None
         self._pace = PushPace()
         self._start_from_center()
@@ -490,7 +493,7 @@ def test_it_trains_on_while_a_silent_service_is_asked(cpu_devices):
     with silent_address() as address:
         question = Question(address)
         connection._services = [question]
-        worker._ledger = LedgerClient(address, PROOF, 1, 2.0)
+        worker._ledger = LedgerConnection(address, PROOF, 1, 2.0)
         worker._ledger._service = question
         while periods < 20:
             assert time.monotonic() < deadline, f"{periods} periods while nothing answers"

@@ -20,7 +20,7 @@ from keras_het.asynchronous.parameter_service import (
     TopKWire,
     credential,
 )
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 from keras_het.asynchronous.rules import AsyncEASGD, AsyncSGD, Delta, RoundRobinEASGD
 
 PARTITIONS = Partitions(((3, 4), (5,), ()), partition_size=7)  # 18 elements: 7 + 7 + 4
@@ -226,7 +226,7 @@ def serve():
         rule=delta,
         state_rule=delta,
         wire="float32",
-        num_clients=3,
+        num_participants=3,
         staleness_bound=None,
         fingerprint="model",
         num_services=1,

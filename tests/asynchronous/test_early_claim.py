@@ -6,7 +6,7 @@ import pytest
 
 from keras_het.asynchronous.hybrid.early_claim import EarlyClaim
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 
 
 class Ledger:

@@ -163,10 +163,10 @@ class CenterOfOneWorker(CenterOfBatches):
     def set_stage(self, stage):
         self.stages.append(stage)
 
-    def training_clients(self):
+    def training_workers(self):
         return [1] if self._clock.now < self._trains else []
 
-    def waiting_clients(self):
+    def waiting_workers(self):
         return [1] if self._trains <= self._clock.now < self._waits else []
 
     def conclude(self):

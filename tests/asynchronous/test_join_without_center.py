@@ -44,7 +44,7 @@ class Worker(AsyncWorker):
         self.written: list[Any] = []
         weights = SimpleNamespace(write=self.written.append)
         self.vectors = SimpleNamespace(weights=weights, state=None)
-        self._client, self._unreported, self._heartbeat = 1, 0, None
+        self._number, self._unreported, self._heartbeat = 1, 0, None
         self._early_claim = None
 
     def _num_parts(self) -> int:

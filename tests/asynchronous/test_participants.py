@@ -92,7 +92,7 @@ def serve(monkeypatch, silences):
         ledger=ledger,
         start_epoch=lambda epoch: None,
         # what the others go by: silent for two time-outs
-        training_clients=lambda: ledger.present(Presence.TRAINING, 4.0),
+        training_workers=lambda: ledger.present(Presence.TRAINING, 4.0),
     )
     monkeypatch.setattr(service_task, "join_service", lambda task: SimpleNamespace(center=center))
     task = Task(Delta(), timeout_seconds=2.0, end_seconds=60.0)
@@ -109,8 +109,8 @@ def test_who_returns_and_goes_again_is_passed_over_again():
     given_up, present = [], [[0], [0, 1], [0], [0], [0, 1]]
     center = SimpleNamespace(
         ledger=SimpleNamespace(claimed=np.array([3, 2, 0])),
-        training_clients=lambda: present.pop(),
-        waiting_clients=list,
+        training_workers=lambda: present.pop(),
+        waiting_workers=list,
         skip=lambda client: given_up.append(client) or True,
     )
     task = Task(Delta())
@@ -124,8 +124,8 @@ def test_who_has_ended_is_waited_for_by_nobody(caplog):
     here = [[0, 1, 2], [0]]  # 2 took no batch
     center = SimpleNamespace(
         ledger=SimpleNamespace(claimed=np.array([3, 2, 0, 0])),
-        training_clients=lambda: here.pop(0),
-        waiting_clients=lambda: [1] if not here else [],
+        training_workers=lambda: here.pop(0),
+        waiting_workers=lambda: [1] if not here else [],
         skip=lambda client: given_up.append(client) or True,
     )
     task = Task(Delta())
@@ -139,8 +139,8 @@ def test_who_is_gone_is_passed_over_until_all_of_the_service_knows():
     answers, asked = [False, False, True, True], []
     center = SimpleNamespace(
         ledger=SimpleNamespace(claimed=np.array([3, 2])),
-        training_clients=lambda: [0],
-        waiting_clients=list,
+        training_workers=lambda: [0],
+        waiting_workers=list,
         skip=lambda client: asked.append(client) or answers[len(asked) - 1],
     )
     task = Task(Delta())

@@ -41,7 +41,7 @@ class Leader(Center):
     def __init__(self, service, seconds=0.0):
         rule = Delta()
         self._options = HybridOptions(rule, timeout_seconds=seconds, goes_on_without_service=True)
-        self._leader = SimpleNamespace(num_clients=2)
+        self._leader = SimpleNamespace(num_participants=2)
         self._parts = SimpleNamespace(
             restarted=list, open_directory=lambda: None, awaits_center=False
         )

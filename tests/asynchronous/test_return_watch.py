@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from keras_het.asynchronous.center.return_watch import ReturnWatch
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 
 
 class Service:

@@ -9,7 +9,10 @@ from addresses import free_address
 
 from keras_het.asynchronous.center.leader_ledger import LeaderLedger
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.ledger_client import LedgerClient, ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import (
+    LedgerConnection,
+    ServiceLostError,
+)
 from keras_het.asynchronous.parameter_service.sample_ledger import (
     Presence,
     SampleLedger,
@@ -53,7 +56,7 @@ def test_a_claim_can_be_under_way(service):
 
 
 def connect(address, client=1, proof=GOOD, timeout=10):
-    return LedgerClient(address, proof, client, timeout)
+    return LedgerConnection(address, proof, client, timeout)
 
 
 def test_every_batch_is_handed_out_once_to_simultaneous_clients(service):
@@ -181,7 +184,7 @@ def test_negative_samples_are_refused(service):
     assert ledger.used.sum() == 0
 
 
-class LosesAnswers(LedgerClient):
+class LosesAnswers(LedgerConnection):
     """Some requests arrive, and their answers do not."""
 
     num_lost = 0

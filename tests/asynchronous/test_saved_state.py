@@ -18,7 +18,7 @@ from keras_het.asynchronous.parameter_service import (
     Partitions,
     credential,
 )
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 from keras_het.asynchronous.parameter_service.saved_state import (
     LARGEST_PIECE,
     PartState,

@@ -315,7 +315,7 @@ def spec():
         rule={"class_name": "Delta", "config": {}},
         state_rule={"class_name": "Delta", "config": {}},
         wire="float32",
-        num_clients=2,
+        num_participants=2,
         staleness_bound=None,
         fingerprint="model",
         num_services=1,
@@ -342,7 +342,12 @@ def test_a_process_that_serves_survives_offers_that_it_cannot_read(cpu_devices):
         assert process.serve_one() is False
         assert "cannot be read" in said.pop()
     # of another version: values of other types
-    for changed in ({"num_clients": "two"}, {"wire": 5}, {"rule": 5}, {"partition_size": None}):
+    for changed in (
+        {"num_participants": "two"},
+        {"wire": 5},
+        {"rule": 5},
+        {"partition_size": None},
+    ):
         text = json.dumps([0, dataclasses.replace(spec(), **changed).to_json()])
         process._offers._text.assign(text)
         assert process.serve_one() is False

@@ -18,7 +18,7 @@ from keras_het.asynchronous.center.vector_exchange import (
     NoCenterError,
     VectorExchange,
 )
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 from keras_het.asynchronous.parameter_service.sample_ledger import (
     LEADER,
     Presence,
@@ -152,7 +152,7 @@ class Center:
         try:
             if self.engine.is_lost:
                 self._meet_again()
-                weights = self.engine.attached_again(weights, self._leader.num_clients)
+                weights = self.engine.attached_again(weights, self._leader.num_participants)
             return self._exchange(weights, state, samples, push, wait or self._waits)
         except ServiceLostError as error:
             self.engine.lose(error)
@@ -205,24 +205,24 @@ class Center:
             self._try(self.engine.weights.pull, None)
         return self.engine.weights.latest_versions
 
-    def training_clients(self) -> list[int]:
+    def training_workers(self) -> list[int]:
         """Async workers that are training."""
         return self._present(Presence.TRAINING)
 
-    def waiting_clients(self) -> list[int]:
+    def waiting_workers(self) -> list[int]:
         """Async workers that have finished and wait for the final weights."""
         return self._present(Presence.WAITING)
 
-    def skip(self, client: int) -> bool:
-        """Stop all waiting for a client that is gone.
+    def skip(self, worker: int) -> bool:
+        """Stop all waiting for a worker that is gone.
 
         Args:
-            client: the client's number.
+            worker: the worker's number.
 
         Returns:
             Whether the entire service knows; if not, repeat the call.
         """
-        stage = self._try(lambda: self._parts.weights.signal(Signal.LEAVE, client), None)
+        stage = self._try(lambda: self._parts.weights.signal(Signal.LEAVE, worker), None)
         return stage is not None
 
     def conclude(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from keras_het.asynchronous.center.return_watch import ReturnWatch
 from keras_het.asynchronous.center.vector_exchange import Pending, VectorExchange
 from keras_het.asynchronous.exchange.participant import HybridOptions
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 
 _logger = logging.getLogger("keras_het")
 ResultT = TypeVar("ResultT")
@@ -123,17 +123,17 @@ class ExchangeEngine:
         if self.state is not None:
             self.state.meet_again(self.pending_state)
 
-    def attached_again(self, weights: list[Any], num_clients: int) -> list[Any]:
+    def attached_again(self, weights: list[Any], num_participants: int) -> list[Any]:
         """End the loss once all parts answer: a failed try must not scale progress again.
 
         Args:
             weights: the participant's weights.
-            num_clients: number of participants.
+            num_participants: number of participants.
 
         Returns:
             The weights to continue from.
         """
-        weights = self.weights.after_absence(weights, self.pending, num_clients)
+        weights = self.weights.after_absence(weights, self.pending, num_participants)
         self.is_lost = False
         self.watch.attached()
         _logger.warning("The parameter service answers again.")

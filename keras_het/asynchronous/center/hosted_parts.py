@@ -54,7 +54,7 @@ class HostedParts:
             self.state = self._service(spec.state_shapes, self.state_rule, STATE_PREFIX)
         self.ledger: SampleLedger | None = None
         if place == 0:
-            self.ledger = SampleLedger(self.server, gate, spec.num_clients)
+            self.ledger = SampleLedger(self.server, gate, spec.num_participants)
         with tf.init_scope(), tf.device("CPU:0"):
             self._addresses = tf.Variable("", trainable=False)
             self._is_closed = tf.Variable(False, trainable=False)
@@ -90,7 +90,7 @@ class HostedParts:
             partitions,
             rule,
             self._proof,
-            self.spec.num_clients,
+            self.spec.num_participants,
             prefix=prefix,
             server=self.server,
             indices=[index for index, place in enumerate(places) if place == self._place],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_het.asynchronous.parameter_service.ledger_client import LedgerClient
+from keras_het.asynchronous.parameter_service.ledger_connection import LedgerConnection
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage, TrainingFacts
 from keras_het.asynchronous.parameter_service.used_samples import UsedSamples
 
@@ -19,14 +19,14 @@ class LeaderLedger:
     """Message-based counterpart of a local `SampleLedger`.
 
     Args:
-        client: the connection of client 0.
+        connection: the connection of the leader.
 
     Raises:
         ServiceLostError: by all methods that ask, if no answer arrives in time.
     """
 
-    def __init__(self, client: LedgerClient) -> None:
-        self._client = client
+    def __init__(self, connection: LedgerConnection) -> None:
+        self._connection = connection
         self._stage, self._epoch = Stage.STARTING, 0
         self._training = TrainingFacts(0)
         self._latest = np.zeros([0, 6])
@@ -49,19 +49,19 @@ class LeaderLedger:
         """
         self._ask(stage=int(self._stage), taken_until=taken_until)
 
-    def claim(self, client: int, epoch: int, count: int) -> tuple[int, int]:
+    def claim(self, participant: int, epoch: int, count: int) -> tuple[int, int]:
         """Claim the next batches of an epoch; return the first one and their number."""
-        del client
-        _, first, granted = self._client.claim(epoch, count)
+        del participant
+        _, first, granted = self._connection.claim(epoch, count)
         return first, granted
 
     def is_handed_out(self, epoch: int) -> bool:
         """Whether all batches of an epoch have been handed out."""
         return bool(epoch == self._epoch and self._ask()[0, 4] <= 0)
 
-    def add_used(self, client: int, samples: int) -> None:
+    def add_used(self, participant: int, samples: int) -> None:
         """Store samples that the leader's group has used, for `tell_used`."""
-        del client
+        del participant
         self._used.add(samples)
 
     def tell_used(self) -> None:
@@ -69,25 +69,25 @@ class LeaderLedger:
         while not (self._used.is_empty or self._is_kept):
             self._ask()
 
-    def pace(self, client: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    def pace(self, participant: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
         """Report the pace of the leader's group and ask for all paces: `SampleLedger.pace`."""
-        del client
-        return self._client.pace(pace)
+        del participant
+        return self._connection.pace(pace)
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
-        """Return clients heard from recently, like `SampleLedger.present`."""
+        """Return participants heard from recently, like `SampleLedger.present`."""
         overview = self._ask()
         chosen = (overview[:, 0] == int(presence)) & (overview[:, 1] < within_seconds)
-        return [int(client) for client in np.flatnonzero(chosen)]
+        return [int(participant) for participant in np.flatnonzero(chosen)]
 
     @property
     def claimed(self) -> np.ndarray:
-        """Global batches handed out to each client."""
+        """Global batches handed out to each participant."""
         return self._ask()[:, 2].astype(np.int64)
 
     @property
     def used(self) -> np.ndarray:
-        """Number of samples that each client has used."""
+        """Number of samples that each participant has used."""
         return self._ask()[:, 3].astype(np.int64)
 
     def keep(self) -> None:
@@ -100,6 +100,6 @@ class LeaderLedger:
             specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None, 6], tf.float64))
             used = tf.constant(self._used.report(), tf.int64)
             arguments: list[Any] = [used, tf.constant(facts, tf.int64)]
-            self._latest = self._client.ask("lead", arguments, specs)[1].numpy()
+            self._latest = self._connection.ask("lead", arguments, specs)[1].numpy()
             self._used.answered(int(self._latest[0, 5]))
         return self._latest

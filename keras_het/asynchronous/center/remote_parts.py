@@ -15,7 +15,10 @@ from keras_het.asynchronous.center.service_connection import connect
 from keras_het.asynchronous.center.service_spec import spec_of
 from keras_het.asynchronous.exchange.participant import STATE_PREFIX, WEIGHTS_PREFIX
 from keras_het.asynchronous.parameter_service import ParameterClient
-from keras_het.asynchronous.parameter_service.ledger_client import LedgerClient, ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import (
+    LedgerConnection,
+    ServiceLostError,
+)
 from keras_het.asynchronous.parameter_service.sample_ledger import LEADER
 from keras_het.asynchronous.parameter_service.saved_state import from_arrays, to_arrays
 from keras_het.rpc.function_client import FunctionClient, NoAnswerError
@@ -56,7 +59,7 @@ class RemoteParts:
         self.state: ParameterClient | None = None
         if vectors.state is not None:
             self.state = connect(lambda: self._client(vectors.state, STATE_PREFIX, None), seconds)
-        asked = LedgerClient(addresses[0], leader.credential, LEADER, options.timeout_seconds)
+        asked = LedgerConnection(addresses[0], leader.credential, LEADER, options.timeout_seconds)
         self.ledger = LeaderLedger(asked)
 
     def bring_center(self, saved: Mapping[str, np.ndarray] | None = None) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 
 _QUESTIONS_IN_TIMEOUT = 4
 _LARGEST_PAUSE = 16.0  # in time-outs

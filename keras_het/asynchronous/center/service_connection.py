@@ -14,10 +14,13 @@ from keras_het.asynchronous.center.vector_exchange import VectorExchange
 from keras_het.asynchronous.exchange.participant import (
     STATE_PREFIX,
     WEIGHTS_PREFIX,
-    first_async_client,
+    first_async_participant,
 )
 from keras_het.asynchronous.parameter_service import ParameterClient
-from keras_het.asynchronous.parameter_service.ledger_client import LedgerClient, ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import (
+    LedgerConnection,
+    ServiceLostError,
+)
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
 from keras_het.rpc.function_client import FunctionClient
 
@@ -66,16 +69,16 @@ class Connection:
 
     weights: VectorExchange
     state: VectorExchange | None
-    ledger: LedgerClient
-    heartbeat: LedgerClient
+    ledger: LedgerConnection
+    heartbeat: LedgerConnection
 
 
-def open_connection(participant: Any, client: int) -> Connection:
+def open_connection(participant: Any, number: int) -> Connection:
     """Connect to weights, moving statistics and ledger of a service.
 
     Args:
         participant: the async worker.
-        client: the worker's number among the service's clients.
+        number: the worker's number among the participants.
 
     Raises:
         ConnectionError: if the service is absent, has not begun or is over.
@@ -85,15 +88,15 @@ def open_connection(participant: Any, client: int) -> Connection:
     first = participant.strategy.cluster_config.service_address()
     common = {
         "credential": participant.credential,
-        "client": client,
+        "client": number,
         "timeout_seconds": options.timeout_seconds,
     }
-    ledger = LedgerClient(first, **common)
+    ledger = LedgerConnection(first, **common)
     addresses = _find_addresses(participant, ledger, first)
     weights = ParameterClient(
         addresses,
         vectors.weights.partitions,
-        wire=options.wire_of(client - first_async_client(participant.strategy)),
+        wire=options.wire_of(number - first_async_participant(participant.strategy)),
         prefix=WEIGHTS_PREFIX,
         **common,
     )
@@ -104,10 +107,10 @@ def open_connection(participant: Any, client: int) -> Connection:
         )
         state = VectorExchange(client_of_state, participant.state_rule)
     center = VectorExchange(weights, participant.rule)
-    return Connection(center, state, ledger, LedgerClient(first, **common))
+    return Connection(center, state, ledger, LedgerConnection(first, **common))
 
 
-def _find_addresses(participant: Any, ledger: LedgerClient, first: str) -> list[str]:
+def _find_addresses(participant: Any, ledger: LedgerConnection, first: str) -> list[str]:
     """Ask the first process of the service for the addresses of the others."""
     seconds = participant.options.timeout_seconds
     directory = FunctionClient(first, participant.credential, seconds)

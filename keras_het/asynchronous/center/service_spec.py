@@ -22,7 +22,7 @@ class ServiceSpec:
         rule: the rule of the weights, as returned by `rules.serialize`.
         state_rule: the rule of the moving statistics, in the same form.
         wire: the name of the format of the weights.
-        num_clients: number of participants that may push.
+        num_participants: number of participants that may push.
         staleness_bound: number of updates beyond which a push is rejected, None for no bound.
         fingerprint: fingerprint of model, rule and wire, part of every credential.
         num_services: number of processes that share the partitions.
@@ -34,7 +34,7 @@ class ServiceSpec:
     rule: dict[str, Any]
     state_rule: dict[str, Any]
     wire: str
-    num_clients: int
+    num_participants: int
     staleness_bound: int | None
     fingerprint: str
     num_services: int
@@ -96,7 +96,7 @@ def spec_of(participant: Any, num_services: int) -> ServiceSpec:
         rule=serialize(participant.rule),
         state_rule=serialize(participant.state_rule),
         wire=options.weights_wire.name,
-        num_clients=participant.num_clients,
+        num_participants=participant.num_participants,
         staleness_bound=options.staleness_bound,
         fingerprint=participant.service_fingerprint,
         num_services=num_services,

@@ -57,7 +57,7 @@ class ServingProcess:
         held = len(parts.weights.indices)
         self._say(
             f"serving {held} partition{'s' * (held != 1)} of {len(spec.shapes)} variables to "
-            f"{spec.num_clients} participants, rule {parts.rule.name}"
+            f"{spec.num_participants} participants, rule {parts.rule.name}"
         )
         while not (parts.is_closed or self._offers.is_pending or self._is_stopped()):
             time.sleep(_POLL_SECONDS)

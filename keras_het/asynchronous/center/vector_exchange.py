@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_het.asynchronous.parameter_service import NO_ANSWER, ParameterClient, Status, TopKWire
 from keras_het.asynchronous.parameter_service.client import PendingPush
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 from keras_het.asynchronous.parameter_service.local_transport import LocalTransport
 from keras_het.asynchronous.rules import Signal
 from keras_het.rpc.admission import DIVERGED

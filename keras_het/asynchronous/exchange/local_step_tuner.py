@@ -37,14 +37,14 @@ class LocalStepTuner:
 
     Args:
         rule: the rule.
-        client: this worker's number among the service's clients.
+        participant: this worker's number among the service's participants.
         clock: clock in seconds.
     """
 
     def __init__(
-        self, rule: UpdateRule, client: int, clock: Callable[[], float] = time.perf_counter
+        self, rule: UpdateRule, participant: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._rule, self._client, self._clock = rule, client, clock
+        self._rule, self._participant, self._clock = rule, participant, clock
         self._pulls: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._pushes: deque[tuple[float, float]] = deque(maxlen=_KEPT_TIMES)
         self._chosen: tuple[OwnPlan, OwnPlan] | None = None
@@ -113,17 +113,17 @@ class LocalStepTuner:
         """Make the plan of both stages.
 
         Args:
-            paces: `Pace` of every client, float64 of shape [num_clients, 4]; zeros if unknown.
-            silence: seconds since each client was last heard from, float64 of shape [num_clients].
-            longest_silence: longest silence of a client that counts, in seconds; this one always
-                counts.
+            paces: `Pace` of every participant, one a row; zeros if unknown.
+            silence: seconds since each participant was last heard from.
+            longest_silence: longest silence of a participant that counts, in seconds; this one
+                always counts.
         """
         paces = np.asarray(paces, np.float64)
         counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
-        counts[self._client] = True
+        counts[self._participant] = True
         speeds, batches, exchanges, pulls = paces[counts].T
         pushes = np.maximum(exchanges - pulls, 0.0)
-        place = int(counts[: self._client].sum())
+        place = int(counts[: self._participant].sum())
         plans = [self._rule.plan(batches / speeds, pushes, pulls, stage) for stage in (0, 1)]
         first, second = (
             OwnPlan(plan.steps[place], plan.compression_ratios[place])

@@ -143,8 +143,8 @@ class Participant(abc.ABC):
         self.run: int = strategy._training_state.num_hybrid_runs
         self.secret = read_secret()
         self.credential = credential(self.secret, self.service_fingerprint)
-        self.num_clients = first_async_client(strategy) + strategy.num_async_workers
-        self.state_rule = StatisticsAveraging(alpha=1.0 / self.num_clients)
+        self.num_participants = first_async_participant(strategy) + strategy.num_async_workers
+        self.state_rule = StatisticsAveraging(alpha=1.0 / self.num_participants)
         self.data = data = strategy._data_to_be_trained
         self.num_batches = int(data.cardinality)
         self.fingerprint = int(data.fingerprint or 0)
@@ -241,8 +241,8 @@ class Participant(abc.ABC):
             self.vectors.weights.write(own)
 
 
-def first_async_client(strategy: TrainingStrategy) -> int:
-    """Number of the first async worker among the service's clients; a sync group is client 0."""
+def first_async_participant(strategy: TrainingStrategy) -> int:
+    """Number of the first async worker among the participants; a sync group has number 0."""
     return int(config_of(strategy).has_sync_group)
 
 

@@ -132,25 +132,25 @@ class PushPace:
         return Pace(batch / max(step, 1e-9), batch, max(travel, busy / LARGEST_OVERHEAD))
 
 
-def choose_period(paces: Any, silence: Any, client: int, limits: tuple[float, int]) -> int:
+def choose_period(paces: Any, silence: Any, participant: int, limits: tuple[float, int]) -> int:
     """Return the steps of one pusher between two exchanges, for about equal push rates.
 
     Args:
-        paces: `Pace` of every client, float64 of shape [num_clients, 4]; zeros if unknown.
-        silence: seconds since each client was last heard from, float64 of shape [num_clients].
-        client: the client whose period to choose.
-        limits: silence in seconds after which a client no longer counts, and the longest period.
+        paces: `Pace` of every participant, one a row; zeros if unknown.
+        silence: seconds since each participant was last heard from.
+        participant: the one whose period to choose.
+        limits: silence in seconds after which others no longer count, and the longest period.
 
     Returns:
-        The period; `FIRST_PERIOD` if this client's pace is unknown.
+        The period; `FIRST_PERIOD` if this participant's pace is unknown.
     """
     paces, longest_silence = np.asarray(paces), limits[0]
     counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
-    counts[client] = paces[client, 0] > 0 and paces[client, 1] >= 1
-    if not counts[client]:
+    counts[participant] = paces[participant, 0] > 0 and paces[participant, 1] >= 1
+    if not counts[participant]:
         return FIRST_PERIOD
     speeds, batches, exchanges = paces[counts].T[:3]
     batches = [round(batch) for batch in batches]
     plan = plan_pushes(speeds.tolist(), batches, exchanges.tolist())
-    place = int(counts[:client].sum())
+    place = int(counts[:participant].sum())
     return max(1, min(plan.samples[place] // batches[place], limits[1]))

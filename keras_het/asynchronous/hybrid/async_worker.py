@@ -14,15 +14,15 @@ from keras_het.asynchronous.exchange.local_step_tuner import LocalStepTuner
 from keras_het.asynchronous.exchange.participant import (
     HybridOptions,
     Participant,
-    first_async_client,
+    first_async_participant,
 )
 from keras_het.asynchronous.exchange.push_pace import PushPace, choose_period
 from keras_het.asynchronous.hybrid.claims import AsyncClaims
 from keras_het.asynchronous.hybrid.early_claim import EarlyClaim
 from keras_het.asynchronous.hybrid.heartbeat import Heartbeat
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.ledger_client import (
-    LedgerClient,
+from keras_het.asynchronous.parameter_service.ledger_connection import (
+    LedgerConnection,
     LedgerFacts,
     ServiceLostError,
 )
@@ -54,13 +54,13 @@ class AsyncWorker(Participant):
     """
 
     _engine: ExchangeEngine
-    _ledger: LedgerClient
+    _ledger: LedgerConnection
     _is_joined = False
 
     def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
         super().__init__(model, strategy, options)
         self._worker = int(config_of(strategy).task_index)
-        self._client = first_async_client(strategy) + self._worker
+        self._number = first_async_participant(strategy) + self._worker
         self._stage = 0
         self._loss: float | None = None
         self._early_claim: EarlyClaim | None = None
@@ -72,7 +72,7 @@ class AsyncWorker(Participant):
         self._steps_at_hand = 0  # of this pass, with batches available
         self._pace = PushPace(waits=options.waits_for_answer)
         self._planned_period: int | None = None
-        self._plan = LocalStepTuner(self.rule, self._client) if self.rule.is_measured else None
+        self._plan = LocalStepTuner(self.rule, self._number) if self.rule.is_measured else None
         self._warn_of_unused_batches()
 
     def start_epoch(self, epoch: int) -> None:
@@ -187,7 +187,7 @@ class AsyncWorker(Participant):
                 longest_period(self.num_batches * self._num_parts()),
             )
             paces, silence = self._ledger.pace(pace)
-            self._planned_period = choose_period(paces, silence, self._client, limits)
+            self._planned_period = choose_period(paces, silence, self._number, limits)
 
     def note_loss(self, loss: float) -> None:
         """Record the training loss, for rules with stages."""
@@ -260,7 +260,7 @@ class AsyncWorker(Participant):
         """Connect and start from the center."""
         self.rule = self.options.rule.for_steps_of(1 / self._num_parts())
         seconds = self.options.connect_seconds
-        connected = connect(lambda: open_connection(self, self._client), seconds, _HAS_IT_ENDED)
+        connected = connect(lambda: open_connection(self, self._number), seconds, _HAS_IT_ENDED)
         self._engine = ExchangeEngine(
             connected.weights,
             connected.state,
@@ -278,7 +278,7 @@ class AsyncWorker(Participant):
         interval = self.options.timeout_seconds / _BEATS_IN_TIMEOUT
         self._heartbeat = Heartbeat(connected.heartbeat, interval)
         connect(self._start_from_center, seconds)
-        _logger.info("Async worker %d trains from epoch %d on.", self._client, facts.epoch + 1)
+        _logger.info("Async worker %d trains from epoch %d on.", self._number, facts.epoch + 1)
 
     def _start_from_center(self) -> None:
         try:
@@ -420,7 +420,7 @@ class AsyncWorker(Participant):
             raise ServiceLostError("The parameter service was restarted, and has no leader yet.")
         self._engine.meet_again()
         own = self.vectors.weights.read()
-        self.vectors.weights.write(self._engine.attached_again(own, self.num_clients))
+        self.vectors.weights.write(self._engine.attached_again(own, self.num_participants))
 
     def _report(self, presence: Presence) -> LedgerFacts:
         used, self._unreported = self._unreported, 0

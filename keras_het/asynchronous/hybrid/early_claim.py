@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 
 
 class EarlyClaim:
@@ -38,7 +38,7 @@ class EarlyClaim:
             after: the latest batch that this worker has trained on, possibly without a service.
 
         Returns:
-            The same as `LedgerClient.claim`.
+            The same as `LedgerConnection.claim`.
 
         Raises:
             ServiceLostError: if no answer arrives in time.

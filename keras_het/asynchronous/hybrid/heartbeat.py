@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from keras_het.asynchronous.parameter_service.ledger_client import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence
 
 

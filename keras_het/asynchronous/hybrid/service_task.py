@@ -60,17 +60,17 @@ class ServiceTask(Participant):
 
     def _pass_over_the_gone(self, center: Center) -> None:
         """End all waiting for the turn of a worker that took batches and is now silent."""
-        here, ended = {*center.training_clients()}, {*center.waiting_clients()}
-        self._came |= here | ended | {int(client) for client in center.ledger.claimed.nonzero()[0]}
+        here, ended = {*center.training_workers()}, {*center.waiting_workers()}
+        self._came |= here | ended | {int(worker) for worker in center.ledger.claimed.nonzero()[0]}
         # A worker's farewell may be lost: nothing must wait for one that has ended.
         gone = self._came - here
         self._passed_over &= gone  # a returned worker may go again
-        for client in gone - self._passed_over:
-            if center.skip(client):
-                self._passed_over.add(client)
-                if client not in ended:
+        for worker in gone - self._passed_over:
+            if center.skip(worker):
+                self._passed_over.add(worker)
+                if worker not in ended:
                     _logger.warning(
-                        "Async worker %d is gone; the others do not wait for it.", client
+                        "Async worker %d is gone; the others do not wait for it.", worker
                     )
 
     def claims(self) -> GroupClaims:
@@ -97,7 +97,7 @@ class ServiceTask(Participant):
             return
         center.set_stage(Stage.CLOSED)
         deadline = time.monotonic() + self.options.end_seconds
-        while center.waiting_clients() and time.monotonic() < deadline:
+        while center.waiting_workers() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         self.meet_center()
         center.conclude()

@@ -98,7 +98,7 @@ class SyncGroup(Participant):
         center = self._center
         if center is not None:
             center.set_stage(Stage.ENDING)
-            self._wait_until(lambda: not center.training_clients(), "to send their last changes")
+            self._wait_until(lambda: not center.training_workers(), "to send their last changes")
             center.set_stage(Stage.CLOSED)
         self.vectors.weights.write(self._agreed(center.weights() if center else None))
         if self.vectors.state is not None:
@@ -203,4 +203,4 @@ class SyncGroup(Participant):
 
 def _are_here(center: Center) -> bool:
     """Whether any async worker is present; an ending one first trains, then waits."""
-    return bool(center.training_clients() or center.waiting_clients())
+    return bool(center.training_workers() or center.waiting_workers())

@@ -1,4 +1,4 @@
-"""Assign global batches of an epoch to clients, and count the samples used."""
+"""Assign global batches of an epoch to participants, and count the samples used."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ class TrainingFacts(NamedTuple):
 class SampleLedger:
     """Ledger that hands out each global batch of an epoch once and counts the samples used.
 
-    Clients take batches at their own pace: faster clients take more, and none waits. An epoch is
-    over when all its batches have been handed out. A client may begin the next epoch at once, but
-    is never more than one epoch ahead of the sync group. A batch held by a killed client is not
+    Participants take batches at their own pace: faster ones take more, and none waits. An epoch is
+    over when all its batches have been handed out. A participant may begin the next epoch at once,
+    but is never more than one epoch ahead of the sync group. A batch held by a killed one is not
     handed out again: `claimed` minus `used` shows the loss. A report of samples carries a number: a
     report whose answer was lost can be sent again and counts once.
 
     Args:
         server: the `FunctionServer` to answer on.
         gate: admits callers.
-        num_clients: number of clients; client 0 is the sync group.
+        num_participants: number of participants; participant 0 is the sync group.
     """
 
-    def __init__(self, server: Any, gate: Gate, num_clients: int) -> None:
-        self._num_clients = num_clients
+    def __init__(self, server: Any, gate: Gate, num_participants: int) -> None:
+        self._num_participants = num_participants
         with tf.init_scope(), tf.device("CPU:0"):
             self._next = _variable(tf.zeros([LARGEST_EPOCH], tf.int64))
             self._total = _variable(tf.zeros([], tf.int64))
@@ -83,13 +83,13 @@ class SampleLedger:
             self._first_pass = _variable(tf.zeros([], tf.int64))
             self._run = _variable(tf.zeros([], tf.int64))
             self._num_epochs = _variable(tf.constant(LARGEST_EPOCH, tf.int64))
-            self._claimed = _variable(tf.zeros([num_clients], tf.int64))
-            self._used = _variable(tf.zeros([num_clients], tf.int64))
-            self._counted = _variable(tf.zeros([num_clients], tf.int64))
-            self._last_seen = _variable(tf.zeros([num_clients], tf.float64))
-            self._presence = _variable(tf.zeros([num_clients], tf.int32))
-            self._paces = _variable(tf.zeros([num_clients, PACE_NUMBERS], tf.float64))
-            self._paced = _variable(tf.zeros([num_clients], tf.float64))
+            self._claimed = _variable(tf.zeros([num_participants], tf.int64))
+            self._used = _variable(tf.zeros([num_participants], tf.int64))
+            self._counted = _variable(tf.zeros([num_participants], tf.int64))
+            self._last_seen = _variable(tf.zeros([num_participants], tf.float64))
+            self._presence = _variable(tf.zeros([num_participants], tf.int32))
+            self._paces = _variable(tf.zeros([num_participants, PACE_NUMBERS], tf.float64))
+            self._paced = _variable(tf.zeros([num_participants], tf.float64))
             self._lock = tf.CriticalSection(shared_name="keras_het_ledger")
         claim, pace = [_ONE, _NUMBER, _NUMBER], [_ONE, tf.TensorSpec([PACE_NUMBERS], tf.float64)]
         report, lead = [_ONE, _REPORT, _ONE], [_ONE, _REPORT, tf.TensorSpec([8], tf.int64)]
@@ -111,33 +111,33 @@ class SampleLedger:
         self._epoch.assign(epoch)
 
     def set_stage(self, stage: Stage) -> None:
-        """Announce the stage of training to all clients."""
+        """Announce the stage of training to all participants."""
         self._stage.assign(int(stage))
 
-    def claim(self, client: int, epoch: int, count: int) -> tuple[int, int]:
+    def claim(self, participant: int, epoch: int, count: int) -> tuple[int, int]:
         """Claim the next batches of an epoch, in this process.
 
         Returns:
             The first batch and the number of batches; 0 at the end of the epoch.
         """
         first, granted = self._claim(
-            tf.constant(client), tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)
+            tf.constant(participant), tf.constant(epoch, tf.int64), tf.constant(count, tf.int64)
         )
         return int(first), int(granted)
 
-    def pace(self, client: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Record a client's pace and return the pace of all clients.
+    def pace(self, participant: int, pace: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Record a participant's pace and return the pace of all participants.
 
         Args:
-            client: the client's number.
+            participant: the participant's number.
             pace: samples per second, samples of a step, least seconds between two pushes, and
                 seconds of a pull, 0 if not needed.
 
         Returns:
-            The report of each client, float64 of shape [num_clients, 4], zeros without a report;
-            and seconds since each was last heard from, float64 of shape [num_clients].
+            The report of each participant, one a row, float64, zeros without a report; and seconds
+            since each was last heard from.
         """
-        paces, silence = self._pace(tf.constant(client), tf.constant(pace, tf.float64))
+        paces, silence = self._pace(tf.constant(participant), tf.constant(pace, tf.float64))
         return paces.numpy(), silence.numpy()
 
     @property
@@ -149,18 +149,18 @@ class SampleLedger:
         """Whether all batches of an epoch have been handed out."""
         return int(tf.gather(self._next, epoch)) >= int(self._total)
 
-    def add_used(self, client: int, samples: int) -> None:
-        """Count samples that a client has used."""
-        self._used.scatter_nd_add([[client]], [samples])
+    def add_used(self, participant: int, samples: int) -> None:
+        """Count samples that a participant has used."""
+        self._used.scatter_nd_add([[participant]], [samples])
 
     @property
     def claimed(self) -> np.ndarray:
-        """Global batches handed out to each client, int64 of shape [num_clients]."""
+        """Global batches handed out to each participant, int64 of shape [num_participants]."""
         return self._claimed.numpy()
 
     @property
     def used(self) -> np.ndarray:
-        """Samples that each client has used, int64 of shape [num_clients]."""
+        """Samples that each participant has used, int64 of shape [num_participants]."""
         return self._used.numpy()
 
     def tell(self, taken_until: int = 0) -> None:
@@ -173,7 +173,7 @@ class SampleLedger:
         """Do nothing: counts stay readable in any case."""
 
     def present(self, presence: Presence, within_seconds: float) -> list[int]:
-        """Return clients heard from recently.
+        """Return participants heard from recently.
 
         Args:
             presence: their reported activity.
@@ -181,9 +181,9 @@ class SampleLedger:
         """
         recent = self._last_seen.numpy() > float(tf.timestamp()) - within_seconds
         chosen = np.flatnonzero(recent & (self._presence.numpy() == int(presence)))
-        return [int(client) for client in chosen]
+        return [int(participant) for participant in chosen]
 
-    def _take(self, client: Any, epoch: Any, count: Any) -> Any:
+    def _take(self, participant: Any, epoch: Any, count: Any) -> Any:
         """Hand out batches; in the graph."""
 
         def take() -> Any:
@@ -191,31 +191,31 @@ class SampleLedger:
             left = tf.where(epoch < self._num_epochs, self._total - first, 0)
             granted = tf.clip_by_value(left, 0, count)
             taken = self._next.scatter_nd_update([[epoch]], [first + granted])
-            counted = self._claimed.scatter_nd_add([[client]], [granted])
+            counted = self._claimed.scatter_nd_add([[participant]], [granted])
             with tf.control_dependencies([taken, counted]):
                 return tf.identity(first), tf.identity(granted)
 
         return self._lock.execute(take)
 
-    def _served_claim(self, client: Any, epoch: Any, count: Any) -> Any:
-        known = self._is_known(client) & (count > 0) & (epoch >= 0) & (epoch < LARGEST_EPOCH)
+    def _served_claim(self, participant: Any, epoch: Any, count: Any) -> Any:
+        known = self._is_known(participant) & (count > 0) & (epoch >= 0) & (epoch < LARGEST_EPOCH)
         running = tf.equal(self._stage, int(Stage.RUNNING)) & (epoch <= self._epoch + 1)
 
         def take() -> Any:
-            return _status(Status.OK), *self._claim(client, epoch, count)
+            return _status(Status.OK), *self._claim(participant, epoch, count)
 
         return answer_if(
             known, lambda: answer_if(running, take, Status.WAIT), Status.UNKNOWN_CLIENT
         )
 
-    def _served_report(self, client: Any, used: Any, presence: Any) -> Any:
-        known = self._is_known(client) & tf.reduce_all(used >= 0)
+    def _served_report(self, participant: Any, used: Any, presence: Any) -> Any:
+        known = self._is_known(participant) & tf.reduce_all(used >= 0)
         known &= (presence >= 0) & (presence <= max(Presence))
 
         def note() -> Any:
-            place = [[client]]
+            place = [[participant]]
             notes = [
-                self._lock.execute(lambda: self._count(client, used)),
+                self._lock.execute(lambda: self._count(participant, used)),
                 self._last_seen.scatter_nd_update(place, [tf.timestamp()]),
                 self._presence.scatter_nd_update(place, [presence]),
             ]
@@ -226,7 +226,7 @@ class SampleLedger:
         with tf.control_dependencies([code]):
             admitted = tf.equal(code, int(Status.OK))
             numbers = [self._epoch.read_value(), *(f.read_value() for f in self._facts())]
-            latest = self._counted[tf.where(admitted, client, 0)]
+            latest = self._counted[tf.where(admitted, participant, 0)]
             facts = tf.stack([tf.cast(self._stage, tf.int64), *numbers, latest])
             return code, tf.where(admitted, facts, tf.fill([8], tf.constant(-1, tf.int64)))
 
@@ -235,29 +235,31 @@ class SampleLedger:
         closed = tf.equal(self._stage, int(Stage.CLOSED))
         return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
 
-    def _note_pace(self, client: Any, pace: Any) -> Any:
+    def _note_pace(self, participant: Any, pace: Any) -> Any:
         """Record a pace and return all; in the graph."""
         noted = [
-            self._paces.scatter_nd_update([[client]], [pace]),
-            self._paced.scatter_nd_update([[client]], [tf.timestamp()]),
+            self._paces.scatter_nd_update([[participant]], [pace]),
+            self._paced.scatter_nd_update([[participant]], [tf.timestamp()]),
         ]
         with tf.control_dependencies(noted):
             latest = tf.maximum(self._paced.read_value(), self._last_seen.read_value())
             return self._paces.read_value(), tf.timestamp() - latest
 
-    def _served_pace(self, client: Any, pace: Any) -> Any:
-        known = self._is_known(client) & tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
+    def _served_pace(self, participant: Any, pace: Any) -> Any:
+        known = self._is_known(participant) & tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
         known &= (pace[1] >= 1) & (pace[2] >= 0) & (pace[3] >= 0)
         return answer_if(
-            known, lambda: (_status(Status.OK), *self._pace(client, pace)), Status.UNKNOWN_CLIENT
+            known,
+            lambda: (_status(Status.OK), *self._pace(participant, pace)),
+            Status.UNKNOWN_CLIENT,
         )
 
-    def _served_lead(self, client: Any, used: Any, facts: Any) -> Any:
-        """Set the facts, unless the stage is negative, and return the clients' activities."""
+    def _served_lead(self, participant: Any, used: Any, facts: Any) -> Any:
+        """Set the facts, unless the stage is negative, and return the participants' activities."""
         stage, taken_until, epoch, *numbers = tf.unstack(facts)
 
         def count_and_pass_on() -> Any:
-            counted = self._count(client, used)
+            counted = self._count(participant, used)
             until = tf.where(stage >= 0, taken_until, 0)
             following = tf.maximum(tf.gather(self._next, epoch), until)
             passed_on = self._next.scatter_nd_update([[epoch]], [following])
@@ -278,41 +280,41 @@ class SampleLedger:
             with tf.control_dependencies([noted]):
                 return _status(Status.OK), self._overview()
 
-        known = tf.equal(client, 0) & tf.reduce_all(used >= 0) & (stage <= int(Stage.CLOSED))
+        known = tf.equal(participant, 0) & tf.reduce_all(used >= 0) & (stage <= int(Stage.CLOSED))
         known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
         return answer_if(known, take)
 
-    def _is_known(self, client: Any) -> Any:
-        return (client >= 0) & (client < self._num_clients)
+    def _is_known(self, participant: Any) -> Any:
+        return (participant >= 0) & (participant < self._num_participants)
 
-    def _count(self, client: Any, used: Any) -> Any:
+    def _count(self, participant: Any, used: Any) -> Any:
         """Count samples unless their report has been counted; in the graph, under the lock.
 
         Args:
-            client: the client that used them.
+            participant: the participant that used them.
             used: number of the report, 0 for none; and number of samples.
         """
         number, samples = tf.unstack(used)
 
-        is_new = tf.equal(number, 0) | (number > self._counted[client])
-        latest = tf.maximum(number, self._counted[client])
-        added = self._used.scatter_nd_add([[client]], [tf.where(is_new, samples, 0)])
+        is_new = tf.equal(number, 0) | (number > self._counted[participant])
+        latest = tf.maximum(number, self._counted[participant])
+        added = self._used.scatter_nd_add([[participant]], [tf.where(is_new, samples, 0)])
         with tf.control_dependencies([added]):
-            return self._counted.scatter_nd_update([[client]], [latest])[client]
+            return self._counted.scatter_nd_update([[participant]], [latest])[participant]
 
     def _facts(self) -> tuple[Any, ...]:
         """Return the variables of `TrainingFacts`, in its order."""
         return (self._total, self._fingerprint, self._first_pass, self._run, self._num_epochs)
 
     def _overview(self) -> Any:
-        """Per client: presence, silence in seconds, batches, samples, batches left, report."""
+        """Per participant: presence, silence in seconds, batches, samples, batches left, report."""
         left = self._total - tf.gather(self._next, self._epoch)
         columns = (
             self._presence.read_value(),
             tf.timestamp() - self._last_seen,
             self._claimed.read_value(),
             self._used.read_value(),
-            tf.fill([self._num_clients], left),
+            tf.fill([self._num_participants], left),
             self._counted.read_value(),
         )
         return tf.stack([tf.cast(column, tf.float64) for column in columns], axis=1)

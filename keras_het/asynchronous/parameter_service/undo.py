@@ -74,7 +74,7 @@ def apply_rule(
 def _apply_or_undo(
     rule: UpdateRule, part: Part, change: Any, meta: PushMeta
 ) -> tuple[Any, Any, Any]:
-    before = Undo(part, meta.client, rule.rows_of_workers)
+    before = Undo(part, meta.worker, rule.rows_of_workers)
     answer = rule.update(part.center, part.slots, change, meta)
 
     def leave() -> tuple[Any, Any, Any]:

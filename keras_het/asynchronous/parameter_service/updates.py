@@ -89,7 +89,7 @@ class Updates:
 
     def is_turn(self, part: Part, meta: PushMeta) -> Any:
         """Whether a worker may push, for a rule whose workers wait for each other; bool scalar."""
-        with tf.control_dependencies([self._rule.note_presence(part.slots, meta.client)]):
+        with tf.control_dependencies([self._rule.note_presence(part.slots, meta.worker)]):
             return self._rule.is_turn(part.slots, meta)
 
     def is_stale(self, part: Part, version: Any) -> Any:

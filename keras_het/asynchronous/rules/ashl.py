@@ -185,14 +185,14 @@ class ASHL(SendsChange):
             slots["samples"] = tf.Variable(tf.zeros(workers), trainable=False)
         return slots
 
-    def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
+    def signal(self, slots: dict[str, Any], worker: Any, signal: Any) -> Any:
         """Begin the second stage once the loss is reached; stop waiting for workers that leave."""
         reached = tf.cast(tf.equal(signal, int(Signal.LOSS_REACHED)), tf.float32)
         stage = slots["second_stage"].assign(
             tf.maximum(slots["second_stage"], reached), read_value=True
         )
         leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.int64)
-        far_ahead = leaves * _FAR * tf.one_hot(client, self.num_workers, dtype=tf.int64)
+        far_ahead = leaves * _FAR * tf.one_hot(worker, self.num_workers, dtype=tf.int64)
         with tf.control_dependencies([slots["pushes"].assign_add(far_ahead)]):
             return tf.cast(stage, tf.int32)
 
@@ -206,12 +206,12 @@ class ASHL(SendsChange):
         """Whether the loss of the second stage is reached."""
         return bool(self.is_second_stage(loss))
 
-    def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
+    def note_presence(self, slots: dict[str, Any], worker: Any) -> Any:
         """Record that a pushing worker has not left: it continues level with the slowest."""
         pushes = slots["pushes"].read_value()
         slowest = tf.reduce_min(pushes)
         beside = tf.where(slowest >= _FAR, tf.zeros_like(slowest), slowest)
-        own = tf.clip_by_value(client, 0, self.num_workers - 1)
+        own = tf.clip_by_value(worker, 0, self.num_workers - 1)
         now = tf.where(pushes[own] >= _FAR, beside, pushes[own])
         return slots["pushes"].scatter_nd_update([[own]], [now])
 
@@ -248,7 +248,7 @@ class ASHL(SendsChange):
         return tf.math.divide_no_nan(sums[worker], total)
 
     def _worker(self, meta: PushMeta) -> Any:
-        return tf.clip_by_value(meta.client, 0, self.num_workers - 1)
+        return tf.clip_by_value(meta.worker, 0, self.num_workers - 1)
 
     def is_second_stage(self, loss: Any) -> Any:
         """Whether a training with this loss is in the second stage.

@@ -79,22 +79,22 @@ class DelayCompensated(SendsGradient):
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Take one compensated step against the gradient `change`."""
-        client = tf.clip_by_value(meta.client, 0, self.num_workers - 1)
+        worker = tf.clip_by_value(meta.worker, 0, self.num_workers - 1)
         seen_version = meta.version - tf.cast(meta.staleness, tf.int64)
-        known = (seen_version > 0) & tf.equal(seen_version, slots["seen_version"][client])
+        known = (seen_version > 0) & tf.equal(seen_version, slots["seen_version"][worker])
         # Gathered: an index would first copy the rows of all workers.
-        moved = tf.where(known, center - tf.gather(slots["seen"], client), tf.zeros_like(change))
+        moved = tf.where(known, center - tf.gather(slots["seen"], worker), tf.zeros_like(change))
         square = change * change
         strength: Any = self.compensation
         if self.decay is not None:
-            mean = self.decay * tf.gather(slots["mean_square"], client)
+            mean = self.decay * tf.gather(slots["mean_square"], worker)
             mean += (1 - self.decay) * square
-            _set_row(slots["mean_square"], client, mean)
+            _set_row(slots["mean_square"], worker, mean)
             strength = self.compensation * tf.math.rsqrt(mean + _EPSILON)
         center.assign_sub(self.learning_rate * (change + strength * square * moved))
         answer = center.read_value()
-        _set_row(slots["seen"], client, answer)
-        _set_row(slots["seen_version"], client, meta.version + 1)
+        _set_row(slots["seen"], worker, answer)
+        _set_row(slots["seen_version"], worker, meta.version + 1)
         return answer
 
 

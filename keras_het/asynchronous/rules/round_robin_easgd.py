@@ -47,12 +47,12 @@ class RoundRobinEASGD(ElasticAveraging):
         del size
         return {"turn": (), "left": (self.num_workers,)}
 
-    def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
+    def note_presence(self, slots: dict[str, Any], worker: Any) -> Any:
         """Record that a pushing worker has not left: it gets its turns again.
 
         If all had left, the turn may lie with a worker that never comes back: it moves on.
         """
-        left = slots["left"] * (1.0 - tf.one_hot(client, self.num_workers))
+        left = slots["left"] * (1.0 - tf.one_hot(worker, self.num_workers))
         holder = tf.cast(slots["turn"], tf.int32)
         has_left = tf.gather(left, holder) > 0
         turn = tf.where(has_left, self._next(left, holder), slots["turn"])
@@ -61,7 +61,7 @@ class RoundRobinEASGD(ElasticAveraging):
 
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
         """Whether it is the worker's turn."""
-        return tf.equal(tf.cast(meta.client, tf.float32), slots["turn"])
+        return tf.equal(tf.cast(meta.worker, tf.float32), slots["turn"])
 
     def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
         """Move the center and pass the turn to the next worker that is still present."""
@@ -70,21 +70,21 @@ class RoundRobinEASGD(ElasticAveraging):
 
     def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
         """Pass the turn to the next worker that is still present."""
-        following = self._next(slots["left"].read_value(), meta.client)
+        following = self._next(slots["left"].read_value(), meta.worker)
         return slots["turn"].assign(following, read_value=True)
 
-    def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
+    def signal(self, slots: dict[str, Any], worker: Any, signal: Any) -> Any:
         """Skip a worker that leaves from now on."""
         leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.float32)
-        left = tf.maximum(slots["left"], leaves * tf.one_hot(client, self.num_workers))
-        is_its_turn = tf.equal(slots["turn"], tf.cast(client, tf.float32))
+        left = tf.maximum(slots["left"], leaves * tf.one_hot(worker, self.num_workers))
+        is_its_turn = tf.equal(slots["turn"], tf.cast(worker, tf.float32))
         passes = is_its_turn & tf.equal(signal, int(Signal.LEAVE))
-        turn = tf.where(passes, self._next(left, client), slots["turn"])
+        turn = tf.where(passes, self._next(left, worker), slots["turn"])
         with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
             return tf.constant(0)
 
-    def _next(self, left: Any, client: Any) -> Any:
-        """Return the first worker after `client` that has not left, itself last."""
-        order = (client + 1 + tf.range(self.num_workers)) % self.num_workers
+    def _next(self, left: Any, worker: Any) -> Any:
+        """Return the first worker after `worker` that has not left, itself last."""
+        order = (worker + 1 + tf.range(self.num_workers)) % self.num_workers
         first = tf.argmin(tf.gather(left, order))
         return tf.cast(order[first], tf.float32)

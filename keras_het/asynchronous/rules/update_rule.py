@@ -29,7 +29,7 @@ class PushMeta(NamedTuple):
     """Metadata of a push, in the graph.
 
     Args:
-        client: the worker's number, int32 scalar.
+        worker: the worker's number, int32 scalar.
         samples: number of samples behind the change, float32 scalar.
         staleness: number of updates of this part of the center since the worker last saw it,
             float32 scalar.
@@ -37,7 +37,7 @@ class PushMeta(NamedTuple):
             counted.
     """
 
-    client: Any
+    worker: Any
     samples: Any
     staleness: Any
     version: Any = None
@@ -58,7 +58,7 @@ class UpdateRule(NamedSettings, abc.ABC):
     3. `receive` returns the weights after the answer, which becomes `seen`.
 
     Attributes:
-        name: the name in the registry, on which client and service must agree.
+        name: the name in the registry, on which worker and service must agree.
         is_atomic: whether pushes to a part run one after another, so that none is lost.
         may_wait: whether `is_turn` can be false; the service calls it only then.
         uses_gradients: whether messages are gradients. The worker must not step by itself then: it
@@ -105,19 +105,19 @@ class UpdateRule(NamedSettings, abc.ABC):
             for name, shape in self.slots(int(center.shape[0])).items()
         }
 
-    def note_presence(self, slots: dict[str, Any], client: Any) -> Any:
+    def note_presence(self, slots: dict[str, Any], worker: Any) -> Any:
         """Record that a worker pushes: it may have been given up before.
 
         Called in the graph, under the part's lock, before `is_turn`, only if `may_wait`.
 
         Args:
             slots: the variables of `create_slots`.
-            client: the worker's number, int32 scalar.
+            worker: the worker's number, int32 scalar.
 
         Returns:
             A tensor that exists once this is done.
         """
-        del slots, client
+        del slots, worker
         return tf.constant(True)
 
     def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
@@ -235,18 +235,18 @@ class UpdateRule(NamedSettings, abc.ABC):
         del start, num_workers
         return weights
 
-    def signal(self, slots: dict[str, Any], client: Any, signal: Any) -> Any:
+    def signal(self, slots: dict[str, Any], worker: Any, signal: Any) -> Any:
         """Handle a worker's signal; called in the graph, under the part's lock.
 
         Args:
             slots: the variables of `create_slots`.
-            client: the worker's number, int32 scalar.
+            worker: the worker's number, int32 scalar.
             signal: a `Signal`, int32 scalar.
 
         Returns:
             The stage of training, int32 scalar; 0 for rules without stages.
         """
-        del slots, client, signal
+        del slots, worker, signal
         return tf.constant(0)
 
     def local_steps(self, worker: int, stage: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Client of a sample ledger in another process."""
+"""Connection to a sample ledger in another process."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ class LedgerFacts:
     training: TrainingFacts
 
 
-class LedgerClient:
-    """Client of a `SampleLedger`.
+class LedgerConnection:
+    """One participant's connection to a `SampleLedger`.
 
     Args:
         address: "host:port" of the service.
         credential: the same as the service's.
-        client: this worker's number; 0 is the sync group.
+        participant: this worker's number; 0 is the sync group.
         timeout_seconds: timeout of each message.
     """
 
     def __init__(
-        self, address: str, credential: bytes, client: int, timeout_seconds: float
+        self, address: str, credential: bytes, participant: int, timeout_seconds: float
     ) -> None:
         self._service = FunctionClient(address, credential, timeout_seconds)
-        self._client = tf.constant(client)
+        self._participant = tf.constant(participant)
         self._used = UsedSamples()
 
     def claim(self, epoch: int, count: int = 1) -> tuple[Status, int, int]:
@@ -146,18 +146,18 @@ class LedgerClient:
 
         Args:
             method: the function's name.
-            arguments: arguments after credential and client number.
+            arguments: arguments after credential and number of the participant.
             specs: types of the answer, a status first.
 
         Raises:
             ServiceLostError: if no answer arrives in time.
             PermissionError: if the ledger refuses this worker.
         """
-        name, message = f"{PREFIX}{method}", [self._client, *arguments]
+        name, message = f"{PREFIX}{method}", [self._participant, *arguments]
         return self._admitted(lambda: self._service.ask(name, message, specs))
 
     def _start(self, method: str, arguments: list[Any], specs: Any) -> Any:
-        return self._service.call(f"{PREFIX}{method}", [self._client, *arguments], specs)
+        return self._service.call(f"{PREFIX}{method}", [self._participant, *arguments], specs)
 
     def _admitted(self, wait: Callable[[], Any]) -> Any:
         """Wait for an answer, and check that the ledger admits this worker."""
