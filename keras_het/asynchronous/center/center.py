@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
+import tensorflow as tf
 
 from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.center.leader_ledger import LeaderLedger
@@ -18,6 +19,7 @@ from keras_het.asynchronous.center.vector_exchange import (
     NoCenterError,
     VectorExchange,
 )
+from keras_het.asynchronous.exchange.participant import Participant
 from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 from keras_het.asynchronous.parameter_service.sample_ledger import (
     LEADER,
@@ -82,7 +84,7 @@ class Center:
         PermissionError: if a process refuses this group.
     """
 
-    def __init__(self, leader: Any, parts: LocalParts | RemoteParts) -> None:
+    def __init__(self, leader: Participant, parts: LocalParts | RemoteParts) -> None:
         self._leader, self._options, self._parts = leader, leader.options, parts
         self._waits = leader.rule.uses_gradients or parts.answers_at_once
         training_state = leader.strategy._training_state
@@ -132,8 +134,13 @@ class Center:
         self._try(self.ledger.tell, None)
 
     def exchange(
-        self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool = False
-    ) -> list[Any]:
+        self,
+        weights: list[tf.Tensor],
+        state: list[tf.Tensor],
+        samples: int,
+        push: bool,
+        wait: bool = False,
+    ) -> list[tf.Tensor]:
         """Exchange the group's weights and moving statistics with the center.
 
         Args:
@@ -189,17 +196,17 @@ class Center:
         """
         return self._try(lambda: self.ledger.pace(LEADER, pace), None)
 
-    def weights(self) -> list[Any]:
+    def weights(self) -> list[tf.Tensor]:
         """The center, one vector for each partition; the group's weights without a service."""
         own = self._leader.vectors.weights.read()
         return self._try(lambda: self.engine.weights.pull(exact=True), own)
 
-    def state(self) -> list[Any]:
+    def state(self) -> list[tf.Tensor]:
         """The center of the moving statistics, in the same form."""
-        state = self.engine.state
-        return [] if state is None else self._try(state.pull, self._leader.vectors.state.read())
+        state, own = self.engine.state, self._leader.vectors.state
+        return [] if state is None or own is None else self._try(state.pull, own.read())
 
-    def versions(self) -> Any:
+    def versions(self) -> np.ndarray:
         """Last known number of updates of each partition of the weights."""
         if not self._is_closed:
             self._try(self.engine.weights.pull, None)
@@ -243,8 +250,8 @@ class Center:
         self._parts.open_directory()
 
     def _exchange(
-        self, weights: list[Any], state: list[Any], samples: int, push: bool, wait: bool
-    ) -> list[Any]:
+        self, weights: list[tf.Tensor], state: list[tf.Tensor], samples: int, push: bool, wait: bool
+    ) -> list[tf.Tensor]:
         """Continue from the last answer, and send again."""
         engine = self.engine
         state = engine.exchange_state(state, samples)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import tensorflow as tf
 
 from keras_het.asynchronous.center.return_watch import ReturnWatch
 from keras_het.asynchronous.center.vector_exchange import Pending, VectorExchange
@@ -39,7 +41,7 @@ class ExchangeEngine:
         self,
         weights: VectorExchange,
         state: VectorExchange | None,
-        ask: Callable[[], Any],
+        ask: Callable[[], object],
         options: HybridOptions,
         name: str,
         note_loss: Callable[[ServiceLostError], None],
@@ -63,7 +65,7 @@ class ExchangeEngine:
         pending = [each.push for each in (self.pending, self.pending_state) if each is not None]
         return bool(pending) and all(push.has_answer for push in pending)
 
-    def attach(self) -> tuple[list[Any], list[Any]]:
+    def attach(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Fetch the center of weights and moving statistics, from which to start; forget pushes.
 
         Raises:
@@ -77,12 +79,12 @@ class ExchangeEngine:
         self.pending = self.pending_state = None
         return weights, state
 
-    def send(self, weights: list[Any], samples: int) -> list[Any]:
+    def send(self, weights: list[tf.Tensor], samples: int) -> list[tf.Tensor]:
         """Send weights; return those to continue from while they travel."""
         self.pending = self.weights.send(weights, samples)
         return self.pending.sent
 
-    def send_state(self, state: list[Any], samples: int) -> None:
+    def send_state(self, state: list[tf.Tensor], samples: int) -> None:
         """Send moving statistics."""
         if self.state is not None:
             self.pending_state = self.state.send(state, samples)
@@ -93,21 +95,21 @@ class ExchangeEngine:
             if each is not None:
                 each.push.watch()
 
-    def receive(self, weights: list[Any]) -> list[Any]:
+    def receive(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Wait for the answer in flight, if any; return the weights from which to continue."""
         if self.pending is not None:
             weights = self.weights.finish(self.pending, weights)
             self.pending = None
         return weights
 
-    def receive_state(self, state: list[Any]) -> list[Any]:
+    def receive_state(self, state: list[tf.Tensor]) -> list[tf.Tensor]:
         """Wait for the answer in flight, if any; return moving statistics to continue from."""
         if self.pending_state is not None and self.state is not None:
             state = self.state.finish(self.pending_state, state)
             self.pending_state = None
         return state
 
-    def exchange_state(self, state: list[Any], samples: int) -> list[Any]:
+    def exchange_state(self, state: list[tf.Tensor], samples: int) -> list[tf.Tensor]:
         """Exchange moving statistics and wait; what is lost in between is not sent again."""
         if self.state is None:
             return state
@@ -123,7 +125,7 @@ class ExchangeEngine:
         if self.state is not None:
             self.state.meet_again(self.pending_state)
 
-    def attached_again(self, weights: list[Any], num_participants: int) -> list[Any]:
+    def attached_again(self, weights: list[tf.Tensor], num_participants: int) -> list[tf.Tensor]:
         """End the loss once all parts answer: a failed try must not scale progress again.
 
         Args:

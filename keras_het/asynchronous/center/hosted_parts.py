@@ -6,10 +6,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_het.asynchronous.center.service_spec import ServiceSpec
+from keras_het.asynchronous.center.service_spec import ServiceSpec, Shapes
 from keras_het.asynchronous.exchange.participant import STATE_PREFIX, WEIGHTS_PREFIX
 from keras_het.asynchronous.parameter_service import ParameterService, Partitions, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import SampleLedger
+from keras_het.asynchronous.rules import UpdateRule
 from keras_het.rpc.admission import Status
 from keras_het.rpc.function_server import FunctionServer
 from keras_het.rpc.gate import Gate
@@ -36,10 +37,15 @@ class HostedParts:
     """
 
     def __init__(
-        self, address: str, place: int, spec: ServiceSpec, secret: bytes, rules: Any = None
+        self,
+        address: str,
+        place: int,
+        spec: ServiceSpec,
+        secret: bytes,
+        rules: tuple[UpdateRule, UpdateRule] | None = None,
     ) -> None:
         self.address = address
-        own: tuple[Any, Any] = spec.make_rules() if rules is None else rules
+        own = spec.make_rules() if rules is None else rules
         self.rule, self.state_rule = own
         self.server = FunctionServer(address)
         self.spec, self._place = spec, place
@@ -82,7 +88,9 @@ class HostedParts:
         """Whether the leader has announced the end of training."""
         return bool(self._is_closed)
 
-    def _service(self, shapes: Any, rule: Any, prefix: str, **options: Any) -> ParameterService:
+    def _service(
+        self, shapes: Shapes, rule: UpdateRule, prefix: str, **options: Any
+    ) -> ParameterService:
         partitions = Partitions(shapes, self.spec.partition_size)
         places = spread_partitions(partitions.sizes, self.spec.num_services)
         return ParameterService(
@@ -98,9 +106,9 @@ class HostedParts:
             **options,
         )
 
-    def _directory_function(self) -> Any:
+    def _directory_function(self) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
-        def directory(addresses: Any) -> Any:
+        def directory(addresses: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             """Return the location of the parts; the leader sets it by passing `addresses`."""
             is_set = tf.greater(tf.strings.length(addresses), 0)
             tf.cond(is_set, lambda: self._set(addresses), lambda: tf.constant(True))
@@ -108,13 +116,13 @@ class HostedParts:
 
         return directory
 
-    def _set(self, addresses: Any) -> Any:
+    def _set(self, addresses: tf.Tensor) -> tf.Tensor:
         self._addresses.assign(addresses)
         return tf.constant(True)
 
-    def _close_function(self) -> Any:
+    def _close_function(self) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[], autograph=False)
-        def close() -> Any:
+        def close() -> tf.Tensor:
             self._is_closed.assign(True)
             return tf.constant(int(Status.OK))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -99,7 +98,7 @@ class LeaderLedger:
             facts = [stage, taken_until, self._epoch, *self._training]
             specs = (tf.TensorSpec([], tf.int32), tf.TensorSpec([None, 6], tf.float64))
             used = tf.constant(self._used.report(), tf.int64)
-            arguments: list[Any] = [used, tf.constant(facts, tf.int64)]
+            arguments: list[tf.Tensor] = [used, tf.constant(facts, tf.int64)]
             self._latest = self._connection.ask("lead", arguments, specs)[1].numpy()
             self._used.answered(int(self._latest[0, 5]))
         return self._latest

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from keras_het.asynchronous.center.hosted_parts import HostedParts
 from keras_het.asynchronous.center.service_spec import spec_of
+from keras_het.asynchronous.exchange.participant import Participant
 from keras_het.asynchronous.parameter_service.local_transport import LocalTransport
 from keras_het.asynchronous.parameter_service.sample_ledger import LEADER, SampleLedger
 
@@ -31,7 +32,7 @@ class LocalParts:
     answers_at_once = True
     awaits_center = False
 
-    def __init__(self, leader: Any, address: str) -> None:
+    def __init__(self, leader: Participant, address: str) -> None:
         self._leader, self.addresses = leader, [address]
         rules = leader.rule, leader.state_rule
         self._hosted = HostedParts(address, 0, spec_of(leader, 1), leader.secret, rules)
@@ -53,7 +54,7 @@ class LocalParts:
         self._weights.set_partitions(vectors.weights.read())
         if not self._leader.rule.may_wait:
             self._weights.prepare_local_exchange()
-        if self._state is not None:
+        if self._state is not None and vectors.state is not None:
             self._state.set_partitions(vectors.state.read())
         if saved is not None:
             self._weights.set_state(saved)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -40,7 +39,7 @@ class Offers:
         """
 
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
-        def offer(text: Any) -> Any:
+        def offer(text: tf.Tensor) -> tf.Tensor:
             self._text.assign(text)
             return tf.constant(int(Status.OK))
 

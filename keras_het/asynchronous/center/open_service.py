@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,9 @@ from keras_het.asynchronous.center.hosted_parts import HostedParts
 from keras_het.asynchronous.center.local_parts import LocalParts
 from keras_het.asynchronous.center.remote_parts import RemoteParts
 from keras_het.asynchronous.center.service_spec import spec_of
+from keras_het.asynchronous.exchange.participant import Participant
 from keras_het.strategy.cluster.cluster_address import free_port
+from keras_het.strategy.cluster.cluster_config import config_of
 
 
 @dataclasses.dataclass
@@ -35,7 +36,7 @@ class OpenService:
             self.parts.close()
 
 
-def join_service(participant: Any) -> OpenService:
+def join_service(participant: Participant) -> OpenService:
     """Start the parts of the service that belong to this task; the leader then connects.
 
     Args:
@@ -46,7 +47,7 @@ def join_service(participant: Any) -> OpenService:
         PermissionError: if a process refuses this training.
     """
     strategy, options = participant.strategy, participant.options
-    config = strategy.cluster_config
+    config = config_of(strategy)
     tasks = list(config.service_addresses())
     if options.spreads_service:
         return _spread(participant, tasks)
@@ -60,10 +61,10 @@ def join_service(participant: Any) -> OpenService:
     return OpenService(Center(participant, LocalParts(participant, config.service_address())))
 
 
-def _spread(participant: Any, tasks: list[str]) -> OpenService:
+def _spread(participant: Participant, tasks: list[str]) -> OpenService:
     """Give a part to every member of the sync group and every task of the job `ps`."""
     strategy = participant.strategy
-    config, extended = strategy.cluster_config, strategy.extended
+    config, extended = config_of(strategy), strategy.extended
     hosts = [address.rpartition(":")[0] for address in config.sync_group_addresses]
     own = hosts[strategy.worker_index]
     port = free_port(own)
@@ -81,7 +82,7 @@ def _spread(participant: Any, tasks: list[str]) -> OpenService:
     return OpenService(Center(participant, RemoteParts(participant, everyone, tasks)), parts)
 
 
-def _start_parts(participant: Any, address: str, place: int, count: int) -> HostedParts:
+def _start_parts(participant: Participant, address: str, place: int, count: int) -> HostedParts:
     rules = participant.rule, participant.state_rule
     parts = HostedParts(address, place, spec_of(participant, count), participant.secret, rules)
     parts.start()

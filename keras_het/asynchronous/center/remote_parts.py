@@ -12,9 +12,10 @@ from keras_het.asynchronous.center.hosted_parts import CLOSE, DIRECTORY
 from keras_het.asynchronous.center.leader_ledger import LeaderLedger
 from keras_het.asynchronous.center.offers import make_offer
 from keras_het.asynchronous.center.service_connection import connect
-from keras_het.asynchronous.center.service_spec import spec_of
-from keras_het.asynchronous.exchange.participant import STATE_PREFIX, WEIGHTS_PREFIX
-from keras_het.asynchronous.parameter_service import ParameterClient
+from keras_het.asynchronous.center.service_spec import ServiceSpec, spec_of
+from keras_het.asynchronous.exchange.model_vectors import VariableVectors
+from keras_het.asynchronous.exchange.participant import STATE_PREFIX, WEIGHTS_PREFIX, Participant
+from keras_het.asynchronous.parameter_service import ParameterClient, Wire
 from keras_het.asynchronous.parameter_service.ledger_connection import (
     LedgerConnection,
     ServiceLostError,
@@ -47,7 +48,7 @@ class RemoteParts:
     answers_at_once = False
     awaits_center = False
 
-    def __init__(self, leader: Any, addresses: Sequence[str], tasks: Sequence[str]) -> None:
+    def __init__(self, leader: Participant, addresses: Sequence[str], tasks: Sequence[str]) -> None:
         self._leader = leader
         self.addresses, self._tasks = list(addresses), list(tasks)
         options, vectors = leader.options, leader.vectors
@@ -57,8 +58,8 @@ class RemoteParts:
             lambda: self._client(vectors.weights, WEIGHTS_PREFIX, options.weights_wire), seconds
         )
         self.state: ParameterClient | None = None
-        if vectors.state is not None:
-            self.state = connect(lambda: self._client(vectors.state, STATE_PREFIX, None), seconds)
+        if (state := vectors.state) is not None:
+            self.state = connect(lambda: self._client(state, STATE_PREFIX, None), seconds)
         asked = LedgerConnection(addresses[0], leader.credential, LEADER, options.timeout_seconds)
         self.ledger = LeaderLedger(asked)
 
@@ -77,7 +78,7 @@ class RemoteParts:
         if saved is not None:
             states = from_arrays(saved, len(vectors.weights.partitions.sizes))
         self.weights.restore(vectors.weights.read(), states)
-        if self.state is not None:
+        if self.state is not None and vectors.state is not None:
             self.state.restore(vectors.state.read())
 
     def exported(self) -> dict[str, np.ndarray]:
@@ -172,18 +173,26 @@ class RemoteParts:
             place = self.addresses.index(address)
             connect(_offering(leader, address, spec, place), patience)
 
-    def _client(self, vectors: Any, prefix: str, wire: Any) -> ParameterClient:
+    def _client(self, vectors: VariableVectors, prefix: str, wire: Wire | None) -> ParameterClient:
         seconds, proof = self._leader.options.timeout_seconds, self._leader.credential
         return ParameterClient(
             self.addresses, vectors.partitions, proof, LEADER, seconds, wire, prefix
         )
 
-    def _tell(self, address: str, method: str, arguments: list[Any], specs: Any) -> Any:
+    def _tell(
+        self,
+        address: str,
+        method: str,
+        arguments: list[tf.Tensor],
+        specs: tf.TensorSpec | tuple[tf.TensorSpec, ...],
+    ) -> Any:
         leader = self._leader
         client = FunctionClient(address, leader.credential, leader.options.timeout_seconds)
         return client.ask(method, arguments, specs)
 
 
-def _offering(leader: Any, address: str, spec: Any, place: int) -> Callable[[], None]:
+def _offering(
+    leader: Participant, address: str, spec: ServiceSpec, place: int
+) -> Callable[[], None]:
     seconds = leader.options.timeout_seconds
     return lambda: make_offer(address, leader.secret, spec, place, seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 
@@ -28,7 +27,7 @@ class ReturnWatch:
         timeout_seconds: timeout of a message.
     """
 
-    def __init__(self, ask: Callable[[], Any], timeout_seconds: float) -> None:
+    def __init__(self, ask: Callable[[], object], timeout_seconds: float) -> None:
         self._ask = ask
         self._first_pause = timeout_seconds / _QUESTIONS_IN_TIMEOUT
         self._largest_pause = _LARGEST_PAUSE * timeout_seconds

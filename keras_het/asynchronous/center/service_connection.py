@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -14,6 +15,7 @@ from keras_het.asynchronous.center.vector_exchange import VectorExchange
 from keras_het.asynchronous.exchange.participant import (
     STATE_PREFIX,
     WEIGHTS_PREFIX,
+    Participant,
     first_async_participant,
 )
 from keras_het.asynchronous.parameter_service import ParameterClient
@@ -23,14 +25,16 @@ from keras_het.asynchronous.parameter_service.ledger_connection import (
 )
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence, Stage
 from keras_het.rpc.function_client import FunctionClient
+from keras_het.strategy.cluster.cluster_config import config_of
 
 _POLL_SECONDS = 0.05
+MadeT = TypeVar("MadeT")
 _SILENT_SECONDS = 10.0  # of waiting for a service that has yet to start
 _logger = logging.getLogger("keras_het")
 _WAITS = "No parameter service for %.0f s; waiting up to %g s for it to start. %s(%s)"
 
 
-def connect(make: Any, wait_seconds: float, hint: str = "") -> Any:
+def connect(make: Callable[[], MadeT], wait_seconds: float, hint: str = "") -> MadeT:
     """Call `make` until the service is present; report a long wait once.
 
     Args:
@@ -73,7 +77,7 @@ class Connection:
     heartbeat: LedgerConnection
 
 
-def open_connection(participant: Any, number: int) -> Connection:
+def open_connection(participant: Participant, number: int) -> Connection:
     """Connect to weights, moving statistics and ledger of a service.
 
     Args:
@@ -85,32 +89,25 @@ def open_connection(participant: Any, number: int) -> Connection:
         PermissionError: if the service refuses this worker.
     """
     options, vectors = participant.options, participant.vectors
-    first = participant.strategy.cluster_config.service_address()
-    common = {
-        "credential": participant.credential,
-        "client": number,
-        "timeout_seconds": options.timeout_seconds,
-    }
-    ledger = LedgerConnection(first, **common)
+    first = config_of(participant.strategy).service_address()
+    access = participant.credential, number, options.timeout_seconds
+    ledger = LedgerConnection(first, *access)
     addresses = _find_addresses(participant, ledger, first)
+    wire = options.wire_of(number - first_async_participant(participant.strategy))
     weights = ParameterClient(
-        addresses,
-        vectors.weights.partitions,
-        wire=options.wire_of(number - first_async_participant(participant.strategy)),
-        prefix=WEIGHTS_PREFIX,
-        **common,
+        addresses, vectors.weights.partitions, *access, wire, prefix=WEIGHTS_PREFIX
     )
     state = None
     if vectors.state is not None:
-        client_of_state = ParameterClient(
-            addresses, vectors.state.partitions, prefix=STATE_PREFIX, **common
+        transport = ParameterClient(
+            addresses, vectors.state.partitions, *access, prefix=STATE_PREFIX
         )
-        state = VectorExchange(client_of_state, participant.state_rule)
+        state = VectorExchange(transport, participant.state_rule)
     center = VectorExchange(weights, participant.rule)
-    return Connection(center, state, ledger, LedgerConnection(first, **common))
+    return Connection(center, state, ledger, LedgerConnection(first, *access))
 
 
-def _find_addresses(participant: Any, ledger: LedgerConnection, first: str) -> list[str]:
+def _find_addresses(participant: Participant, ledger: LedgerConnection, first: str) -> list[str]:
     """Ask the first process of the service for the addresses of the others."""
     seconds = participant.options.timeout_seconds
     directory = FunctionClient(first, participant.credential, seconds)

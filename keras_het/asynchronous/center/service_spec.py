@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+from keras_het.asynchronous.exchange.participant import Participant
 from keras_het.asynchronous.parameter_service.wire import Wire, wire_named
 from keras_het.asynchronous.rules import UpdateRule, get, serialize
 
@@ -81,7 +82,7 @@ class ServiceSpec:
             ) from error
 
 
-def spec_of(participant: Any, num_services: int) -> ServiceSpec:
+def spec_of(participant: Participant, num_services: int) -> ServiceSpec:
     """Describe the training of a participant.
 
     Args:

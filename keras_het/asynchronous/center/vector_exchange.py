@@ -6,16 +6,21 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_het.asynchronous.parameter_service import NO_ANSWER, ParameterClient, Status, TopKWire
+from keras_het.asynchronous.parameter_service import (
+    NO_ANSWER,
+    Answer,
+    ParameterClient,
+    Status,
+    TopKWire,
+)
 from keras_het.asynchronous.parameter_service.client import PendingPush
 from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
 from keras_het.asynchronous.parameter_service.local_transport import LocalTransport
-from keras_het.asynchronous.rules import Signal
+from keras_het.asynchronous.rules import Signal, UpdateRule
 from keras_het.rpc.admission import DIVERGED
 
 _TURN_SECONDS = (0.002, 0.016)  # first and longest pause between two questions about the turn
@@ -45,9 +50,9 @@ class Pending:
 
     push: PendingPush
     samples: int
-    versions: Any
+    versions: np.ndarray
     sequence: int
-    sent: list[Any]
+    sent: list[tf.Tensor]
     had_to_wait: bool = False
 
 
@@ -63,12 +68,12 @@ class VectorExchange:
         lost_gradient: whether the latest push was a gradient of which no part was taken.
     """
 
-    def __init__(self, transport: ParameterClient | LocalTransport, rule: Any) -> None:
+    def __init__(self, transport: ParameterClient | LocalTransport, rule: UpdateRule) -> None:
         self._transport, self._rule = transport, rule
-        self.seen: list[Any] = []
+        self.seen: list[tf.Tensor] = []
         self._versions = np.zeros(len(transport.partitions.sizes), np.int64)
         self._latest_versions = self._versions
-        self._residuals: list[Any] | None = None
+        self._residuals: list[tf.Tensor] | None = None
         # An earlier process with this number may still have messages in flight.
         self._sequence = transport.latest_sequence() + _ROOM_FOR_STRAGGLERS
         self._has_warned = self._has_warned_of_loss = False
@@ -80,7 +85,7 @@ class VectorExchange:
         return self._was_stale and not self._rule.uses_gradients
 
     @property
-    def latest_versions(self) -> Any:
+    def latest_versions(self) -> np.ndarray:
         """Latest known version of each partition; the weights may have an older one."""
         return self._latest_versions
 
@@ -97,7 +102,7 @@ class VectorExchange:
         """Send a signal to the rule; return the stage of training, None without a timely answer."""
         return self._transport.signal(signal)
 
-    def pull(self, exact: bool = False) -> list[Any]:
+    def pull(self, exact: bool = False) -> list[tf.Tensor]:
         """Fetch the center.
 
         Args:
@@ -123,14 +128,14 @@ class VectorExchange:
         """
         self._transport.use_wire(TopKWire(ratio))
 
-    def adopt(self, center: list[Any]) -> None:
+    def adopt(self, center: list[tf.Tensor]) -> None:
         """Treat the center that was just pulled as the last one seen."""
         self.seen, self._residuals = center, None
         self._versions = self._latest_versions
 
     def after_absence(
-        self, weights: list[Any], pending: Pending | None, num_workers: int
-    ) -> list[Any]:
+        self, weights: list[tf.Tensor], pending: Pending | None, num_workers: int
+    ) -> list[tf.Tensor]:
         """Return the weights to continue from when the service is back: `UpdateRule.after_absence`.
 
         Args:
@@ -142,7 +147,7 @@ class VectorExchange:
         pairs = zip(weights, starts, strict=True)
         return [self._rule.after_absence(own, start, num_workers) for own, start in pairs]
 
-    def send(self, weights: list[Any], samples: int) -> Pending:
+    def send(self, weights: list[tf.Tensor], samples: int) -> Pending:
         """Send the rule's message.
 
         Args:
@@ -161,7 +166,7 @@ class VectorExchange:
         push = self._transport.start_push(messages, versions, samples, self._sequence)
         return Pending(push, samples, versions, self._sequence, sent)
 
-    def finish(self, pending: Pending, weights: list[Any]) -> list[Any]:
+    def finish(self, pending: Pending, weights: list[tf.Tensor]) -> list[tf.Tensor]:
         """Wait for the answer and combine it with the current weights.
 
         A part whose push was too stale restarts from the center with the worker's own progress. A
@@ -194,7 +199,7 @@ class VectorExchange:
         self._note_lost_gradient(statuses)
         return carried
 
-    def _note_lost_gradient(self, statuses: Any) -> None:
+    def _note_lost_gradient(self, statuses: np.ndarray) -> None:
         """Record a gradient that was too stale; resending it would be just as stale."""
         uses_gradients = self._rule.uses_gradients
         self.lost_gradient = uses_gradients and bool((statuses == int(Status.STALE)).all())
@@ -206,7 +211,7 @@ class VectorExchange:
                 "or a smaller period, or leave the bound out and damp (AsyncSGD damps_staleness)."
             )
 
-    def _final_answer(self, pending: Pending) -> Any:
+    def _final_answer(self, pending: Pending) -> Answer:
         """Return the final answer; rules with waiting workers may defer the turn several times.
 
         Accepted parts count once: the push is sent again with its number.
@@ -262,7 +267,7 @@ class VectorExchange:
         self.send_again(pending)
         self._final_answer(pending)
 
-    def _check_statuses(self, statuses: Any) -> None:
+    def _check_statuses(self, statuses: np.ndarray) -> None:
         if np.isin(statuses, (Status.REFUSED, Status.UNKNOWN_CLIENT)).any():
             raise PermissionError(
                 "The parameter service refused this worker's push. Received: statuses "
@@ -279,7 +284,9 @@ class VectorExchange:
             self._has_warned = True
             _logger.warning(DIVERGED)
 
-    def _part(self, index: int, status: int, values: Any, sent: Any, weights: Any) -> Any:
+    def _part(
+        self, index: int, status: int, values: tf.Tensor, sent: tf.Tensor, weights: tf.Tensor
+    ) -> tf.Tensor:
         if status in (Status.OK, Status.REPEATED):
             new = self._rule.receive(weights, sent, values)
         elif status == Status.STALE:
@@ -289,7 +296,7 @@ class VectorExchange:
         self.seen[index] = values
         return new
 
-    def _left_over(self, statuses: Any, answer: Any) -> list[Any] | None:
+    def _left_over(self, statuses: np.ndarray, answer: Answer) -> list[tf.Tensor] | None:
         """Return the residual of a compressing format, to be sent with the next message.
 
         Untaken changes are still in the weights, except for earlier residuals.
@@ -303,7 +310,9 @@ class VectorExchange:
         ]
 
 
-def _outgoing(rule: Any, progress: Sequence[Any], seen: Sequence[Any]) -> tuple[Any, Any]:
+def _outgoing(
+    rule: UpdateRule, progress: Sequence[tf.Tensor], seen: Sequence[tf.Tensor]
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Return a worker's message for each partition, and the weights from which it continues.
 
     Args:
@@ -319,12 +328,12 @@ def _outgoing(rule: Any, progress: Sequence[Any], seen: Sequence[Any]) -> tuple[
     return messages, [rule.after_sending(weights, s) for weights, s in pairs]
 
 
-def _check_answered(statuses: Any) -> None:
+def _check_answered(statuses: np.ndarray) -> None:
     if np.isin(statuses, _UNANSWERED).any():
         raise _lost(statuses)
 
 
-def _lost(statuses: Any) -> ServiceLostError:
+def _lost(statuses: np.ndarray) -> ServiceLostError:
     has_no_center = (statuses == int(Status.NO_CENTER)).any()
     return (NoCenterError if has_no_center else ServiceLostError)(
         "The parameter service did not answer in time. Received: statuses "

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
+import tensorflow as tf
 
 from keras_het.asynchronous.exchange.model_vectors import VariableVectors
 from keras_het.training_strategy import TrainingStrategy
@@ -23,9 +22,9 @@ class GradientSum(keras.optimizers.Optimizer):
 
     def __init__(self) -> None:
         super().__init__(learning_rate=_RATE, name="gradient_sum")
-        self.sums: list[Any] = []
+        self.sums: list[keras.Variable] = []
 
-    def build(self, variables: list[Any]) -> None:
+    def build(self, variables: list[keras.Variable]) -> None:
         """Create a sum for each variable.
 
         Args:
@@ -36,7 +35,12 @@ class GradientSum(keras.optimizers.Optimizer):
         super().build(variables)
         self.sums = self.add_optimizer_variables(variables, "sum")
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: keras.Variable,
+        learning_rate: object,
+    ) -> None:
         """Add the gradient of one step.
 
         Args:
@@ -66,10 +70,10 @@ class MeanGradient:
 
     def __init__(
         self,
-        variables: list[Any],
+        variables: list[keras.Variable],
         strategy: TrainingStrategy,
         partition_size: int,
-        user_optimizer: Any = None,
+        user_optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         with strategy.scope():
             self._sum = GradientSum()
@@ -83,7 +87,7 @@ class MeanGradient:
         self._vectors = VariableVectors(self._sum.sums, strategy, partition_size)
         self._taken = 0
 
-    def take(self) -> list[Any]:
+    def take(self) -> list[tf.Tensor]:
         """Return the mean, float32 vectors like those of the weights, and start a new one."""
         steps = self._steps() - self._taken
         means = [total / max(steps, 1) for total in self._vectors.read()]
@@ -117,7 +121,7 @@ class MeanGradient:
                 "optimizers.SGD(schedule)), which counts updates of the center."
             )
 
-    def _leave_files_to(self, user_optimizer: Any) -> None:
+    def _leave_files_to(self, user_optimizer: keras.optimizers.Optimizer | None) -> None:
         """Store the state of the user's optimizer in files, because they are loaded with it."""
         if user_optimizer is None:
             return

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class LocalStepTuner:
         if self._num_pushes > 1:  # the first one is traced
             self._pushes.append((self._seconds, self._part))
 
-    def pull(self, pull: Callable[[], Any]) -> None:
+    def pull(self, pull: Callable[[], object]) -> None:
         """Measure how long the center takes to arrive.
 
         Args:
@@ -109,7 +109,7 @@ class LocalStepTuner:
         full = statistics.median(max(both - pull, 0.0) / part for both, part in self._pushes)
         return pace._replace(exchange_seconds=full + pull, pull_seconds=pull)
 
-    def choose(self, paces: Any, silence: Any, longest_silence: float) -> None:
+    def choose(self, paces: np.ndarray, silence: np.ndarray, longest_silence: float) -> None:
         """Make the plan of both stages.
 
         Args:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het.asynchronous.parameter_service import Partitions, model_fingerprint
-from keras_het.asynchronous.rules import serialize
+from keras_het.asynchronous.rules import UpdateRule, serialize
 from keras_het.training_strategy import TrainingStrategy
 
 
@@ -26,7 +26,7 @@ class VariableVectors:
     """
 
     def __init__(
-        self, variables: Sequence[Any], strategy: TrainingStrategy, partition_size: int
+        self, variables: Sequence[keras.Variable], strategy: TrainingStrategy, partition_size: int
     ) -> None:
         self._variables = list(variables)
         self._strategy = strategy
@@ -34,16 +34,16 @@ class VariableVectors:
         self._read = tf.function(self._pack, autograph=False)
         self._write = tf.function(self._unpack, autograph=False)
         self._rounds = any(tf.as_dtype(variable.dtype).size < 4 for variable in variables)
-        self._rest: list[Any] | None = None
+        self._rest: list[tf.Tensor] | None = None
 
-    def read(self) -> list[Any]:
+    def read(self) -> list[tf.Tensor]:
         """Return the values, a float32 vector for each partition."""
         held = list(self._read())
         if self._rest is None:
             return held
         return [own + rest for own, rest in zip(held, self._rest, strict=True)]
 
-    def write(self, parts: Sequence[Any]) -> None:
+    def write(self, parts: Sequence[tf.Tensor]) -> None:
         """Set the values on every local replica."""
         with self._strategy.scope():
             self._write(list(parts))
@@ -53,15 +53,15 @@ class VariableVectors:
                 for value, own in zip(parts, self._read(), strict=True)
             ]
 
-    def _pack(self) -> list[Any]:
+    def _pack(self) -> list[tf.Tensor]:
         with tf.device("CPU:0"):
             values = [self._local_value(variable) for variable in self._variables]
             return self.partitions.pack(values)
 
-    def _local_value(self, variable: Any) -> Any:
+    def _local_value(self, variable: keras.Variable) -> tf.Tensor:
         return tf.identity(self._strategy.experimental_local_results(variable.value)[0])
 
-    def _unpack(self, parts: list[Any]) -> None:
+    def _unpack(self, parts: list[tf.Tensor]) -> None:
         tensors = self.partitions.unpack(parts)
         for variable, tensor in zip(self._variables, tensors, strict=True):
             variable.assign(tf.cast(tensor, variable.dtype))
@@ -82,7 +82,7 @@ class ModelVectors:
         ValueError: if the model has no trainable weights.
     """
 
-    def __init__(self, model: Any, strategy: TrainingStrategy, partition_size: int) -> None:
+    def __init__(self, model: keras.Model, strategy: TrainingStrategy, partition_size: int) -> None:
         if not model.built or not model.trainable_variables:
             raise ValueError(
                 "Weights are shared before the first step, and there are none. Received: a model "
@@ -93,7 +93,7 @@ class ModelVectors:
         self.state = VariableVectors(state, strategy, partition_size) if state else None
         self._described = [*model.trainable_variables, *state]
 
-    def fingerprint(self, rule: Any) -> str:
+    def fingerprint(self, rule: UpdateRule) -> str:
         """Hash what all participants must agree on: variables, and rule with settings."""
         settings = json.dumps(serialize(rule), sort_keys=True, default=str)
         return model_fingerprint(

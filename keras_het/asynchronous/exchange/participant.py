@@ -6,6 +6,7 @@ import abc
 import dataclasses
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het.asynchronous.exchange.gradient_sum import MeanGradient
@@ -31,7 +32,7 @@ class StatisticsAveraging(ElasticAveraging):
         alpha: moving rate, at most 1.
     """
 
-    def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
+    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
         """Move the worker's statistics towards the center as it moved, but not beyond it."""
         if self.alpha == 1:  # only this worker moves the center, which equals its message
             return weights
@@ -135,7 +136,9 @@ class Participant(abc.ABC):
         options: the options, the same on all tasks.
     """
 
-    def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
+    def __init__(
+        self, model: keras.Model, strategy: TrainingStrategy, options: HybridOptions
+    ) -> None:
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
         self.vectors = ModelVectors(model, strategy, options.partition_size)
@@ -149,7 +152,7 @@ class Participant(abc.ABC):
         self.num_batches = int(data.cardinality)
         self.fingerprint = int(data.fingerprint or 0)
         self.first_pass = len(data.position[0])
-        self._own: list[Any] | None = None
+        self._own: list[tf.Tensor] | None = None
         self._mean_gradient: MeanGradient | None = None
         check_can_be_shared(data)
 
@@ -160,7 +163,7 @@ class Participant(abc.ABC):
         form = f"{options.weights_wire.name} {options.partition_size}"
         return f"{self.vectors.fingerprint(self.rule)} {form}"
 
-    def sum_gradients(self) -> Any:
+    def sum_gradients(self) -> keras.optimizers.Optimizer:
         """Return an optimizer that sums gradients; from now on this task sends these sums."""
         variables, size = self.model.trainable_variables, self.options.partition_size
         own = self.model.optimizer
@@ -177,7 +180,7 @@ class Participant(abc.ABC):
         if self._mean_gradient is not None:
             self._mean_gradient.check_rate(self.rule.name)
 
-    def progress(self) -> list[Any]:
+    def progress(self) -> list[tf.Tensor]:
         """Return this task's progress: its weights, or the mean gradient since its last message."""
         if self._mean_gradient is None:
             return self.vectors.weights.read()
@@ -207,7 +210,7 @@ class Participant(abc.ABC):
         """Prepare an epoch before its first step; start everything before the first epoch."""
 
     @abc.abstractmethod
-    def claims(self) -> Any:
+    def claims(self) -> object:
         """Return the `Claims` of the pass that starts now."""
 
     @abc.abstractmethod
@@ -215,7 +218,7 @@ class Participant(abc.ABC):
         """Record completed training steps; exchange if it is due."""
 
     @abc.abstractmethod
-    def meet_center(self) -> list[Any]:
+    def meet_center(self) -> list[tf.Tensor]:
         """Exchange and wait for the answer; return the center's partitions."""
 
     @abc.abstractmethod

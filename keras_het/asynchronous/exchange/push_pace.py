@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -132,7 +132,9 @@ class PushPace:
         return Pace(batch / max(step, 1e-9), batch, max(travel, busy / LARGEST_OVERHEAD))
 
 
-def choose_period(paces: Any, silence: Any, participant: int, limits: tuple[float, int]) -> int:
+def choose_period(
+    paces: np.ndarray, silence: np.ndarray, participant: int, limits: tuple[float, int]
+) -> int:
     """Return the steps of one pusher between two exchanges, for about equal push rates.
 
     Args:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import Any
+
+import keras
+import tensorflow as tf
 
 from keras_het.asynchronous.center.exchange_engine import ExchangeEngine
 from keras_het.asynchronous.center.service_connection import connect, open_connection
@@ -57,7 +59,9 @@ class AsyncWorker(Participant):
     _ledger: LedgerConnection
     _is_joined = False
 
-    def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
+    def __init__(
+        self, model: keras.Model, strategy: TrainingStrategy, options: HybridOptions
+    ) -> None:
         super().__init__(model, strategy, options)
         self._worker = int(config_of(strategy).task_index)
         self._number = first_async_participant(strategy) + self._worker
@@ -200,13 +204,13 @@ class AsyncWorker(Participant):
         stage = self._engine.weights.signal(Signal.LOSS_REACHED if is_over else Signal.NOTHING)
         self._stage = self._stage if stage is None else stage
 
-    def meet_center(self) -> list[Any]:
+    def meet_center(self) -> list[tf.Tensor]:
         """Send unsent progress and wait for the answer; own weights without a service."""
         if self._engine.is_away:
             return self.vectors.weights.read()
         return self._meet(sends=not self.rule.uses_gradients)
 
-    def _meet(self, sends: bool) -> list[Any]:
+    def _meet(self, sends: bool) -> list[tf.Tensor]:
         try:
             self._attach_again()
             self._receive()

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from keras_het.asynchronous.parameter_service import Status
-from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import (
+    LedgerConnection,
+    ServiceLostError,
+)
 
 
 class EarlyClaim:
@@ -15,7 +18,7 @@ class EarlyClaim:
         ledger: hands out the batches.
     """
 
-    def __init__(self, ledger: Any) -> None:
+    def __init__(self, ledger: LedgerConnection) -> None:
         self._ledger = ledger
         self._epoch = -1
         self._answer: Any = None
@@ -58,5 +61,4 @@ class EarlyClaim:
         return status, first, granted
 
     def _claim(self, epoch: int) -> tuple[Status, int, int]:
-        claimed: tuple[Status, int, int] = self._ledger.claim(epoch)
-        return claimed
+        return self._ledger.claim(epoch)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
-from keras_het.asynchronous.parameter_service.ledger_connection import ServiceLostError
+from keras_het.asynchronous.parameter_service.ledger_connection import (
+    LedgerConnection,
+    ServiceLostError,
+)
 from keras_het.asynchronous.parameter_service.sample_ledger import Presence
 
 
@@ -17,7 +19,7 @@ class Heartbeat:
         interval_seconds: time from one report to the next.
     """
 
-    def __init__(self, ledger: Any, interval_seconds: float) -> None:
+    def __init__(self, ledger: LedgerConnection, interval_seconds: float) -> None:
         self._ledger, self._interval_seconds = ledger, interval_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="keras_het-alive", daemon=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+
+import keras
+import tensorflow as tf
 
 from keras_het.asynchronous.center.center import Center, Grant
 from keras_het.asynchronous.center.open_service import OpenService, join_service
@@ -31,7 +33,9 @@ class ServiceTask(Participant):
         options: the options, the same on all tasks.
     """
 
-    def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
+    def __init__(
+        self, model: keras.Model, strategy: TrainingStrategy, options: HybridOptions
+    ) -> None:
         super().__init__(model, strategy, options)
         self.center: Center | None = None
         self._open_service = OpenService()
@@ -82,7 +86,7 @@ class ServiceTask(Participant):
     def steps_done(self, steps: int, samples: int) -> None:
         """Do nothing: this task trains nothing."""
 
-    def meet_center(self) -> list[Any]:
+    def meet_center(self) -> list[tf.Tensor]:
         """Return the center, and load it into the model."""
         center = self.center.weights() if self.center is not None else self.vectors.weights.read()
         self.vectors.weights.write(center)

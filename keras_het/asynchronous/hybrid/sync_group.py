@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_het.asynchronous.center.center import Center, Grant
@@ -35,7 +35,9 @@ class SyncGroup(Participant):
         options: the options, the same on all tasks.
     """
 
-    def __init__(self, model: Any, strategy: TrainingStrategy, options: HybridOptions) -> None:
+    def __init__(
+        self, model: keras.Model, strategy: TrainingStrategy, options: HybridOptions
+    ) -> None:
         super().__init__(model, strategy, options)
         self._center: Center | None = None
         self._open_service: OpenService | None = None
@@ -85,7 +87,7 @@ class SyncGroup(Participant):
             with self._pace.exchanging():
                 self._exchange(push=True)
 
-    def meet_center(self) -> list[Any]:
+    def meet_center(self) -> list[tf.Tensor]:
         """Exchange now; gradients still being accumulated stay in place."""
         self._exchange(push=self._steps > 0 and not self.rule.uses_gradients, wait=True)
         return self._agreed(self._center.weights() if self._center is not None else None)
@@ -173,19 +175,19 @@ class SyncGroup(Participant):
         limits = self.options.presence_seconds, longest_period(self.num_batches)
         return choose_period(*found, 0, limits)
 
-    def _take(self, weights: list[Any], state: list[Any]) -> None:
+    def _take(self, weights: list[tf.Tensor], state: list[tf.Tensor]) -> None:
         """Continue from the result of the exchange."""
         self.vectors.weights.write(weights)
         if self.vectors.state is not None:
             self.vectors.state.write(state)
 
-    def _agreed(self, values: list[Any] | None) -> list[Any]:
+    def _agreed(self, values: list[tf.Tensor] | None) -> list[tf.Tensor]:
         """Return the leader's partitions, on all members."""
         if self._center is None:
             values = [tf.zeros([size]) for size in self.vectors.weights.partitions.sizes]
         return list(self._sum(list(values or [])))
 
-    def _agreed_state(self) -> list[Any]:
+    def _agreed_state(self) -> list[tf.Tensor]:
         state = self.vectors.state
         if state is None:
             return []
@@ -193,7 +195,7 @@ class SyncGroup(Participant):
             return list(self._sum(self._center.state()))
         return list(self._sum([tf.zeros([size]) for size in state.partitions.sizes]))
 
-    def _sum_over_members(self, values: list[Any]) -> list[Any]:
+    def _sum_over_members(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         if self.strategy.num_workers == 1:
             return values
         sizes = [value.shape[0] for value in values]

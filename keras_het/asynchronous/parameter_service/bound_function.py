@@ -24,10 +24,12 @@ class BoundFunction:
         captures: tensors that replace its captures.
     """
 
-    def __init__(self, function: Any, captures: Sequence[Any]) -> None:
+    def __init__(
+        self, function: tf.types.experimental.ConcreteFunction, captures: Sequence[tf.Tensor]
+    ) -> None:
         self.function, self.captures = function, list(captures)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: tf.Tensor) -> Any:
         """Run the function."""
         private_api.bind_captures(self.function, self.captures)
         return self.function(*arguments)
@@ -44,7 +46,7 @@ class PartFunction:
         make: returns the `tf.function` of a partition, with an input signature.
     """
 
-    def __init__(self, make: Callable[[Part], Any]) -> None:
+    def __init__(self, make: Callable[[Part], tf.types.experimental.PolymorphicFunction]) -> None:
         self._make = make
         self._traced: dict[Any, tuple[Any, list[Any], list[Any]]] = {}
 
@@ -65,7 +67,9 @@ class PartFunction:
         function = self._make(part).get_concrete_function()
         return BoundFunction(function, function.captured_inputs)
 
-    def served(self, parts: Mapping[int, Part], num_partitions: int) -> Any:
+    def served(
+        self, parts: Mapping[int, Part], num_partitions: int
+    ) -> tf.types.experimental.PolymorphicFunction:
         """Return one `tf.function` for several partitions, selected by number.
 
         It takes the number before the other arguments, and answers with `Status.REFUSED` and zeros,
@@ -83,7 +87,7 @@ class PartFunction:
         of_all = zip(*(each.captures for each in bound), strict=True) if is_shared else ()
         captures = [tf.stack(of_each) for of_each in of_all]
 
-        def run(place: Any, *arguments: Any) -> Any:
+        def run(place: tf.Tensor, *arguments: tf.Tensor) -> Any:
             if is_shared:
                 own = [tf.gather(of_each, place) for of_each in captures]
                 return BoundFunction(bound[0].function, own)(*arguments)
@@ -91,7 +95,7 @@ class PartFunction:
             return tf.switch_case(place, branches)
 
         @tf.function(input_signature=[tf.TensorSpec([], tf.int32), *specs], autograph=False)
-        def serve(number: Any, *arguments: Any) -> Any:
+        def serve(number: tf.Tensor, *arguments: tf.Tensor) -> Any:
             in_range = (number >= 0) & (number < num_partitions)
             place = tf.gather(places, tf.where(in_range, number, 0))
             return tf.cond(

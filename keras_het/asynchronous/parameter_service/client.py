@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_het.asynchronous.parameter_service.saved_state import (
@@ -40,13 +41,13 @@ class Answer:
         find_residuals: computes `residuals`.
     """
 
-    statuses: Any
-    versions: Any
-    partitions: list[Any]
-    find_residuals: Callable[[], list[Any]] = list
+    statuses: tf.Tensor
+    versions: tf.Tensor
+    partitions: list[tf.Tensor]
+    find_residuals: Callable[[], list[tf.Tensor]] = list
 
     @property
-    def residuals(self) -> list[Any]:
+    def residuals(self) -> list[tf.Tensor]:
         """The part of a push that was not carried, for each partition; empty for a pull."""
         return self.find_residuals()
 
@@ -154,7 +155,9 @@ class ParameterClient:
                 "(wire, partition_bytes) differs. Use the same script and secret on every task."
             )
 
-    def restore(self, center: Sequence[Any], states: Sequence[PartState] | None = None) -> None:
+    def restore(
+        self, center: Sequence[tf.Tensor], states: Sequence[PartState] | None = None
+    ) -> None:
         """Set the center, and before it the versions and rule state if given.
 
         Args:
@@ -257,19 +260,25 @@ class ParameterClient:
             for own, found in zip(sizes, pieces, strict=True)
         ]
 
-    def _export(self, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[Any, Any]]:
+    def _export(self, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Fetch variable sizes and the piece, for given partitions, variables and elements."""
         specs = (tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.string))
         messages = [_constants(place, start) for _, place, start in pieces]
         return self._ask_each("export", messages, specs, [index for index, *_ in pieces])
 
-    def _ask_all(self, method: str, arguments: list[Any], spec: Any) -> list[Any]:
+    def _ask_all(
+        self, method: str, arguments: list[tf.Tensor], spec: tf.TensorSpec
+    ) -> list[tf.Tensor]:
         """Return each partition's answer after its status."""
         messages = [arguments] * len(self.partitions.sizes)
         return [values[0] for values in self._ask_each(method, messages, (spec,), None)]
 
     def _ask_each(
-        self, method: str, messages: Sequence[list[Any]], specs: Any, indices: Sequence[int] | None
+        self,
+        method: str,
+        messages: Sequence[list[tf.Tensor]],
+        specs: tf.TensorSpec | tuple[tf.TensorSpec, ...],
+        indices: Sequence[int] | None,
     ) -> list[Any]:
         """Return the partitions' answers to messages, after the status."""
         every = (tf.TensorSpec([], tf.int32), *specs)
@@ -288,7 +297,7 @@ class ParameterClient:
                 )
         return [tuple(call.get_value()[1:]) for call in calls]
 
-    def pull(self, fallback: Iterable[Any], exact: bool = False) -> Answer:
+    def pull(self, fallback: Iterable[tf.Tensor], exact: bool = False) -> Answer:
         """Read the center.
 
         Args:
@@ -301,11 +310,11 @@ class ParameterClient:
 
     def push(
         self,
-        changes: Sequence[Any],
-        versions: Any,
-        samples: Any,
-        fallback: Sequence[Any],
-        sequence: Any = 0,
+        changes: Sequence[tf.Tensor],
+        versions: np.ndarray | tf.Tensor,
+        samples: float | tf.Tensor,
+        fallback: Sequence[tf.Tensor],
+        sequence: int | tf.Tensor = 0,
     ) -> Answer:
         """Send a change of every partition and return the rule's answer.
 
@@ -325,7 +334,11 @@ class ParameterClient:
         return self.start_push(changes, versions, samples, sequence).answer(fallback)
 
     def start_push(
-        self, changes: Sequence[Any], versions: Any, samples: Any, sequence: Any = 0
+        self,
+        changes: Sequence[tf.Tensor],
+        versions: np.ndarray | tf.Tensor,
+        samples: float | tf.Tensor,
+        sequence: int | tf.Tensor = 0,
     ) -> PendingPush:
         """Send like `push`, but do not wait for the answer.
 
@@ -388,8 +401,8 @@ class ParameterClient:
     def _call_each(
         self,
         method: str,
-        messages: Sequence[list[Any]],
-        specs: Any,
+        messages: Sequence[list[tf.Tensor]],
+        specs: tf.TensorSpec | tuple[tf.TensorSpec, ...],
         calls: list[Any] | None = None,
         indices: Sequence[int] | None = None,
     ) -> list[Any]:
@@ -443,10 +456,10 @@ class PendingPush:
 
     client: object
     calls: list[Any]
-    changes: list[Any]
-    residuals: list[Any]
+    changes: list[tf.Tensor]
+    residuals: list[tf.Tensor]
     wire: Wire
-    messages: list[list[Any]]
+    messages: list[list[tf.Tensor]]
     _sender: list[threading.Thread] = dataclasses.field(default_factory=list)
     _watcher: list[threading.Thread] = dataclasses.field(default_factory=list)
 
@@ -474,7 +487,7 @@ class PendingPush:
         for call in self.calls:
             call.is_ok()
 
-    def answer(self, fallback: Iterable[Any]) -> Answer:
+    def answer(self, fallback: Iterable[tf.Tensor]) -> Answer:
         """Wait for the answer and return it.
 
         Args:
@@ -484,7 +497,7 @@ class PendingPush:
             thread.join()
         answer = _collect(self.calls, fallback, self.wire)
 
-        def residuals() -> list[Any]:
+        def residuals() -> list[tf.Tensor]:
             pairs = zip(self.residuals, self.changes, strict=True)
             return [
                 tf.where(tf.reduce_any(tf.equal(answer.statuses[index], _TAKEN)), left, change)
@@ -500,15 +513,15 @@ def _start_thread(work: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def _collect(calls: Sequence[Any], fallback: Iterable[Any], wire: Wire) -> Answer:
+def _collect(calls: Sequence[Any], fallback: Iterable[tf.Tensor], wire: Wire) -> Answer:
     """Wait for all answers, in the graph."""
     results = [_result(call, values, wire) for call, values in zip(calls, fallback, strict=True)]
     statuses, versions, partitions = zip(*results, strict=True)
     return Answer(tf.stack(statuses), tf.stack(versions), list(partitions))
 
 
-def _result(call: Any, fallback: Any, wire: Wire) -> tuple[Any, Any, Any]:
-    def received() -> tuple[Any, Any, Any]:
+def _result(call: Any, fallback: tf.Tensor, wire: Wire) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def received() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         status, version, received_values = call.get_value()
         has_values = (int(Status.OK), int(Status.STALE), int(Status.REPEATED))
         accepted = tf.reduce_any(tf.equal(status, has_values))
@@ -518,7 +531,7 @@ def _result(call: Any, fallback: Any, wire: Wire) -> tuple[Any, Any, Any]:
         )
         return status, version, values
 
-    def nothing() -> tuple[Any, Any, Any]:
+    def nothing() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         return tf.constant(NO_ANSWER), tf.constant(-1, tf.int64), fallback
 
     status, version, values = tf.cond(call.is_ok(), received, nothing)
@@ -536,7 +549,7 @@ def _check_taken(calls: Sequence[Any], indices: Sequence[int]) -> None:
             )
 
 
-def _constants(place: int, start: int) -> list[Any]:
+def _constants(place: int, start: int) -> list[tf.Tensor]:
     return [tf.constant(place, tf.int32), tf.constant(start, tf.int64)]
 
 

@@ -141,7 +141,7 @@ class LedgerConnection:
         _, paces, silence = self.ask("pace", [tf.constant(pace, tf.float64)], specs)
         return paces.numpy(), silence.numpy()
 
-    def ask(self, method: str, arguments: list[Any], specs: Any) -> Any:
+    def ask(self, method: str, arguments: list[tf.Tensor], specs: tuple[tf.TensorSpec, ...]) -> Any:
         """Call a function of the ledger.
 
         Args:
@@ -156,7 +156,9 @@ class LedgerConnection:
         name, message = f"{PREFIX}{method}", [self._participant, *arguments]
         return self._admitted(lambda: self._service.ask(name, message, specs))
 
-    def _start(self, method: str, arguments: list[Any], specs: Any) -> Any:
+    def _start(
+        self, method: str, arguments: list[tf.Tensor], specs: tuple[tf.TensorSpec, ...]
+    ) -> Any:
         return self._service.call(f"{PREFIX}{method}", [self._participant, *arguments], specs)
 
     def _admitted(self, wait: Callable[[], Any]) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from keras_het.asynchronous.parameter_service.client import Answer, PendingPush
@@ -22,14 +23,14 @@ class AnsweredCall(NamedTuple):
         values: its values.
     """
 
-    version: Any
-    values: Any
+    version: np.int64
+    values: tf.Tensor
 
-    def is_ok(self) -> Any:
+    def is_ok(self) -> tf.Tensor:
         """Return true."""
         return tf.constant(True)
 
-    def get_value(self) -> tuple[Any, Any, Any]:
+    def get_value(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return status, version and values."""
         return tf.constant(int(Status.OK)), tf.constant(self.version), self.values
 
@@ -62,13 +63,17 @@ class LocalTransport:
         """Send the rule a signal about a participant; return the stage of training."""
         return self._service.signal_locally(self._client if client is None else client, signal)
 
-    def pull(self, fallback: Iterable[Any], exact: bool = False) -> Answer:
+    def pull(self, fallback: Iterable[tf.Tensor], exact: bool = False) -> Answer:
         """Read the center."""
         del exact
         return self._answered(self._service.center_partitions(), []).answer(fallback)
 
     def start_push(
-        self, changes: Sequence[Any], versions: Any, samples: Any, sequence: Any = 0
+        self,
+        changes: Sequence[tf.Tensor],
+        versions: np.ndarray | tf.Tensor,
+        samples: float,
+        sequence: int | tf.Tensor = 0,
     ) -> PendingPush:
         """Change the center at once; a rejected partition is answered with its center."""
         del versions, sequence
@@ -82,6 +87,6 @@ class LocalTransport:
         """Return that all parts may be sent."""
         return [int(Status.OK)] * len(indices)
 
-    def _answered(self, values: Sequence[Any], changes: Sequence[Any]) -> PendingPush:
+    def _answered(self, values: Sequence[tf.Tensor], changes: Sequence[tf.Tensor]) -> PendingPush:
         calls = map(AnsweredCall, self._service.versions(), values)
         return PendingPush(self, list(calls), list(changes), [], FloatWire(), [])

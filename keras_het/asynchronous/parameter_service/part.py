@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.asynchronous.parameter_service.saved_state import LARGEST_PIECE
+from keras_het.asynchronous.rules import UpdateRule
 
 
 class Part:
@@ -24,7 +25,7 @@ class Part:
     """
 
     def __init__(
-        self, size: int, rule: Any, num_clients: int, lock: str, has_center: bool = True
+        self, size: int, rule: UpdateRule, num_clients: int, lock: str, has_center: bool = True
     ) -> None:
         self.size = size
         self.sequences = tf.Variable(tf.zeros([num_clients], tf.int64), trainable=False)
@@ -42,7 +43,7 @@ class Part:
         # All unnamed locks are the same lock.
         self.lock = tf.CriticalSection(shared_name=f"keras_het_{lock}")
 
-    def set_center(self, values: Any) -> Any:
+    def set_center(self, values: tf.Tensor) -> tf.Tensor | tf.Variable:
         """Set the weights from outside the rule; in the graph or eagerly.
 
         Args:
@@ -62,7 +63,7 @@ class Part:
         slots = sorted(self.slots.items())
         return self.size, *((name, tuple(slot.shape), slot.dtype.name) for name, slot in slots)
 
-    def resources(self) -> list[Any]:
+    def resources(self) -> list[tf.Tensor]:
         """Handles of the variables and of the lock, in an order that depends only on the kind."""
         own = (self.center, self.version, self.sequences, self.seen_here, self.is_closed)
         others = (self.under_way, self.has_center, self.largest_norm)
@@ -75,7 +76,7 @@ class Part:
         """Number of elements of the version and of each of the rule's variables, by name."""
         return tuple(int(variable.shape.num_elements()) for variable in self._state())
 
-    def state_piece(self, place: Any, start: Any) -> Any:
+    def state_piece(self, place: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
         """Return a piece of a variable as a serialized tensor; in the graph.
 
         Args:
@@ -83,13 +84,13 @@ class Part:
             start: first element, int64 scalar.
         """
 
-        def read(variable: Any) -> Any:
+        def read(variable: tf.Variable) -> tf.Tensor:
             values = tf.reshape(variable.read_value(), [-1])
             return tf.io.serialize_tensor(values[start : start + LARGEST_PIECE])
 
         return tf.switch_case(place, [functools.partial(read, own) for own in self._state()])
 
-    def set_state_piece(self, place: Any, start: Any, piece: Any) -> Any:
+    def set_state_piece(self, place: tf.Tensor, start: tf.Tensor, piece: tf.Tensor) -> tf.Tensor:
         """Set a piece of a variable; in the graph, under the lock.
 
         Nothing changes if the piece cannot be read, is not finite, or has a version below 0.
@@ -103,13 +104,13 @@ class Part:
             Whether it was accepted, once this is done; bool scalar.
         """
 
-        def write(variable: Any) -> Any:
+        def write(variable: tf.Variable) -> tf.Tensor:
             values = tf.reshape(variable.read_value(), [-1])
             new = tf.ensure_shape(tf.io.parse_tensor(piece, variable.dtype), [None])
             end = start + tf.size(new, out_type=tf.int64)
             whole = tf.concat([values[:start], new, values[end:]], axis=0)
 
-            def take() -> Any:
+            def take() -> tf.Tensor:
                 variable.assign(tf.reshape(whole, variable.shape))
                 return tf.constant(True)
 
@@ -118,7 +119,7 @@ class Part:
 
         return tf.switch_case(place, [functools.partial(write, own) for own in self._state()])
 
-    def _is_valid(self, variable: Any, values: Any, before: Any) -> Any:
+    def _is_valid(self, variable: tf.Variable, values: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
         if variable is self.version:
             return tf.reduce_all(values >= 0)
         if variable.dtype.is_floating:
@@ -127,5 +128,5 @@ class Part:
             return tf.reduce_all(tf.math.is_finite(values)) | ~began
         return tf.constant(True)
 
-    def _state(self) -> list[Any]:
+    def _state(self) -> list[tf.Variable]:
         return [self.version, *(self.slots[name] for name in sorted(self.slots))]

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.rpc.admission import Status
+from keras_het.rpc.function_server import FunctionServer
 from keras_het.rpc.gate import Gate
 from keras_het.rpc.served_function import answer_if
 
@@ -72,7 +73,7 @@ class SampleLedger:
         num_participants: number of participants; participant 0 is the sync group.
     """
 
-    def __init__(self, server: Any, gate: Gate, num_participants: int) -> None:
+    def __init__(self, server: FunctionServer, gate: Gate, num_participants: int) -> None:
         self._num_participants = num_participants
         with tf.init_scope(), tf.device("CPU:0"):
             self._next = _variable(tf.zeros([LARGEST_EPOCH], tf.int64))
@@ -183,7 +184,9 @@ class SampleLedger:
         chosen = np.flatnonzero(recent & (self._presence.numpy() == int(presence)))
         return [int(participant) for participant in chosen]
 
-    def _take(self, participant: Any, epoch: Any, count: Any) -> Any:
+    def _take(
+        self, participant: tf.Tensor, epoch: tf.Tensor, count: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Hand out batches; in the graph."""
 
         def take() -> Any:
@@ -197,7 +200,9 @@ class SampleLedger:
 
         return self._lock.execute(take)
 
-    def _served_claim(self, participant: Any, epoch: Any, count: Any) -> Any:
+    def _served_claim(
+        self, participant: tf.Tensor, epoch: tf.Tensor, count: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         known = self._is_known(participant) & (count > 0) & (epoch >= 0) & (epoch < LARGEST_EPOCH)
         running = tf.equal(self._stage, int(Stage.RUNNING)) & (epoch <= self._epoch + 1)
 
@@ -208,11 +213,13 @@ class SampleLedger:
             known, lambda: answer_if(running, take, Status.WAIT), Status.UNKNOWN_CLIENT
         )
 
-    def _served_report(self, participant: Any, used: Any, presence: Any) -> Any:
+    def _served_report(
+        self, participant: tf.Tensor, used: tf.Tensor, presence: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         known = self._is_known(participant) & tf.reduce_all(used >= 0)
         known &= (presence >= 0) & (presence <= max(Presence))
 
-        def note() -> Any:
+        def note() -> tf.Tensor:
             place = [[participant]]
             notes = [
                 self._lock.execute(lambda: self._count(participant, used)),
@@ -230,12 +237,12 @@ class SampleLedger:
             facts = tf.stack([tf.cast(self._stage, tf.int64), *numbers, latest])
             return code, tf.where(admitted, facts, tf.fill([8], tf.constant(-1, tf.int64)))
 
-    def _refused(self) -> Any:
+    def _refused(self) -> tf.Tensor:
         """Refuse a worker of the next training, which may ask before this one is gone."""
         closed = tf.equal(self._stage, int(Stage.CLOSED))
         return tf.where(closed, int(Status.CLOSED), int(Status.REFUSED))
 
-    def _note_pace(self, participant: Any, pace: Any) -> Any:
+    def _note_pace(self, participant: tf.Tensor, pace: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Record a pace and return all; in the graph."""
         noted = [
             self._paces.scatter_nd_update([[participant]], [pace]),
@@ -245,7 +252,9 @@ class SampleLedger:
             latest = tf.maximum(self._paced.read_value(), self._last_seen.read_value())
             return self._paces.read_value(), tf.timestamp() - latest
 
-    def _served_pace(self, participant: Any, pace: Any) -> Any:
+    def _served_pace(
+        self, participant: tf.Tensor, pace: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         known = self._is_known(participant) & tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
         known &= (pace[1] >= 1) & (pace[2] >= 0) & (pace[3] >= 0)
         return answer_if(
@@ -254,11 +263,13 @@ class SampleLedger:
             Status.UNKNOWN_CLIENT,
         )
 
-    def _served_lead(self, participant: Any, used: Any, facts: Any) -> Any:
+    def _served_lead(
+        self, participant: tf.Tensor, used: tf.Tensor, facts: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Set the facts, unless the stage is negative, and return the participants' activities."""
         stage, taken_until, epoch, *numbers = tf.unstack(facts)
 
-        def count_and_pass_on() -> Any:
+        def count_and_pass_on() -> tf.Tensor:
             counted = self._count(participant, used)
             until = tf.where(stage >= 0, taken_until, 0)
             following = tf.maximum(tf.gather(self._next, epoch), until)
@@ -266,7 +277,7 @@ class SampleLedger:
             with tf.control_dependencies([counted, passed_on]):
                 return tf.identity(following)
 
-        def note() -> Any:
+        def note() -> tf.Tensor:
             places = (self._epoch, *self._facts())
             for place, number in zip(places, (epoch, *numbers), strict=True):
                 place.assign(number)
@@ -284,10 +295,10 @@ class SampleLedger:
         known &= (epoch >= 0) & (epoch < LARGEST_EPOCH)
         return answer_if(known, take)
 
-    def _is_known(self, participant: Any) -> Any:
+    def _is_known(self, participant: tf.Tensor) -> tf.Tensor:
         return (participant >= 0) & (participant < self._num_participants)
 
-    def _count(self, participant: Any, used: Any) -> Any:
+    def _count(self, participant: tf.Tensor, used: tf.Tensor) -> tf.Tensor:
         """Count samples unless their report has been counted; in the graph, under the lock.
 
         Args:
@@ -302,11 +313,11 @@ class SampleLedger:
         with tf.control_dependencies([added]):
             return self._counted.scatter_nd_update([[participant]], [latest])[participant]
 
-    def _facts(self) -> tuple[Any, ...]:
+    def _facts(self) -> tuple[tf.Variable, ...]:
         """Return the variables of `TrainingFacts`, in its order."""
         return (self._total, self._fingerprint, self._first_pass, self._run, self._num_epochs)
 
-    def _overview(self) -> Any:
+    def _overview(self) -> tf.Tensor:
         """Per participant: presence, silence in seconds, batches, samples, batches left, report."""
         left = self._total - tf.gather(self._next, self._epoch)
         columns = (
@@ -320,13 +331,15 @@ class SampleLedger:
         return tf.stack([tf.cast(column, tf.float64) for column in columns], axis=1)
 
 
-def _variable(value: Any) -> Any:
+def _variable(value: tf.Tensor) -> tf.Variable:
     return tf.Variable(value, trainable=False)
 
 
-def _graph(function: Callable[..., Any], signature: list[tf.TensorSpec]) -> Any:
+def _graph(
+    function: Callable[..., Any], signature: list[tf.TensorSpec]
+) -> tf.types.experimental.PolymorphicFunction:
     return tf.function(function, input_signature=signature, autograph=False)
 
 
-def _status(status: Status) -> Any:
+def _status(status: Status) -> tf.Tensor:
     return tf.constant(int(status))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +17,7 @@ from keras_het.asynchronous.parameter_service.state_functions import (
     export_function,
     set_state_function,
 )
-from keras_het.asynchronous.parameter_service.undo import Change
+from keras_het.asynchronous.parameter_service.undo import Change, Taken
 from keras_het.asynchronous.parameter_service.updates import Updates, nothing
 from keras_het.asynchronous.parameter_service.wire import FloatWire, Wire, check_fits
 from keras_het.asynchronous.rules import PushMeta, Signal, UpdateRule
@@ -127,7 +126,7 @@ class ParameterService:
                 self._server.register(f"{prefix}{name}_{size}", served, gate)
         self._server.register(f"{prefix}hello", hello_function(), gate)
 
-    def _served(self) -> dict[str, Any]:
+    def _served(self) -> dict[str, Callable[[Part], tf.types.experimental.PolymorphicFunction]]:
         """Return, for each client call on a partition, its name and the factory of its function."""
         return {
             "push": self._push_function,
@@ -156,7 +155,7 @@ class ParameterService:
         """Stop answering."""
         self._server.close()
 
-    def set_center(self, tensors: Sequence[Any]) -> None:
+    def set_center(self, tensors: Sequence[tf.Tensor]) -> None:
         """Set the weights; versions stay.
 
         Args:
@@ -164,7 +163,7 @@ class ParameterService:
         """
         self.set_partitions(self.partitions.pack(tensors))
 
-    def set_partitions(self, partitions: Sequence[Any]) -> None:
+    def set_partitions(self, partitions: Sequence[tf.Tensor]) -> None:
         """Set the weights; versions stay.
 
         Args:
@@ -174,15 +173,15 @@ class ParameterService:
             part.set_center(values)
             part.seen_here.assign(part.version)
 
-    def center_partitions(self) -> list[Any]:
+    def center_partitions(self) -> list[tf.Tensor]:
         """Return the weights, one vector for each partition."""
         return [part.center.read_value() for part in self._parts]
 
-    def center(self) -> list[Any]:
+    def center(self) -> list[tf.Tensor]:
         """Return the weights, one float32 tensor for each variable."""
         return self.partitions.unpack([part.center.read_value() for part in self._parts])
 
-    def slots(self) -> list[dict[str, Any]]:
+    def slots(self) -> list[dict[str, tf.Variable]]:
         """State of the rule for each partition: name to variable."""
         return [part.slots for part in self._parts]
 
@@ -221,7 +220,9 @@ class ParameterService:
             for name, variable in part.slots.items():
                 variable.assign(state[f"{index}/{name}"])
 
-    def exchange_locally(self, client: int, samples: float, changes: Sequence[Any]) -> list[Any]:
+    def exchange_locally(
+        self, client: int, samples: float, changes: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
         """Push from this process, without a message; return the rule's answer for each partition.
 
         A partition with a value that is not finite is rejected: the answer is its center.
@@ -261,7 +262,7 @@ class ParameterService:
         exchange = PartFunction(self._exchange_function)
         return [exchange.of(part) for part in self._parts]
 
-    def _exchange_function(self, part: Part) -> Any:
+    def _exchange_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
         signature = [
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.float32),
@@ -269,7 +270,9 @@ class ParameterService:
         ]
 
         @tf.function(input_signature=signature, autograph=False)
-        def exchange(client: Any, samples: Any, change: Any) -> Any:
+        def exchange(
+            client: tf.Tensor, samples: tf.Tensor, change: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor]:
             seen = part.seen_here.read_value()
             sent = Change(change)
             status, version, answer = tf.cond(
@@ -286,12 +289,14 @@ class ParameterService:
 
         return exchange
 
-    def _pull_function(self, part: Part, exact: bool = False) -> Any:
+    def _pull_function(
+        self, part: Part, exact: bool = False
+    ) -> tf.types.experimental.PolymorphicFunction:
         encode = tf.identity if exact else self._wire.encode_answer
 
         @tf.function(input_signature=[], autograph=False)
-        def pull() -> Any:
-            def read() -> Any:
+        def pull() -> Taken:
+            def read() -> Taken:
                 center = encode(part.center.read_value())
                 return tf.identity(status), part.version.read_value(), center
 
@@ -300,7 +305,7 @@ class ParameterService:
 
         return pull
 
-    def _push_function(self, part: Part) -> Any:
+    def _push_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
         signature = [
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.float32),
@@ -310,16 +315,22 @@ class ParameterService:
         ]
 
         @tf.function(input_signature=signature, autograph=False)
-        def push(client: Any, samples: Any, version: Any, sequence: Any, *sent: Any) -> Any:
+        def push(
+            client: tf.Tensor,
+            samples: tf.Tensor,
+            version: tf.Tensor,
+            sequence: tf.Tensor,
+            *sent: tf.Tensor,
+        ) -> Taken:
             change = Change(self._wire.decode(list(sent), part.size))
 
-            def update() -> Any:
+            def update() -> Taken:
                 taken, new_version, answer = self._updates.take(
                     part, client, samples, version, change, sequence
                 )
                 return taken, new_version, self._wire.encode_answer(answer)
 
-            def refuse() -> Any:
+            def refuse() -> Taken:
                 is_in_turn = tf.equal(status, int(Status.NOT_FINITE))
                 passed = self._updates.pass_turn(part, is_in_turn, client, samples, sequence)
                 with tf.control_dependencies([passed]):
@@ -351,15 +362,15 @@ class ParameterService:
         stages = [self._signal(part, *arguments) for part in self._parts]
         return int(stages[0])
 
-    def _signal(self, part: Part, client: Any, signal: Any) -> Any:
+    def _signal(self, part: Part, client: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
         return part.lock.execute(lambda: self._rule.signal(part.slots, client, signal))
 
-    def _signal_function(self, part: Part) -> Any:
+    def _signal_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(
             input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32)],
             autograph=False,
         )
-        def signal(client: Any, signal: Any) -> Any:
+        def signal(client: tf.Tensor, signal: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             known = (client >= 0) & (client < self._num_clients)
             known &= (signal >= 0) & (signal <= max(Signal))
             return answer_if(
@@ -368,33 +379,33 @@ class ParameterService:
 
         return signal
 
-    def _close(self, part: Part) -> Any:
+    def _close(self, part: Part) -> tf.Tensor:
         """Reject further pushes; return whether the last one, locked or not, is complete."""
         closed = part.lock.execute(lambda: part.is_closed.assign(True, read_value=True))
         with tf.control_dependencies([closed]):
             return tf.equal(part.under_way.read_value(), 0)
 
-    def _close_function(self, part: Part) -> Any:
+    def _close_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[], autograph=False)
-        def close() -> Any:
+        def close() -> tuple[tf.Tensor, tf.Tensor]:
             is_done = self._close(part)
             with tf.control_dependencies([is_done]):
                 return tf.constant(int(Status.OK)), tf.identity(is_done)
 
         return close
 
-    def _latest_function(self, part: Part) -> Any:
+    def _latest_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
-        def latest(client: Any) -> Any:
+        def latest(client: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             known = (client >= 0) & (client < self._num_clients)
             return answer_if(known, lambda: (tf.constant(int(Status.OK)), part.sequences[client]))
 
         return latest
 
-    def _restore_function(self, part: Part) -> Any:
+    def _restore_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(input_signature=[tf.TensorSpec([part.size], tf.float32)], autograph=False)
-        def restore(center: Any) -> Any:
-            def take() -> Any:
+        def restore(center: tf.Tensor) -> tf.Tensor:
+            def take() -> tf.Tensor:
                 with tf.control_dependencies([part.set_center(center)]):
                     return tf.constant(int(Status.OK))
 
@@ -403,15 +414,15 @@ class ParameterService:
 
         return restore
 
-    def _turn_function(self, part: Part) -> Any:
+    def _turn_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
         @tf.function(
             input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)],
             autograph=False,
         )
-        def turn(client: Any, version: Any) -> Any:
+        def turn(client: tf.Tensor, version: tf.Tensor) -> tf.Tensor:
             """Return whether a push would be told to wait, without its values."""
 
-            def may_send() -> Any:
+            def may_send() -> tf.Tensor:
                 zero = tf.constant(0.0)
                 meta = PushMeta(client, zero, zero, part.version.read_value())
                 is_turn = self._updates.is_turn(part, meta)
@@ -427,7 +438,7 @@ class ParameterService:
         return turn
 
 
-def _first_failed(*checks: tuple[Any, Status]) -> Any:
+def _first_failed(*checks: tuple[tf.Tensor, Status]) -> tf.Tensor:
     """Return the status of the first check that fails, `Status.OK` if all hold."""
     status = tf.constant(int(Status.OK))
     for holds, failed in reversed(checks):
@@ -435,12 +446,12 @@ def _first_failed(*checks: tuple[Any, Status]) -> Any:
     return status
 
 
-def _there_is_a_center(part: Part) -> tuple[Any, Status]:
+def _there_is_a_center(part: Part) -> tuple[tf.Tensor, Status]:
     """Check for a center: a restarted process has none until the leader restores it."""
     return part.has_center.read_value(), Status.NO_CENTER
 
 
-def _is_ok(status: Any) -> Any:
+def _is_ok(status: tf.Tensor) -> tf.Tensor:
     return tf.equal(status, int(Status.OK))
 
 

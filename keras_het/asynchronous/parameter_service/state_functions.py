@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from keras_het.asynchronous.parameter_service.part import Part
@@ -13,7 +11,7 @@ from keras_het.rpc.served_function import answer_if
 _PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
 
 
-def export_function(part: Part) -> Any:
+def export_function(part: Part) -> tf.types.experimental.PolymorphicFunction:
     """Return a function that answers with variable sizes and a piece of one variable.
 
     Args:
@@ -22,7 +20,7 @@ def export_function(part: Part) -> Any:
     sizes = part.state_sizes
 
     @tf.function(input_signature=_PLACE, autograph=False)
-    def export(place: Any, start: Any) -> Any:
+    def export(place: tf.Tensor, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         known = (place >= 0) & (place < len(sizes)) & (start >= 0)
         return answer_if(
             known,
@@ -36,7 +34,7 @@ def export_function(part: Part) -> Any:
     return export
 
 
-def set_state_function(part: Part) -> Any:
+def set_state_function(part: Part) -> tf.types.experimental.PolymorphicFunction:
     """Return a function that accepts a piece of a variable of an equally sized partition.
 
     Args:
@@ -49,7 +47,7 @@ def set_state_function(part: Part) -> Any:
         tf.TensorSpec([], tf.string),
     ]
 
-    def fits(saved_sizes: Any) -> Any:
+    def fits(saved_sizes: tf.Tensor) -> tf.Tensor:
         is_same_rule = tf.equal(tf.size(saved_sizes), len(sizes))
         return tf.cond(
             is_same_rule,
@@ -58,8 +56,10 @@ def set_state_function(part: Part) -> Any:
         )
 
     @tf.function(input_signature=signature, autograph=False)
-    def set_state(saved_sizes: Any, place: Any, start: Any, piece: Any) -> Any:
-        def take() -> Any:
+    def set_state(
+        saved_sizes: tf.Tensor, place: tf.Tensor, start: tf.Tensor, piece: tf.Tensor
+    ) -> tf.Tensor:
+        def take() -> tf.Tensor:
             # Two pieces of a variable are in flight at a time.
             taken = part.lock.execute(lambda: part.set_state_piece(place, start, piece))
             return tf.where(taken, int(Status.OK), int(Status.NOT_FINITE))

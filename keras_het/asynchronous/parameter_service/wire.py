@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -23,20 +23,20 @@ class Wire(Protocol):
     def signature(self, size: int) -> list[tf.TensorSpec]:
         """Return the types of a push of `size` elements."""
 
-    def encode(self, values: Any) -> tuple[list[Any], Any]:
+    def encode(self, values: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Encode float32 values of shape [size] as tensors to send.
 
         Returns:
             The tensors; and the residual, float32 of shape [size] or a scalar for all elements.
         """
 
-    def decode(self, tensors: list[Any], size: int) -> Any:
+    def decode(self, tensors: list[tf.Tensor], size: int) -> tf.Tensor:
         """Return the float32 values of shape [size] that were sent; the rest is zero."""
 
-    def encode_answer(self, values: Any) -> Any:
+    def encode_answer(self, values: tf.Tensor) -> tf.Tensor:
         """Return the float32 vector to send for an answer of the service, which is always dense."""
 
-    def decode_answer(self, sent: Any, size: int) -> Any:
+    def decode_answer(self, sent: tf.Tensor, size: int) -> tf.Tensor:
         """Return the float32 values of shape [size] of an answer."""
 
     @property
@@ -77,22 +77,22 @@ class FloatWire:
         """Return the type of one vector."""
         return [tf.TensorSpec([size if self.is_exact else (size + 1) // 2], tf.float32)]
 
-    def encode(self, values: Any) -> tuple[list[Any], Any]:
+    def encode(self, values: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Round the values."""
         if self.is_exact:
             return [values], tf.constant(0.0)  # of any shape: a vector would take memory
         rounded = tf.cast(values, self._dtype)
         return [_in_pairs(rounded)], values - tf.cast(rounded, tf.float32)
 
-    def decode(self, tensors: list[Any], size: int) -> Any:
+    def decode(self, tensors: list[tf.Tensor], size: int) -> tf.Tensor:
         """Widen the values."""
         return self.decode_answer(tensors[0], size)
 
-    def encode_answer(self, values: Any) -> Any:
+    def encode_answer(self, values: tf.Tensor) -> tf.Tensor:
         """Round the values."""
         return values if self.is_exact else _in_pairs(tf.cast(values, self._dtype))
 
-    def decode_answer(self, sent: Any, size: int) -> Any:
+    def decode_answer(self, sent: tf.Tensor, size: int) -> tf.Tensor:
         """Widen the values."""
         if self.is_exact:
             return sent
@@ -141,14 +141,14 @@ class TopKWire:
         del size
         return [tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int32)]
 
-    def encode(self, values: Any) -> tuple[list[Any], Any]:
+    def encode(self, values: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Select the largest values."""
         _, places = tf.math.top_k(tf.abs(values), self.count(int(values.shape[0])), sorted=False)
         sent = tf.gather(values, places)
         left = tf.tensor_scatter_nd_update(values, places[:, None], tf.zeros_like(sent))
         return [sent, places], left
 
-    def decode(self, tensors: list[Any], size: int) -> Any:
+    def decode(self, tensors: list[tf.Tensor], size: int) -> tf.Tensor:
         """Put the values in their positions; invalid positions make the values not finite."""
         sent, places = tensors
         valid = tf.reduce_all((places >= 0) & (places < size))
@@ -156,11 +156,11 @@ class TopKWire:
         places = tf.clip_by_value(places, 0, size - 1)
         return tf.scatter_nd(places[:, None], sent, [size])
 
-    def encode_answer(self, values: Any) -> Any:
+    def encode_answer(self, values: tf.Tensor) -> tf.Tensor:
         """Return the answer in full."""
         return values
 
-    def decode_answer(self, sent: Any, size: int) -> Any:
+    def decode_answer(self, sent: tf.Tensor, size: int) -> tf.Tensor:
         """Return the answer in full."""
         del size
         return sent
@@ -176,7 +176,7 @@ class TopKWire:
         return min(LARGEST_MESSAGE_BYTES // 4, int(LARGEST_MESSAGE_BYTES // 8 / self._ratio))
 
 
-def _in_pairs(values: Any) -> Any:
+def _in_pairs(values: tf.Tensor) -> tf.Tensor:
     """Pack 16-bit values in pairs into a float32 vector, with a zero at an odd end."""
     padded = tf.concat([values, tf.zeros([tf.size(values) % 2], values.dtype)], axis=0)
     return tf.bitcast(tf.reshape(padded, [-1, 2]), tf.float32)

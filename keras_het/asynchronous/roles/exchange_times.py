@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 
 from keras_het.asynchronous.exchange.model_vectors import ModelVectors
@@ -31,7 +32,7 @@ class ExchangeTimes(NamedTuple):
 
 
 def measure_exchange(
-    model: Any, strategy: TrainingStrategy, partition_size: int, steps: Sequence[StepTimes]
+    model: keras.Model, strategy: TrainingStrategy, partition_size: int, steps: Sequence[StepTimes]
 ) -> ExchangeTimes:
     """Measure weight reads and collectives; all workers must call it.
 

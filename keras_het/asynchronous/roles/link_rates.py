@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -53,7 +52,7 @@ def _start_server(address: str, proof: bytes) -> FunctionServer:
     gate, server = Gate(proof), FunctionServer(address)
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False)
-    def absorb(values: Any) -> Any:
+    def absorb(values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.constant(int(Status.OK)), values[:1]
 
     server.register("absorb", absorb, gate)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_het.asynchronous.exchange.participant import HybridOptions, check_can_be_shared
@@ -56,7 +57,7 @@ class RoleChoice:
 
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         strategy: TrainingStrategy,
         options: HybridOptions,
         measured_steps: int,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from keras_het.asynchronous.rules.update_rule import PushMeta, Signal
+from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Slots
 from keras_het.asynchronous.rules.worker_sides import SendsChange
 from keras_het.planning.roles.local_steps import LocalStepsPlan, plan_local_steps
 
@@ -173,7 +173,7 @@ class ASHL(SendsChange):
                 "planning.plan_local_steps chooses them."
             )
 
-    def create_slots(self, center: Any) -> dict[str, Any]:
+    def create_slots(self, center: tf.Variable) -> Slots:
         """Create the stage (0 or 1), per-worker second-stage pushes, and samples if measured."""
         del center
         workers = [self.num_workers]
@@ -185,7 +185,7 @@ class ASHL(SendsChange):
             slots["samples"] = tf.Variable(tf.zeros(workers), trainable=False)
         return slots
 
-    def signal(self, slots: dict[str, Any], worker: Any, signal: Any) -> Any:
+    def signal(self, slots: Slots, worker: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
         """Begin the second stage once the loss is reached; stop waiting for workers that leave."""
         reached = tf.cast(tf.equal(signal, int(Signal.LOSS_REACHED)), tf.float32)
         stage = slots["second_stage"].assign(
@@ -206,7 +206,7 @@ class ASHL(SendsChange):
         """Whether the loss of the second stage is reached."""
         return bool(self.is_second_stage(loss))
 
-    def note_presence(self, slots: dict[str, Any], worker: Any) -> Any:
+    def note_presence(self, slots: Slots, worker: tf.Tensor) -> tf.Tensor | tf.Variable:
         """Record that a pushing worker has not left: it continues level with the slowest."""
         pushes = slots["pushes"].read_value()
         slowest = tf.reduce_min(pushes)
@@ -215,24 +215,26 @@ class ASHL(SendsChange):
         now = tf.where(pushes[own] >= _FAR, beside, pushes[own])
         return slots["pushes"].scatter_nd_update([[own]], [now])
 
-    def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+    def is_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor:
         """Whether the worker would stay within the allowed lead over the slowest."""
         lead = slots["pushes"][self._worker(meta)] - tf.reduce_min(slots["pushes"])
         return (slots["second_stage"] < 1) | (lead < self.largest_lead)
 
-    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+    def update(
+        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
+    ) -> tf.Tensor:
         """Add the worker's share of the change, and count the push in the second stage."""
         with tf.control_dependencies([self.pass_turn(slots, meta)]):
             center.assign_add(self._share(slots, self._worker(meta), meta.samples) * change)
         return center.read_value()
 
-    def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+    def pass_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor | tf.Variable:
         """Count the push in the second stage."""
         counted = tf.cast(slots["second_stage"], tf.int64)[None]
         worker = tf.reshape(self._worker(meta), [1, 1])
         return tf.identity(slots["pushes"].scatter_nd_add(worker, counted))
 
-    def _share(self, slots: dict[str, Any], worker: Any, samples: Any) -> Any:
+    def _share(self, slots: Slots, worker: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
         """Return D of a worker whose push of some samples is being taken."""
         if self.data_shares is not None:
             return tf.gather(tf.constant(self.data_shares), worker)
@@ -247,10 +249,10 @@ class ASHL(SendsChange):
         total += average * tf.reduce_sum(is_here - has_pushed)
         return tf.math.divide_no_nan(sums[worker], total)
 
-    def _worker(self, meta: PushMeta) -> Any:
+    def _worker(self, meta: PushMeta) -> tf.Tensor:
         return tf.clip_by_value(meta.worker, 0, self.num_workers - 1)
 
-    def is_second_stage(self, loss: Any) -> Any:
+    def is_second_stage(self, loss: float | tf.Tensor) -> Any:
         """Whether a training with this loss is in the second stage.
 
         Args:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_het.asynchronous.rules.server_optimizer import ServerOptimizer
-from keras_het.asynchronous.rules.update_rule import PushMeta
+from keras_het.asynchronous.rules.update_rule import PushMeta, Slots
 from keras_het.asynchronous.rules.worker_sides import SendsGradient
 
 
@@ -67,7 +67,7 @@ class AsyncSGD(SendsGradient):
         reference_samples: float | None = None,
         damps_staleness: bool = False,
         warm_up_pushes: int = 0,
-        optimizer: Any = None,
+        optimizer: str | dict[str, Any] | keras.optimizers.Optimizer | None = None,
     ) -> None:
         self.learning_rate = learning_rate
         self.momentum = momentum
@@ -77,7 +77,9 @@ class AsyncSGD(SendsGradient):
         self._check_ranges(optimizer)
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
 
-    def _check_ranges(self, optimizer: Any) -> None:
+    def _check_ranges(
+        self, optimizer: str | dict[str, Any] | keras.optimizers.Optimizer | None
+    ) -> None:
         if (self.learning_rate is None) == (optimizer is None):
             raise ValueError(
                 "AsyncSGD takes either a learning_rate, for gradient descent with momentum, or an "
@@ -104,11 +106,13 @@ class AsyncSGD(SendsGradient):
         """Return the shape of the momentum, if there is one."""
         return {"momentum": (size,)} if self.momentum else {}
 
-    def create_slots(self, center: Any) -> dict[str, Any]:
+    def create_slots(self, center: tf.Variable) -> Slots:
         """Create the momentum, or the optimizer's variables."""
         return self._optimizer.build(center) if self._optimizer else super().create_slots(center)
 
-    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+    def update(
+        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
+    ) -> tf.Tensor:
         """Take one step against the gradient `change`."""
         if self._optimizer:
             return self._optimizer.step(center, change, meta.version, self.factor(meta))
@@ -117,7 +121,7 @@ class AsyncSGD(SendsGradient):
         center.assign_sub(self.learning_rate * self.factor(meta) * change)
         return center.read_value()
 
-    def factor(self, meta: PushMeta) -> Any:
+    def factor(self, meta: PushMeta) -> tf.Tensor:
         """Return the factor of a push's learning rate, float32 scalar."""
         factor = tf.constant(1.0)
         if self.reference_samples is not None:
@@ -126,7 +130,7 @@ class AsyncSGD(SendsGradient):
             factor /= tf.maximum(meta.staleness, 1.0)
         return factor
 
-    def _warmed(self, scale: Any, meta: PushMeta) -> Any:
+    def _warmed(self, scale: tf.Tensor, meta: PushMeta) -> tf.Tensor:
         if not self.warm_up_pushes:
             return scale
         part = tf.minimum(tf.cast(meta.version, tf.float32) / self.warm_up_pushes, 1.0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import tensorflow as tf
 
-from keras_het.asynchronous.rules.update_rule import PushMeta
+from keras_het.asynchronous.rules.update_rule import PushMeta, Slots
 from keras_het.asynchronous.rules.worker_sides import SendsGradient
 
 _EPSILON = 1e-7
@@ -72,20 +72,23 @@ class DelayCompensated(SendsGradient):
             slots["mean_square"] = (self.num_workers, size)
         return slots
 
-    def create_slots(self, center: Any) -> dict[str, Any]:
+    def create_slots(self, center: tf.Variable) -> Slots:
         """Create the state, and the version in each worker's last answer, 0 for none."""
         versions = tf.Variable(tf.zeros([self.num_workers], tf.int64), trainable=False)
         return {**super().create_slots(center), "seen_version": versions}
 
-    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+    def update(
+        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
+    ) -> tf.Tensor:
         """Take one compensated step against the gradient `change`."""
         worker = tf.clip_by_value(meta.worker, 0, self.num_workers - 1)
-        seen_version = meta.version - tf.cast(meta.staleness, tf.int64)
+        version = cast(tf.Tensor, meta.version)
+        seen_version = version - tf.cast(meta.staleness, tf.int64)
         known = (seen_version > 0) & tf.equal(seen_version, slots["seen_version"][worker])
         # Gathered: an index would first copy the rows of all workers.
         moved = tf.where(known, center - tf.gather(slots["seen"], worker), tf.zeros_like(change))
         square = change * change
-        strength: Any = self.compensation
+        strength: float | tf.Tensor = self.compensation
         if self.decay is not None:
             mean = self.decay * tf.gather(slots["mean_square"], worker)
             mean += (1 - self.decay) * square
@@ -94,9 +97,9 @@ class DelayCompensated(SendsGradient):
         center.assign_sub(self.learning_rate * (change + strength * square * moved))
         answer = center.read_value()
         _set_row(slots["seen"], worker, answer)
-        _set_row(slots["seen_version"], worker, meta.version + 1)
+        _set_row(slots["seen_version"], worker, version + 1)
         return answer
 
 
-def _set_row(variable: Any, row: Any, value: Any) -> None:
+def _set_row(variable: tf.Variable, row: tf.Tensor, value: tf.Tensor) -> None:
     variable.scatter_nd_update([[row]], value[None])

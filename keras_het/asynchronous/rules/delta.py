@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from keras_het.asynchronous.rules.update_rule import PushMeta
+import tensorflow as tf
+
+from keras_het.asynchronous.rules.update_rule import PushMeta, Slots
 from keras_het.asynchronous.rules.worker_sides import SendsChange
 
 
@@ -58,22 +60,26 @@ class Delta(SendsChange):
         own.step_fraction = fraction
         return own
 
-    def message(self, weights: Any, seen: Any) -> Any:
+    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the change, scaled to steps of the global batch."""
         change = super().message(weights, seen)
         return change if self.step_fraction == 1 else self.step_fraction * change
 
-    def after_absence(self, weights: Any, start: Any, num_workers: int) -> Any:
+    def after_absence(self, weights: tf.Tensor, start: tf.Tensor, num_workers: int) -> tf.Tensor:
         """Return weights with which the center moves by the average of n such changes."""
         return start + min(1.0, 1.0 / (num_workers * self.scale)) * (weights - start)
 
-    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+    def update(
+        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
+    ) -> tf.Tensor:
         """Add the change."""
         del slots, meta
         center.assign_add(change if self.scale == 1 else self.scale * change)
         return center.read_value()
 
-    def norm_after(self, center_norm: Any, change_norm: Any) -> Any:
+    def norm_after(
+        self, center_norm: float | tf.Tensor, change_norm: float | tf.Tensor
+    ) -> float | tf.Tensor | None:
         """Return the triangle-inequality bound; None if a subclass updates in another way."""
         if type(self).update is not Delta.update:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -57,13 +57,17 @@ class DiLoCo(SynchronousRule):
         self.learning_rate = learning_rate
         self.momentum = momentum
 
-    def initial_state(self, weights: Any) -> State:
+    def initial_state(self, weights: tf.Tensor) -> State:
         """Return the center and the outer momentum."""
         return {"center": weights, "velocity": tf.zeros_like(weights)}
 
     def combine(
-        self, weights: Any, state: State, samples: Any, all_reduce_sum: AllReduceSum
-    ) -> tuple[Any, State]:
+        self,
+        weights: tf.Tensor,
+        state: State,
+        samples: float | tf.Tensor,
+        all_reduce_sum: AllReduceSum,
+    ) -> tuple[tf.Tensor, State]:
         """Take an outer step; the weights become the center."""
         center, count = state["center"], tf.cast(samples, weights.dtype)
         # The number of samples travels in the same buffer: one message instead of two.
@@ -128,7 +132,9 @@ class StreamingDiLoCo(DiLoCo):
         count = min(self.num_fragments, len(sizes))
         return tuple(tuple(range(first, len(sizes), count)) for first in range(count))
 
-    def receive(self, weights: Any, sent_weights: Any, combined: Any) -> Any:
+    def receive(
+        self, weights: tf.Tensor, sent_weights: tf.Tensor, combined: tf.Tensor
+    ) -> tf.Tensor:
         """Mix the worker's current weights with the center."""
         del sent_weights
         return self.mixing * weights + (1 - self.mixing) * combined

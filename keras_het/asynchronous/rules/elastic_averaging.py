@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import keras
+import tensorflow as tf
 
 from keras_het.asynchronous.rules.moving_rate import (
     LARGEST_DEFAULT,
@@ -13,7 +14,7 @@ from keras_het.asynchronous.rules.moving_rate import (
     default_moving_rate,
     own_optimizer,
 )
-from keras_het.asynchronous.rules.update_rule import PushMeta
+from keras_het.asynchronous.rules.update_rule import PushMeta, Slots
 from keras_het.asynchronous.rules.worker_sides import StepsItself
 
 
@@ -59,27 +60,29 @@ class ElasticAveraging(StepsItself):
         self.num_workers = num_workers
         check_moving_rate(self.alpha, learning_rate, 1)
 
-    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+    def update(
+        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
+    ) -> tf.Tensor:
         """Move the center towards the worker's weights `change`."""
         del slots, meta
         before = center.read_value()
         center.assign_add(self.alpha * (change - before))
         return before
 
-    def message(self, weights: Any, seen: Any) -> Any:
+    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the weights."""
         del seen
         return weights
 
-    def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
+    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
         """Pull the weights towards the center by the difference at the time of sending."""
         return weights - self.alpha * (sent_weights - answer)
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Check the bound for the rate of plain gradient descent."""
         check_with_optimizer(optimizer, self.alpha, 1)
 
-    def check_overlap(self, optimizer: Any, steps: float) -> None:
+    def check_overlap(self, optimizer: keras.optimizers.Optimizer, steps: float) -> None:
         """Check the bound for answers that arrive after steps of plain gradient descent.
 
         Args:
@@ -142,7 +145,7 @@ class AsyncMEASGD(ElasticAveraging):
 
     name: ClassVar[str] = "async_measgd"
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Refuse all optimizers but gradient descent with momentum.
 
         Raises:

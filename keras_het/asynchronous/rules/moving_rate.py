@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import keras
 
@@ -38,12 +37,12 @@ def default_moving_rate(
     return min(BETA / num_workers, largest)
 
 
-def own_optimizer(optimizer: Any) -> Any:
+def own_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return the user's optimizer: Keras wraps it to scale the loss under mixed_float16."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def plain_learning_rate(optimizer: Any) -> float | None:
+def plain_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     """Return the rate of plain gradient descent without schedule; None for other optimizers."""
     optimizer = own_optimizer(optimizer)
     config = optimizer.get_config() if isinstance(optimizer, keras.optimizers.SGD) else {}
@@ -142,7 +141,9 @@ def check_moving_rate(
     )
 
 
-def check_with_optimizer(optimizer: Any, alpha: float, at_once: int, overlap: float = 0) -> None:
+def check_with_optimizer(
+    optimizer: keras.optimizers.Optimizer, alpha: float, at_once: int, overlap: float = 0
+) -> None:
     """Refuse a moving rate outside the bound for the rate of plain gradient descent.
 
     Args:

@@ -23,7 +23,7 @@ from keras_het.asynchronous.rules.update_rule import UpdateRule
 
 Rule = UpdateRule | SynchronousRule
 
-RULES: dict[str, Any] = {
+RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (
         ASHL,
@@ -43,7 +43,9 @@ RULES: dict[str, Any] = {
 """Map from name to class of all published rules in this package."""
 
 
-def get(identifier: Any, num_workers: int | None = None) -> Rule:
+def get(
+    identifier: str | dict[str, Any] | type[Rule] | Rule, num_workers: int | None = None
+) -> Rule:
     """Return a rule from its name, its config or itself.
 
     Args:
@@ -83,9 +85,9 @@ def serialize(rule: Rule) -> dict[str, Any]:
     return {"class_name": rule.name, "config": rule.get_config()}
 
 
-def _find(name: Any) -> Any:
+def _find(name: str | None) -> type[Rule]:
     by_class_name = {rule.__name__: rule for rule in RULES.values()}
-    found = RULES.get(name) or by_class_name.get(name)
+    found = RULES.get(name or "") or by_class_name.get(name or "")
     if found is None:
         raise ValueError(
             f"There is no update rule {name!r}. Known rules: {', '.join(sorted(RULES))}."
@@ -93,7 +95,7 @@ def _find(name: Any) -> Any:
     return found
 
 
-def _create(kind: Any, config: dict[str, Any], num_workers: int | None) -> Rule:
+def _create(kind: type[Rule], config: dict[str, Any], num_workers: int | None) -> Rule:
     parameters = inspect.signature(kind).parameters
     # Per-worker settings already determine the number of workers.
     needs_number = "num_workers" in parameters and config.get("data_shares") is None
@@ -111,5 +113,4 @@ def _create(kind: Any, config: dict[str, Any], num_workers: int | None) -> Rule:
             f"{unknown}, missing {missing}. It takes {list(parameters)}; give the rule itself or "
             "a dict with class_name and config."
         )
-    rule: Rule = kind.from_config(config)
-    return rule
+    return kind.from_config(config)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import tensorflow as tf
 
 from keras_het.asynchronous.rules.elastic_averaging import ElasticAveraging
-from keras_het.asynchronous.rules.update_rule import PushMeta, Signal
+from keras_het.asynchronous.rules.update_rule import PushMeta, Signal, Slots
 
 
 class RoundRobinEASGD(ElasticAveraging):
@@ -47,7 +47,7 @@ class RoundRobinEASGD(ElasticAveraging):
         del size
         return {"turn": (), "left": (self.num_workers,)}
 
-    def note_presence(self, slots: dict[str, Any], worker: Any) -> Any:
+    def note_presence(self, slots: Slots, worker: tf.Tensor) -> tf.Tensor | tf.Variable:
         """Record that a pushing worker has not left: it gets its turns again.
 
         If all had left, the turn may lie with a worker that never comes back: it moves on.
@@ -59,21 +59,23 @@ class RoundRobinEASGD(ElasticAveraging):
         with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
             return tf.constant(True)
 
-    def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+    def is_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor:
         """Whether it is the worker's turn."""
         return tf.equal(tf.cast(meta.worker, tf.float32), slots["turn"])
 
-    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+    def update(
+        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
+    ) -> tf.Tensor:
         """Move the center and pass the turn to the next worker that is still present."""
         with tf.control_dependencies([self.pass_turn(slots, meta)]):
             return super().update(center, slots, change, meta)
 
-    def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+    def pass_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor | tf.Variable:
         """Pass the turn to the next worker that is still present."""
         following = self._next(slots["left"].read_value(), meta.worker)
         return slots["turn"].assign(following, read_value=True)
 
-    def signal(self, slots: dict[str, Any], worker: Any, signal: Any) -> Any:
+    def signal(self, slots: Slots, worker: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
         """Skip a worker that leaves from now on."""
         leaves = tf.cast(tf.equal(signal, int(Signal.LEAVE)), tf.float32)
         left = tf.maximum(slots["left"], leaves * tf.one_hot(worker, self.num_workers))
@@ -83,7 +85,7 @@ class RoundRobinEASGD(ElasticAveraging):
         with tf.control_dependencies([slots["left"].assign(left), slots["turn"].assign(turn)]):
             return tf.constant(0)
 
-    def _next(self, left: Any, worker: Any) -> Any:
+    def _next(self, left: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         """Return the first worker after `worker` that has not left, itself last."""
         order = (worker + 1 + tf.range(self.num_workers)) % self.num_workers
         first = tf.argmin(tf.gather(left, order))

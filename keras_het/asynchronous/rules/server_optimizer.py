@@ -49,11 +49,11 @@ class ServerOptimizer:
             of parts, or the learning rate is a function that cannot be copied.
     """
 
-    def __init__(self, identifier: Any) -> None:
+    def __init__(self, identifier: str | dict[str, Any] | keras.optimizers.Optimizer) -> None:
         self.optimizer = keras.optimizers.get(identifier)
         self._config = check_elementwise(self.optimizer)
 
-    def build(self, center: Any) -> dict[str, Any]:
+    def build(self, center: tf.Variable) -> dict[str, tf.Variable]:
         """Create the state for a part.
 
         Args:
@@ -67,7 +67,9 @@ class ServerOptimizer:
         setattr(center, _INSTANCE, instance)
         return instance.variables
 
-    def step(self, center: Any, gradient: Any, version: Any, factor: Any) -> Any:
+    def step(
+        self, center: tf.Variable, gradient: tf.Tensor, version: tf.Tensor | None, factor: tf.Tensor
+    ) -> tf.Tensor:
         """Take a step; called in the graph.
 
         Args:
@@ -93,14 +95,16 @@ class ServerOptimizer:
 
 
 class _Instance:
-    def __init__(self, kind: Any, config: dict[str, Any], center: Any) -> None:
+    def __init__(
+        self, kind: type[keras.optimizers.Optimizer], config: dict[str, Any], center: tf.Variable
+    ) -> None:
         self._center = center
         self._base_rate = config["learning_rate"]
         if isinstance(self._base_rate, dict):
             self._base_rate = keras.optimizers.schedules.deserialize(self._base_rate)
         self._optimizer = kind.from_config({**config, "learning_rate": 1.0})
         # A function is the documented way to give Keras a rate that it does not store itself.
-        self._rate: Any = 1.0
+        self._rate: float | tf.Tensor = 1.0
         self._optimizer.learning_rate = lambda: self._rate
         self._optimizer.build([center])
         # Traced here and now: otherwise Keras would sum gradients over the replicas of any strategy
@@ -110,19 +114,19 @@ class _Instance:
         )
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> dict[str, tf.Variable]:
         """All state by position, because Keras numbers its names differently for each instance."""
         return {
             f"optimizer_{index}": variable.value
             for index, variable in enumerate(self._optimizer.variables)
         }
 
-    def step(self, gradient: Any, version: Any, factor: Any) -> Any:
+    def step(self, gradient: tf.Tensor, version: tf.Tensor | None, factor: tf.Tensor) -> tf.Tensor:
         """Take a step; called in the graph, under the part's lock."""
         count = self._optimizer.iterations.value.read_value() if version is None else version
         return self._step(gradient, tf.cast(count, tf.int64), tf.cast(factor, tf.float32))
 
-    def _apply(self, gradient: Any, version: Any, factor: Any) -> Any:
+    def _apply(self, gradient: tf.Tensor, version: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
         self._optimizer.iterations.assign(version)
         rate = self._base_rate
         if callable(rate):
@@ -135,7 +139,7 @@ class _Instance:
             return self._center.read_value()
 
 
-def check_elementwise(optimizer: Any) -> dict[str, Any]:
+def check_elementwise(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """Refuse optimizers that cannot work on parts of a vector.
 
     A custom optimizer is accepted if its attribute `is_elementwise` is true.
@@ -176,7 +180,7 @@ def check_elementwise(optimizer: Any) -> dict[str, Any]:
     return _config(optimizer)
 
 
-def _config(optimizer: Any) -> dict[str, Any]:
+def _config(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     rate = private_api.learning_rate_of(optimizer)
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     if callable(rate) and not is_schedule:

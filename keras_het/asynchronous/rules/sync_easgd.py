@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
+
+import keras
+import tensorflow as tf
 
 from keras_het.asynchronous.rules.moving_rate import (
     check_moving_rate,
@@ -62,13 +65,17 @@ class SyncEASGD(SynchronousRule):
         self.learning_rate = learning_rate
         check_moving_rate(self.alpha, learning_rate, num_workers, overlap)
 
-    def initial_state(self, weights: Any) -> State:
+    def initial_state(self, weights: tf.Tensor) -> State:
         """Return the center."""
         return {"center": weights}
 
     def combine(
-        self, weights: Any, state: State, samples: Any, all_reduce_sum: AllReduceSum
-    ) -> tuple[Any, State]:
+        self,
+        weights: tf.Tensor,
+        state: State,
+        samples: float | tf.Tensor,
+        all_reduce_sum: AllReduceSum,
+    ) -> tuple[tf.Tensor, State]:
         """Move weights and center by their elastic differences, regardless of samples."""
         del samples
         center = state["center"]
@@ -76,6 +83,6 @@ class SyncEASGD(SynchronousRule):
         moved = center + self.alpha * all_reduce_sum(difference)
         return weights - self.alpha * difference, {"center": moved}
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Check the bound for the rate of plain gradient descent."""
         check_with_optimizer(optimizer, self.alpha, self.num_workers, self.overlap)

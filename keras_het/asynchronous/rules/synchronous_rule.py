@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
+
+import keras
+import tensorflow as tf
 
 from keras_het.asynchronous.rules.named_settings import NamedSettings
 
-State = dict[str, Any]
-AllReduceSum = Callable[[Any], Any]
+State = dict[str, tf.Tensor]
+AllReduceSum = Callable[[tf.Tensor], tf.Tensor]
 
 
 class SynchronousRule(NamedSettings, abc.ABC):
@@ -67,7 +70,7 @@ class SynchronousRule(NamedSettings, abc.ABC):
         return step > 0 and (step - fragment * self.period // num_fragments) % self.period == 0
 
     @abc.abstractmethod
-    def initial_state(self, weights: Any) -> State:
+    def initial_state(self, weights: tf.Tensor) -> State:
         """Return the state of a fragment; state and weights form a checkpoint of the fragment.
 
         Args:
@@ -79,8 +82,12 @@ class SynchronousRule(NamedSettings, abc.ABC):
 
     @abc.abstractmethod
     def combine(
-        self, weights: Any, state: State, samples: Any, all_reduce_sum: AllReduceSum
-    ) -> tuple[Any, State]:
+        self,
+        weights: tf.Tensor,
+        state: State,
+        samples: float | tf.Tensor,
+        all_reduce_sum: AllReduceSum,
+    ) -> tuple[tf.Tensor, State]:
         """Perform one exchange of a fragment.
 
         Args:
@@ -94,7 +101,9 @@ class SynchronousRule(NamedSettings, abc.ABC):
             state.
         """
 
-    def receive(self, weights: Any, sent_weights: Any, combined: Any) -> Any:
+    def receive(
+        self, weights: tf.Tensor, sent_weights: tf.Tensor, combined: tf.Tensor
+    ) -> tf.Tensor:
         """Return the weights after an exchange that overlapped with steps.
 
         Args:
@@ -104,6 +113,6 @@ class SynchronousRule(NamedSettings, abc.ABC):
         """
         return weights + (combined - sent_weights)
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Check the workers' own optimizer, like `UpdateRule.check_optimizer`."""
         del optimizer

@@ -5,12 +5,16 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from keras_het.asynchronous.rules.named_settings import NamedSettings
 from keras_het.planning.roles.local_steps import LocalStepsPlan
+
+Slots = dict[str, tf.Variable]
+"""State of a rule for a part of the center, by name."""
 
 
 class Signal(enum.IntEnum):
@@ -37,10 +41,10 @@ class PushMeta(NamedTuple):
             counted.
     """
 
-    worker: Any
-    samples: Any
-    staleness: Any
-    version: Any = None
+    worker: tf.Tensor
+    samples: tf.Tensor
+    staleness: tf.Tensor
+    version: tf.Tensor | None = None
 
 
 class UpdateRule(NamedSettings, abc.ABC):
@@ -90,7 +94,7 @@ class UpdateRule(NamedSettings, abc.ABC):
         del size
         return {}
 
-    def create_slots(self, center: Any) -> dict[str, Any]:
+    def create_slots(self, center: tf.Variable) -> Slots:
         """Create the state for a part; called eagerly, once, in the center's process.
 
         Args:
@@ -105,7 +109,7 @@ class UpdateRule(NamedSettings, abc.ABC):
             for name, shape in self.slots(int(center.shape[0])).items()
         }
 
-    def note_presence(self, slots: dict[str, Any], worker: Any) -> Any:
+    def note_presence(self, slots: Slots, worker: tf.Tensor) -> tf.Tensor | tf.Variable:
         """Record that a worker pushes: it may have been given up before.
 
         Called in the graph, under the part's lock, before `is_turn`, only if `may_wait`.
@@ -120,7 +124,7 @@ class UpdateRule(NamedSettings, abc.ABC):
         del slots, worker
         return tf.constant(True)
 
-    def is_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+    def is_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor:
         """Whether a push is taken now, bool scalar; otherwise the worker must try again later.
 
         Called in the graph, under the part's lock, only if `may_wait`; this includes calls for a
@@ -133,7 +137,7 @@ class UpdateRule(NamedSettings, abc.ABC):
         del slots, meta
         return tf.constant(True)
 
-    def pass_turn(self, slots: dict[str, Any], meta: PushMeta) -> Any:
+    def pass_turn(self, slots: Slots, meta: PushMeta) -> tf.Tensor | tf.Variable:
         """Record a refused push that was in its turn, so that no worker waits for a better one.
 
         Called in the graph, under the part's lock, only if `may_wait` and `is_turn`.
@@ -149,7 +153,9 @@ class UpdateRule(NamedSettings, abc.ABC):
         return tf.constant(True)
 
     @abc.abstractmethod
-    def update(self, center: Any, slots: dict[str, Any], change: Any, meta: PushMeta) -> Any:
+    def update(
+        self, center: tf.Variable, slots: Slots, change: tf.Tensor, meta: PushMeta
+    ) -> tf.Tensor:
         """Change the center; called in the graph.
 
         Args:
@@ -162,7 +168,9 @@ class UpdateRule(NamedSettings, abc.ABC):
             The answer to the worker, float32 of shape [size].
         """
 
-    def norm_after(self, center_norm: Any, change_norm: Any) -> Any:
+    def norm_after(
+        self, center_norm: float | tf.Tensor, change_norm: float | tf.Tensor
+    ) -> float | tf.Tensor | None:
         """Bound the center's Euclidean norm after `update`, for updates that change no slot.
 
         With such a bound, the service need not copy the center at each push in order to undo an
@@ -179,7 +187,7 @@ class UpdateRule(NamedSettings, abc.ABC):
         return None
 
     @abc.abstractmethod
-    def message(self, weights: Any, seen: Any) -> Any:
+    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the worker's message.
 
         Args:
@@ -187,7 +195,7 @@ class UpdateRule(NamedSettings, abc.ABC):
             seen: the answer of its last exchange.
         """
 
-    def message_of_gradient(self, gradient: Any, seen: Any) -> Any:
+    def message_of_gradient(self, gradient: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the worker's message for a mean gradient, if `uses_gradients`.
 
         Args:
@@ -206,7 +214,7 @@ class UpdateRule(NamedSettings, abc.ABC):
         return self
 
     @abc.abstractmethod
-    def after_sending(self, weights: Any, seen: Any) -> Any:
+    def after_sending(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the weights to continue with while the message and the answer travel.
 
         Args:
@@ -215,7 +223,7 @@ class UpdateRule(NamedSettings, abc.ABC):
         """
 
     @abc.abstractmethod
-    def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
+    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
         """Return the worker's weights after the answer.
 
         Args:
@@ -224,7 +232,7 @@ class UpdateRule(NamedSettings, abc.ABC):
             answer: the result of `update`.
         """
 
-    def after_absence(self, weights: Any, start: Any, num_workers: int) -> Any:
+    def after_absence(self, weights: tf.Tensor, start: tf.Tensor, num_workers: int) -> tf.Tensor:
         """Return the weights to exchange after a time without the service, for others perhaps too.
 
         Args:
@@ -235,7 +243,7 @@ class UpdateRule(NamedSettings, abc.ABC):
         del start, num_workers
         return weights
 
-    def signal(self, slots: dict[str, Any], worker: Any, signal: Any) -> Any:
+    def signal(self, slots: Slots, worker: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
         """Handle a worker's signal; called in the graph, under the part's lock.
 
         Args:
@@ -300,7 +308,7 @@ class UpdateRule(NamedSettings, abc.ABC):
         del loss
         return False
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Check that the worker's own optimizer is one for which the rule was published.
 
         Args:

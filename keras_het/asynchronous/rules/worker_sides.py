@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
+
+import tensorflow as tf
 
 from keras_het.asynchronous.rules.update_rule import UpdateRule
 
@@ -18,21 +20,21 @@ class SendsGradient(UpdateRule):
     uses_gradients: ClassVar[bool] = True
     center_is_weights: ClassVar[bool] = True
 
-    def message(self, weights: Any, seen: Any) -> Any:
+    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the gradient."""
         return seen - weights
 
-    def message_of_gradient(self, gradient: Any, seen: Any) -> Any:
+    def message_of_gradient(self, gradient: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the gradient unchanged: taken from weights, small ones would be rounded away."""
         del seen
         return gradient
 
-    def after_sending(self, weights: Any, seen: Any) -> Any:
+    def after_sending(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the last answer, because the service takes the step."""
         del weights
         return seen
 
-    def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
+    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
         """Return the center."""
         del weights, sent_weights
         return answer
@@ -43,7 +45,7 @@ class StepsItself(UpdateRule):
 
     uses_gradients: ClassVar[bool] = False
 
-    def after_sending(self, weights: Any, seen: Any) -> Any:
+    def after_sending(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the worker's own weights."""
         del seen
         return weights
@@ -57,10 +59,10 @@ class SendsChange(StepsItself):
 
     center_is_weights: ClassVar[bool] = True
 
-    def message(self, weights: Any, seen: Any) -> Any:
+    def message(self, weights: tf.Tensor, seen: tf.Tensor) -> tf.Tensor:
         """Return the change."""
         return weights - seen
 
-    def receive(self, weights: Any, sent_weights: Any, answer: Any) -> Any:
+    def receive(self, weights: tf.Tensor, sent_weights: tf.Tensor, answer: tf.Tensor) -> tf.Tensor:
         """Return the center plus the worker's progress since sending."""
         return answer + (weights - sent_weights)
