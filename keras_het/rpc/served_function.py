@@ -10,6 +10,8 @@ from keras_het.rpc.admission import Status
 from keras_het.rpc.gate import Gate
 from keras_het.value_types import Nest
 
+TfFunction = tf.types.experimental.PolymorphicFunction
+"""What `tf.function` returns."""
 _TOKEN = tf.TensorSpec([], tf.string)
 
 

@@ -162,7 +162,7 @@ def test_a_backup_ends_a_training_that_shall_not_go_on_alone(cpu_devices):
     service.close()
     with pytest.raises(ServiceLostError, match="did not answer in time"):
         center.exported()
-    assert center._is_given_up
+    assert center.engine.is_given_up
 
 
 def test_small_state_is_one_piece_a_variable(cpu_devices):

@@ -15,6 +15,7 @@ from keras_het.rpc.admission import Status
 from keras_het.rpc.function_server import FunctionServer
 from keras_het.rpc.gate import Gate
 from keras_het.rpc.partitions import spread_partitions
+from keras_het.rpc.served_function import TfFunction
 
 DIRECTORY, CLOSE = "directory", "close"
 
@@ -106,7 +107,7 @@ class HostedParts:
             **options,
         )
 
-    def _directory_function(self) -> tf.types.experimental.PolymorphicFunction:
+    def _directory_function(self) -> TfFunction:
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
         def directory(addresses: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             """Return the location of the parts; the leader sets it by passing `addresses`."""
@@ -120,7 +121,7 @@ class HostedParts:
         self._addresses.assign(addresses)
         return tf.constant(True)
 
-    def _close_function(self) -> tf.types.experimental.PolymorphicFunction:
+    def _close_function(self) -> TfFunction:
         @tf.function(input_signature=[], autograph=False)
         def close() -> tf.Tensor:
             self._is_closed.assign(True)

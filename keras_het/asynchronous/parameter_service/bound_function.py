@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.asynchronous.parameter_service.part import Part
-from keras_het.rpc.served_function import refusal
+from keras_het.rpc.served_function import TfFunction, refusal
 
 
 class BoundFunction:
@@ -46,7 +46,7 @@ class PartFunction:
         make: returns the `tf.function` of a partition, with an input signature.
     """
 
-    def __init__(self, make: Callable[[Part], tf.types.experimental.PolymorphicFunction]) -> None:
+    def __init__(self, make: Callable[[Part], TfFunction]) -> None:
         self._make = make
         self._traced: dict[Any, tuple[Any, list[Any], list[Any]]] = {}
 
@@ -67,9 +67,7 @@ class PartFunction:
         function = self._make(part).get_concrete_function()
         return BoundFunction(function, function.captured_inputs)
 
-    def served(
-        self, parts: Mapping[int, Part], num_partitions: int
-    ) -> tf.types.experimental.PolymorphicFunction:
+    def served(self, parts: Mapping[int, Part], num_partitions: int) -> TfFunction:
         """Return one `tf.function` for several partitions, selected by number.
 
         It takes the number before the other arguments, and answers with `Status.REFUSED` and zeros,

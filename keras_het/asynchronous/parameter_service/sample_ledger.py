@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_het.rpc.admission import Status
 from keras_het.rpc.function_server import FunctionServer
 from keras_het.rpc.gate import Gate
-from keras_het.rpc.served_function import answer_if
+from keras_het.rpc.served_function import TfFunction, answer_if
 
 LARGEST_EPOCH = 1 << 16
 LEADER = 0
@@ -335,9 +335,7 @@ def _variable(value: tf.Tensor) -> tf.Variable:
     return tf.Variable(value, trainable=False)
 
 
-def _graph(
-    function: Callable[..., Any], signature: list[tf.TensorSpec]
-) -> tf.types.experimental.PolymorphicFunction:
+def _graph(function: Callable[..., Any], signature: list[tf.TensorSpec]) -> TfFunction:
     return tf.function(function, input_signature=signature, autograph=False)
 
 

@@ -25,7 +25,7 @@ from keras_het.rpc.admission import DIVERGED, Status
 from keras_het.rpc.function_server import FunctionServer
 from keras_het.rpc.gate import Gate
 from keras_het.rpc.partitions import Partitions
-from keras_het.rpc.served_function import answer_if, hello_function
+from keras_het.rpc.served_function import TfFunction, answer_if, hello_function
 from keras_het.usable_cpus import usable_cpus
 
 LONGEST_CLOSE_SECONDS = 10.0
@@ -126,7 +126,7 @@ class ParameterService:
                 self._server.register(f"{prefix}{name}_{size}", served, gate)
         self._server.register(f"{prefix}hello", hello_function(), gate)
 
-    def _served(self) -> dict[str, Callable[[Part], tf.types.experimental.PolymorphicFunction]]:
+    def _served(self) -> dict[str, Callable[[Part], TfFunction]]:
         """Return, for each client call on a partition, its name and the factory of its function."""
         return {
             "push": self._push_function,
@@ -262,7 +262,7 @@ class ParameterService:
         exchange = PartFunction(self._exchange_function)
         return [exchange.of(part) for part in self._parts]
 
-    def _exchange_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
+    def _exchange_function(self, part: Part) -> TfFunction:
         signature = [
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.float32),
@@ -289,9 +289,7 @@ class ParameterService:
 
         return exchange
 
-    def _pull_function(
-        self, part: Part, exact: bool = False
-    ) -> tf.types.experimental.PolymorphicFunction:
+    def _pull_function(self, part: Part, exact: bool = False) -> TfFunction:
         encode = tf.identity if exact else self._wire.encode_answer
 
         @tf.function(input_signature=[], autograph=False)
@@ -305,7 +303,7 @@ class ParameterService:
 
         return pull
 
-    def _push_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
+    def _push_function(self, part: Part) -> TfFunction:
         signature = [
             tf.TensorSpec([], tf.int32),
             tf.TensorSpec([], tf.float32),
@@ -365,7 +363,7 @@ class ParameterService:
     def _signal(self, part: Part, client: tf.Tensor, signal: tf.Tensor) -> tf.Tensor:
         return part.lock.execute(lambda: self._rule.signal(part.slots, client, signal))
 
-    def _signal_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
+    def _signal_function(self, part: Part) -> TfFunction:
         @tf.function(
             input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32)],
             autograph=False,
@@ -385,7 +383,7 @@ class ParameterService:
         with tf.control_dependencies([closed]):
             return tf.equal(part.under_way.read_value(), 0)
 
-    def _close_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
+    def _close_function(self, part: Part) -> TfFunction:
         @tf.function(input_signature=[], autograph=False)
         def close() -> tuple[tf.Tensor, tf.Tensor]:
             is_done = self._close(part)
@@ -394,7 +392,7 @@ class ParameterService:
 
         return close
 
-    def _latest_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
+    def _latest_function(self, part: Part) -> TfFunction:
         @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
         def latest(client: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             known = (client >= 0) & (client < self._num_clients)
@@ -402,7 +400,7 @@ class ParameterService:
 
         return latest
 
-    def _restore_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
+    def _restore_function(self, part: Part) -> TfFunction:
         @tf.function(input_signature=[tf.TensorSpec([part.size], tf.float32)], autograph=False)
         def restore(center: tf.Tensor) -> tf.Tensor:
             def take() -> tf.Tensor:
@@ -414,7 +412,7 @@ class ParameterService:
 
         return restore
 
-    def _turn_function(self, part: Part) -> tf.types.experimental.PolymorphicFunction:
+    def _turn_function(self, part: Part) -> TfFunction:
         @tf.function(
             input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)],
             autograph=False,

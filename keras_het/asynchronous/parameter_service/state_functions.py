@@ -6,12 +6,12 @@ import tensorflow as tf
 
 from keras_het.asynchronous.parameter_service.part import Part
 from keras_het.rpc.admission import Status
-from keras_het.rpc.served_function import answer_if
+from keras_het.rpc.served_function import TfFunction, answer_if
 
 _PLACE = (tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64))
 
 
-def export_function(part: Part) -> tf.types.experimental.PolymorphicFunction:
+def export_function(part: Part) -> TfFunction:
     """Return a function that answers with variable sizes and a piece of one variable.
 
     Args:
@@ -34,7 +34,7 @@ def export_function(part: Part) -> tf.types.experimental.PolymorphicFunction:
     return export
 
 
-def set_state_function(part: Part) -> tf.types.experimental.PolymorphicFunction:
+def set_state_function(part: Part) -> TfFunction:
     """Return a function that accepts a piece of a variable of an equally sized partition.
 
     Args:
