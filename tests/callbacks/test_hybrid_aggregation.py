@@ -79,13 +79,13 @@ class Used(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.center = self.hybrid.participant.center
-        exchange = self.center._weights.exchange_locally
+        exchange = self.center._parts._weights.exchange_locally
 
         def exchange_and_note(client, samples, changes):
             self.samples.append(samples)
             return exchange(client, samples, changes)
 
-        self.center._weights.exchange_locally = exchange_and_note
+        self.center._parts._weights.exchange_locally = exchange_and_note
 
 
 @pytest.mark.full
