@@ -86,7 +86,7 @@ class Histories:
     def _values(self, ctx: Any, experiment: str, run: str, tags: list[str]) -> Iterator[Value]:
         for tag in tags:
             most = _MOST_VALUES
-            if log_format.steps_per_row(tag):
+            if log_format.steps_per_row(tag) or tag == log_format.HARDWARE_SAMPLES:
                 for sample in self._read(ctx, experiment, run, tag, 1):
                     most = max(min(most, _MOST_BYTES // max(sample.numpy.nbytes, 1)), 1)
             for each in self._read(ctx, experiment, run, tag, most):

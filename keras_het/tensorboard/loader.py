@@ -10,8 +10,8 @@ from tensorboard.plugins import base_plugin
 _logger = logging.getLogger("keras_het")
 _PLUGIN = "keras_het"
 # Of each tag; TensorBoard's own defaults are 10 and 100, which would leave out most of a training.
-# A value is a block of steps, so that this holds what a log keeps, and bounds the memory.
-_SAMPLES = 5_000
+# A value is a block of steps, of one where steps are slow: this holds what a log keeps one by one.
+_SAMPLES = 30_000
 
 
 class HetLoader(base_plugin.TBLoader):

@@ -109,11 +109,19 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def started() -> Iterator[Browser]:
     pytest.importorskip("selenium")
     made = Browser()
     yield made
     made.driver.quit()
+
+
+@pytest.fixture
+def browser(started: Browser) -> Browser:
+    """The browser with an empty page, and nothing in its console."""
+    started.driver.get("about:blank")
+    started.complaints()
+    return started
 
 
 @pytest.fixture(scope="module")
@@ -287,8 +295,7 @@ def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("load_fast", ["auto", "false"])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("load_fast", "dark"), [("auto", False), ("false", True)])
 def test_the_tab_in_tensorboard(
     browser: Browser, tmp_path: Path, entry_point: None, load_fast: str, dark: bool
 ) -> None:

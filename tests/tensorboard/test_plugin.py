@@ -172,7 +172,7 @@ def test_the_entry_point_names_the_loader() -> None:
 def test_the_loader_keeps_steps_unless_the_user_says_how_many() -> None:
     flags = SimpleNamespace(samples_per_plugin={"images": 3})
     HetLoader().fix_flags(flags)
-    assert flags.samples_per_plugin == {"images": 3, "keras_het": 5000}
+    assert flags.samples_per_plugin == {"images": 3, "keras_het": 30_000}
     flags = SimpleNamespace(samples_per_plugin={"keras_het": 9})
     HetLoader().fix_flags(flags)
     assert flags.samples_per_plugin == {"keras_het": 9}
