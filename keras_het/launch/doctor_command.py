@@ -61,6 +61,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         options: options of the command line.
     """
     # late: other commands need none of it
+    from keras_het.launch.doctor.cluster_checks import other_tasks
     from keras_het.launch.doctor.display import show
     from keras_het.launch.doctor.examination import report_on, run_checks
     from keras_het.launch.doctor.facts import gather
@@ -69,10 +70,12 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     facts = gather(log_dir=options.log_dir)
     sections = run_checks(facts)
-    # a node that cannot be reached itself keeps the others waiting for nothing
+    # a node that cannot be reached itself would keep the others waiting for nothing
     can_serve = not any(finding.level == FAULT for finding in sections["Cluster"])
-    waited = options.wait if can_serve else 0.0
-    report = report_on(facts, sections, measure_links(facts, waited), waited)
+    wait = options.wait if can_serve else 0.0
+    if wait and (others := other_tasks(facts.cluster)):
+        sys.stderr.write(f"Measuring links to {', '.join(others)}, for up to {wait:g} s ...\n")
+    report = report_on(facts, sections, measure_links(facts, wait))
     if options.json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2, default=str) + "\n")
     else:

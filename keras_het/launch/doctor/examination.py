@@ -16,7 +16,7 @@ from keras_het.launch.doctor import (
 )
 from keras_het.launch.doctor.facts import Facts
 from keras_het.launch.doctor.findings import FAULT, WARNING, Finding
-from keras_het.launch.doctor.links import Link, describe_node
+from keras_het.launch.doctor.links import Link, Measurement, describe_node
 
 Check = Callable[[Facts], Iterator[Finding]]
 
@@ -123,22 +123,18 @@ def run_checks(facts: Facts) -> dict[str, tuple[Finding, ...]]:
 
 
 def report_on(
-    facts: Facts,
-    sections: Mapping[str, tuple[Finding, ...]],
-    measured: tuple[Link, ...] = (),
-    waited_seconds: float = 0.0,
+    facts: Facts, sections: Mapping[str, tuple[Finding, ...]], measurement: Measurement
 ) -> Report:
     """Return the report.
 
     Args:
         facts: what is known of this machine.
         sections: the result of `run_checks`.
-        measured: links to the other nodes.
-        waited_seconds: how long their doctors were waited for.
+        measurement: what was measured to the other nodes.
     """
-    found = tuple(_named(LINKS.lower(), link_checks.links(facts, measured, waited_seconds)))
+    found = tuple(_named(LINKS.lower(), link_checks.links(facts, measurement)))
     return Report(
-        facts, {**sections, **({LINKS: found} if found else {})}, measured, plan_of(facts)
+        facts, {**sections, **({LINKS: found} if found else {})}, measurement.links, plan_of(facts)
     )
 
 

@@ -19,7 +19,7 @@ def driver(facts: Facts) -> Iterator[Finding]:
     """Whether NVIDIA's driver answers."""
     found = facts.tensorflow
     if facts.driver or facts.gpus:
-        yield ok(f"NVIDIA's driver {facts.driver} lists {len(facts.gpus)} GPUs; NVML answers.")
+        yield ok(f"NVIDIA's driver {facts.driver} answers (NVML); GPUs: {len(facts.gpus)}.")
     elif facts.gpu_boards:
         yield warning(
             f"This machine has {facts.gpu_boards} NVIDIA GPUs, and no driver that answers: "
@@ -89,9 +89,8 @@ def kernels(facts: Facts) -> Iterator[Finding]:
         if not _has_portable_code(gpu.capability, found.kernels):
             yield warning(
                 f"{start} It leaves this GPU out.",
-                "Install a version of TensorFlow whose build still has this capability, or build "
-                "it from source with TF_CUDA_COMPUTE_CAPABILITIES="
-                f"{capability}. Without that GPU: leave it out of {VISIBLE}.",
+                "Install a version of TensorFlow whose build has this capability, or build it from "
+                f"source for {capability}. To do without the GPU, leave it out of {VISIBLE}.",
             )
             continue
         known = " On such GPUs that is known to fail (CUDA_ERROR_INVALID_PTX)."
@@ -111,7 +110,9 @@ def used_gpus(facts: Facts) -> Iterator[Finding]:
     text = facts.environ.get(VISIBLE)
     expected = len(facts.gpus) if text is None else _shown(text, facts.gpus)
     log = f" TensorFlow says: {_last(found.log)}" if found.log else ""
-    if expected and not found.gpus:
+    if not expected:
+        return
+    if not found.gpus:
         yield warning(
             f"TensorFlow lists none of {expected} GPUs: training runs on the CPU.{log}",
             f"Install the libraries of CUDA {found.cuda}, for which it was built, with pip install "
@@ -124,7 +125,7 @@ def used_gpus(facts: Facts) -> Iterator[Finding]:
             "(TF_MIN_GPU_MULTIPROCESSOR_COUNT, 8 by default).",
         )
     else:
-        yield ok(f"TensorFlow uses {found.replicas} GPUs: {', '.join(found.gpus)}.")
+        yield ok(f"TensorFlow uses all GPUs that it may: {', '.join(found.gpus)}.")
 
 
 def gpus_in_use(facts: Facts) -> Iterator[Finding]:

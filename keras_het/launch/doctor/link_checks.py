@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from keras_het.launch.doctor.addresses import LISTENS, UNKNOWN, UNREACHABLE
 from keras_het.launch.doctor.facts import Facts
 from keras_het.launch.doctor.findings import Finding, fault, note, ok, warning
-from keras_het.launch.doctor.links import Link, describe_node
+from keras_het.launch.doctor.links import Link, Measurement, describe_node
 from keras_het.strategy.cluster.cluster_config import TF_CONFIG
 
 _SLOW_BYTES_PER_SECOND = 100e6
@@ -15,15 +15,19 @@ _MOST_SECONDS_AHEAD = 5.0
 _SYNC_JOBS = ("chief", "worker")
 
 
-def links(facts: Facts, measured: Sequence[Link], waited_seconds: float) -> Iterator[Finding]:
+def links(facts: Facts, measurement: Measurement) -> Iterator[Finding]:
     """Whether the other nodes answer, and how fast.
 
     Args:
         facts: what is known of this node.
-        measured: one link for each other node.
-        waited_seconds: how long their doctors were waited for, 0 if they were not.
+        measurement: what was measured from it.
     """
-    for link in measured:
+    if measurement.problem:
+        yield warning(
+            f"The links are not measured. Received: {measurement.problem}.",
+            "Run it again; with --wait 0 it only sees whether the addresses can be reached.",
+        )
+    for link in measurement.links:
         name = f"{link.task} ({link.address})"
         if link.answers:
             yield from _speed(link, name)
@@ -42,7 +46,7 @@ def links(facts: Facts, measured: Sequence[Link], waited_seconds: float) -> Iter
                 f"the port {link.address.rpartition(':')[2]} through, in both directions.",
             )
         elif link.reached != UNKNOWN:  # a check of its own has said that its name is not known
-            yield _silent(link, name, waited_seconds)
+            yield _silent(link, name, measurement.waited_seconds)
 
 
 def _silent(link: Link, name: str, waited_seconds: float) -> Finding:

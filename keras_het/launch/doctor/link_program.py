@@ -72,46 +72,41 @@ class Desk:
         return [bool(value) for value in self._finished.numpy()]
 
 
-def measure(address: str, key: bytes, own_index: int, deadline: float) -> dict[str, Any]:
-    """Measure the link to another node, once its doctor answers.
+def measure(address: str, key: bytes, own_index: int) -> dict[str, Any]:
+    """Measure the link to another node.
 
     Args:
         address: where it should answer.
         key: credential of the doctors of this cluster.
         own_index: place of this node among the tasks, -1 if it has none.
-        deadline: when to give up, on the clock of `time.monotonic`.
 
     Returns:
         Arguments of `Link` after the address.
     """
     # a client of TensorFlow's that has found nobody waits ever longer before it tries again
-    while (reached := reach(address, 1.0))[0] != LISTENS:
-        if time.monotonic() > deadline:
-            return {"reached": reached[0]}
-        time.sleep(_POLL_SECONDS)
+    reached, seconds = reach(address, 1.0)
+    if reached != LISTENS:
+        return {"reached": reached}
+    connected = {"reached": LISTENS, "latency_seconds": seconds}
     client = FunctionClient(address, key, _CALL_SECONDS)
-    while True:
-        try:
-            status, text, theirs = client.ask("describe", [], _DESCRIPTION, 2.0)
-            break
-        except NoAnswerError:
-            if time.monotonic() > deadline:
-                return {"reached": LISTENS, "latency_seconds": reached[1]}
-            time.sleep(_POLL_SECONDS)
+    try:
+        status, text, theirs = client.ask("describe", [], _DESCRIPTION, 2.0)
+    except NoAnswerError:
+        return connected
     if int(status) != Status.OK:
-        return {"reached": LISTENS, "latency_seconds": reached[1], "refused": True}
+        return {**connected, "refused": True}
     ahead = float(theirs) - time.time()
     try:
         calls = [_seconds_of_call(client) for _ in range(_CALLS)]
         speed = _bytes_per_second(client)
         client.ask("finish", [tf.constant(own_index)], _STATUS)
     except NoAnswerError:
-        return {"reached": LISTENS, "latency_seconds": reached[1]}
+        return connected
     connections = [reach(address)[1] for _ in range(_CONNECTIONS)]
     return {
         "reached": LISTENS,
         "answers": True,
-        "latency_seconds": min(filter(None, [*connections, reached[1]]), default=0.0),
+        "latency_seconds": min(filter(None, [*connections, seconds])),
         "call_seconds": statistics.median(calls),
         "bytes_per_second": speed,
         "clock_ahead_seconds": ahead,
@@ -172,7 +167,7 @@ def main() -> None:
             sys.stderr.write(f"{error}\n")
     # as in a ring: where all begin at once, each node then sends to one and hears from one
     others = [*names[place + 1 :], *names[: max(place, 0)]]
-    found = {name: measure(tasks[name], key, place, deadline) for name in others}
+    found = measure_all({name: tasks[name] for name in others}, key, place, deadline)
     if desk is not None:
         awaited = [names.index(name) for name in others if found[name].get("answers")]
         end = max(deadline, time.monotonic() + _CALL_SECONDS)
@@ -182,6 +177,33 @@ def main() -> None:
                 break
             time.sleep(_POLL_SECONDS)
     say(found)
+
+
+def measure_all(
+    others: Mapping[str, str], key: bytes, own_index: int, deadline: float
+) -> dict[str, dict[str, Any]]:
+    """Measure the links to all other nodes, each as soon as it answers.
+
+    Args:
+        others: addresses by name.
+        key: credential of the doctors of this cluster.
+        own_index: place of this node among the tasks.
+        deadline: when to give up, on the clock of `time.monotonic`.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    waiting = list(others)
+    while waiting:
+        for name in waiting:
+            found[name] = measure(others[name], key, own_index)
+        waiting = [
+            name
+            for name in waiting
+            if not (found[name].get("answers") or found[name].get("refused"))
+        ]
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    return found
 
 
 if __name__ == "__main__":

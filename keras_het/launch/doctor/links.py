@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from keras_het import __version__
@@ -50,6 +51,22 @@ class Link:
     node: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What was measured from this node.
+
+    Args:
+        links: one for each other node that listens.
+        waited_seconds: how long their doctors were waited for; 0 if only plain connections were
+            tried.
+        problem: why the links were not measured, empty if they were, or nobody wanted it.
+    """
+
+    links: tuple[Link, ...] = ()
+    waited_seconds: float = 0.0
+    problem: str = ""
+
+
 def describe_node(facts: Facts) -> dict[str, Any]:
     """Return what other nodes compare with themselves.
 
@@ -67,45 +84,46 @@ def describe_node(facts: Facts) -> dict[str, Any]:
     }
 
 
-def measure_links(facts: Facts, wait_seconds: float) -> tuple[Link, ...]:
+def measure_links(facts: Facts, wait_seconds: float) -> Measurement:
     """Serve the doctors of the other nodes, and measure the links to them.
 
     Args:
         facts: what is known of this node.
-        wait_seconds: how long to wait for the other doctors; without TensorFlow, or with 0, only
-            plain connections are tried.
+        wait_seconds: how long to wait for the other doctors; with 0 only plain connections are
+            tried, and so they are without TensorFlow.
     """
     config, found = facts.cluster, facts.tensorflow
     others = other_tasks(config)
     if config is None or not others:
-        return ()
-    measured: dict[str, Any] = {}
-    if wait_seconds > 0 and found is not None and not found.problem:
-        tasks = listening_tasks(config)
-        request = {
-            "cluster": config.as_cluster_dict(),
-            "tasks": tasks,
-            "own": own_task(config),
-            "node": describe_node(facts),
-            "wait_seconds": wait_seconds,
-        }
-        measured = _run(request, facts.environ, wait_seconds)
+        return Measurement()
+    if wait_seconds <= 0 or found is None or found.problem:
+        return Measurement(_plain(others))
+    request = {
+        "cluster": config.as_cluster_dict(),
+        "tasks": listening_tasks(config),
+        "own": own_task(config),
+        "node": describe_node(facts),
+        "wait_seconds": wait_seconds,
+    }
+    measured, problem = _run(request, facts.environ, wait_seconds)
+    if measured is None:
+        return Measurement(_plain(others), problem=problem)
+    links = [Link(task, address, **measured[task]) for task, address in others.items()]
+    return Measurement(tuple(links), wait_seconds)
+
+
+def _plain(others: Mapping[str, str]) -> tuple[Link, ...]:
+    with ThreadPoolExecutor(16) as pool:  # each that is silent takes two seconds
+        found = list(pool.map(reach, others.values()))
     return tuple(
-        Link(task, address, **measured[task])
-        if task in measured
-        else Link(task, address, *_plain(address))
-        for task, address in others.items()
+        Link(task, address, reached, latency_seconds=seconds)
+        for (task, address), (reached, seconds) in zip(others.items(), found, strict=True)
     )
-
-
-def _plain(address: str) -> tuple[str, bool, bool, float]:
-    reached, seconds = reach(address)
-    return reached, False, False, seconds
 
 
 def _run(
     request: Mapping[str, Any], environ: Mapping[str, str], wait_seconds: float
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any] | None, str]:
     """Measure in a process of its own: servers of TensorFlow live as long as their process."""
     given = {name: value for name, value in environ.items() if name != TF_CONFIG}
     fixed = {
@@ -118,11 +136,13 @@ def _run(
             [sys.executable, "-m", _PROGRAM],
             input=json.dumps(request),
             env={**given, **fixed},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             text=True,
+            errors="replace",
             timeout=2 * wait_seconds + _LONGEST_START_SECONDS,
         )
-    except subprocess.TimeoutExpired:
-        return {}
-    return answer_in(ended.stdout) or {}
+    except subprocess.TimeoutExpired as error:
+        return None, f"not done within {error.timeout:g} s"
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    last = lines[-1] if lines else f"exit code {ended.returncode}"
+    return answer_in(ended.stdout), last

@@ -143,5 +143,5 @@ def _broken(stderr: str, exit_code: int) -> TensorFlowFacts:
 
 def _about_gpus(stderr: str) -> str:
     lines = [re.sub(r"^.*?\b[\w./]+\.cc:\d+\] ", "", line) for line in stderr.splitlines()]
-    words = re.compile(r"\bGPU|CUDA|cuda|cudnn|dlopen")
+    words = re.compile(r"gpu|cuda|cudnn|dlopen", re.IGNORECASE)
     return "\n".join(dict.fromkeys(line for line in lines if words.search(line)))

@@ -1,0 +1,667 @@
+"""`keras-het doctor`: each common fault of a set-up is made here, and found with its fix."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keras_het.launch.command_line import main
+from keras_het.launch.doctor import addresses, cluster_checks, facts, host_checks, links
+from keras_het.launch.doctor.display import show
+from keras_het.launch.doctor.examination import CHECKS, plan_of, report_on, run_checks
+from keras_het.launch.doctor.facts import Facts, Gpu, count_gpu_boards, list_gpus
+from keras_het.launch.doctor.findings import FAULT, NOTE, OK, WARNING, Finding
+from keras_het.launch.doctor.links import Link, Measurement, describe_node, measure_links
+from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
+from keras_het.launch.local.free_ports import ReservedPorts
+from keras_het.strategy.cluster.cluster_config import read_cluster_config
+from tests.telemetry import fake_nvml
+from tests.telemetry.fake_nvml import FakeNvml
+
+GIB = 2**30
+NOT_OURS = "192.0.2.1"  # set aside for documentation: no machine has it
+A100 = Gpu(0, "NVIDIA A100", "GPU-aaa", (8, 0), 40 * GIB, GIB)
+GTX_750 = Gpu(1, "GTX 750", "GPU-bbb", (5, 0), 4 * GIB, 0)
+RTX_5080 = Gpu(1, "RTX 5080", "GPU-ccc", (12, 0), 16 * GIB, 0)
+CPU_BUILD = TensorFlowFacts(tensorflow="2.21.0", keras="3.15.1")
+CUDA_BUILD = dataclasses.replace(
+    CPU_BUILD,
+    cuda="12.5.1",
+    cudnn="9",
+    kernels=("sm_60", "sm_70", "sm_80", "sm_89", "compute_90"),
+    gpus=("NVIDIA A100",),
+    replicas=1,
+)
+ALONE = Facts(
+    host="here",
+    affinity=8,
+    cpus=8.0,
+    memory_limit=64.0 * GIB,
+    memory_used=4.0 * GIB,
+    tensorflow=CPU_BUILD,
+    environ={"KERAS_BACKEND": "tensorflow"},
+)
+WITH_GPU = dataclasses.replace(ALONE, tensorflow=CUDA_BUILD, gpus=(A100,), driver="550.54")
+
+
+def having(base: Facts, environ: dict[str, str] | None = None, **changes: Any) -> Facts:
+    return dataclasses.replace(base, environ={**base.environ, **(environ or {})}, **changes)
+
+
+def found(given: Facts, check: str) -> list[Finding]:
+    findings = [finding for section in run_checks(given).values() for finding in section]
+    return [finding for finding in findings if finding.check == check]
+
+
+def problem(given: Facts, check: str) -> Finding:
+    """The one problem that a check finds."""
+    (finding,) = (each for each in found(given, check) if each.level in (WARNING, FAULT))
+    return finding
+
+
+def is_well(given: Facts, check: str) -> bool:
+    return all(finding.level in (OK, NOTE) for finding in found(given, check))
+
+
+def tf_config(cluster: dict[str, list[str]], task: str = "worker", index: int = 0) -> str:
+    return json.dumps({"cluster": cluster, "task": {"type": task, "index": index}})
+
+
+def in_cluster(text: str, environ: dict[str, str] | None = None, **changes: Any) -> Facts:
+    environ = {"TF_CONFIG": text, **(environ or {})}
+    try:
+        config, wrong = read_cluster_config(environ), ""
+    except ValueError as error:
+        config, wrong = None, str(error)
+    return having(ALONE, environ, cluster=config, cluster_problem=wrong, **changes)
+
+
+@pytest.fixture
+def ports() -> Iterator[tuple[str, ...]]:
+    with ReservedPorts(3) as reserved:
+        reserved.release()
+        yield reserved.addresses
+
+
+# The common faults
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_another_backend(backend, tmp_path):
+    finding = problem(having(ALONE, {"KERAS_BACKEND": backend}), "keras_backend")
+    assert finding.level == FAULT and repr(backend) in finding.text
+    assert "KERAS_BACKEND=tensorflow" in finding.fix
+    # Keras's file counts where the variable is not set
+    (tmp_path / "keras.json").write_text(json.dumps({"backend": backend}))
+    environ = {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path)}
+    assert str(tmp_path / "keras.json") in problem(having(ALONE, environ), "keras_backend").text
+    assert is_well(having(ALONE, {**environ, "KERAS_HOME": "/nowhere"}), "keras_backend")
+
+
+TWO = {"worker": ["127.0.0.1:1001", "127.0.0.1:1002"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{'cluster': {}}", "not valid JSON"),
+        (tf_config(TWO, index=2), "index is out of range"),
+        (json.dumps({"cluster": TWO}), 'no "task"'),
+        (tf_config({"worker": ["a:1", "a:1"]}), "lists an address twice"),
+        (tf_config({"worker": ["a", "b:1"]}), "no port"),
+        (tf_config({"workers": ["a:1"]}), "unknown job"),
+    ],
+    ids=["no JSON", "index", "no task", "twice", "no port", "job"],
+)
+def test_a_wrong_tf_config(text, words):
+    given = in_cluster(text)
+    finding = problem(given, "tf_config")
+    assert finding.level == FAULT and words in finding.text and "TF_CONFIG" in finding.fix
+    assert "refuse TF_CONFIG" in plan_of(given)
+
+
+def test_a_port_that_is_taken(ports):
+    host, _, port = ports[0].rpartition(":")
+    given = in_cluster(tf_config({"worker": list(ports[:2])}))
+    assert is_well(given, "own_address")
+    with socket.create_server((host, int(port))):
+        finding = problem(given, "own_address")
+    assert finding.level == FAULT and ports[0] in finding.text and f"grep {port}" in finding.fix
+    assert f"(process {os.getpid()})" in finding.text
+    assert is_well(given, "own_address")
+
+
+def test_the_port_of_the_parameter_service_is_taken(ports):
+    cluster = {"worker": [ports[0]], "async": ["other:1"]}
+    environ = {"KERAS_HET_SERVICE_ADDRESS": ports[1]}
+    with socket.create_server(("127.0.0.1", int(ports[1].rpartition(":")[2]))):
+        finding = problem(in_cluster(tf_config(cluster), environ), "own_address")
+    assert "port of the parameter service is taken" in finding.text
+
+
+def test_an_address_of_another_machine():
+    text = tf_config({"worker": [f"{NOT_OURS}:12345", "127.0.0.1:1002"]})
+    finding = problem(in_cluster(text), "own_address")
+    assert finding.level == FAULT and "not one of this machine" in finding.text
+    assert '"index"' in finding.fix
+    kubernetes = in_cluster(text, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert problem(kubernetes, "own_address").level == WARNING
+
+
+def test_hosts_that_nobody_knows(monkeypatch, ports):
+    known = cluster_checks.places_of
+    monkeypatch.setattr(
+        cluster_checks, "places_of", lambda address: [] if "gone" in address else known(address)
+    )
+    finding = problem(in_cluster(tf_config({"worker": [ports[0], "gone:1"]})), "other_names")
+    assert finding.level == FAULT and "worker 1" in finding.text and "getent" in finding.text
+    mine = problem(in_cluster(tf_config({"worker": ["gone:1", ports[0]]})), "own_address")
+    assert mine.level == FAULT and "this machine (worker 0)" in mine.text
+
+
+def test_loopback_among_addresses_of_several_machines(ports):
+    text = tf_config({"worker": [ports[0], f"{NOT_OURS}:1"]})
+    finding = problem(in_cluster(text), "loopback")
+    assert finding.level == FAULT and "This machine's own name" in finding.text
+    text = tf_config({"worker": [f"{NOT_OURS}:1", ports[0]]})
+    assert "The address of worker 1" in problem(in_cluster(text), "loopback").text
+    assert is_well(in_cluster(tf_config({"worker": list(ports)})), "loopback")
+
+
+def test_a_driver_that_is_missing(monkeypatch, tmp_path):
+    board = tmp_path / "0000:01:00.0"
+    board.mkdir()
+    (board / "vendor").write_text("0x10de\n")
+    (board / "class").write_text("0x030200\n")
+    sound = tmp_path / "0000:01:00.1"
+    sound.mkdir()
+    (sound / "vendor").write_text("0x10de\n")
+    (sound / "class").write_text("0x040300\n")
+    assert count_gpu_boards(tmp_path) == 1
+    module = FakeNvml(init_error=fake_nvml.LIBRARY_NOT_FOUND)
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    gpus, driver, nvml_problem = list_gpus()
+    assert (gpus, driver) == ((), "") and "driver" in nvml_problem
+    no_gpu = dataclasses.replace(CUDA_BUILD, gpus=(), replicas=0)
+    given = having(ALONE, tensorflow=no_gpu, gpu_boards=1, nvml_problem=nvml_problem)
+    finding = problem(given, "driver")
+    assert "no driver that answers" in finding.text and "Install NVIDIA's driver" in finding.fix
+    # without a board it is only said
+    (said,) = found(dataclasses.replace(given, gpu_boards=0), "driver")
+    assert said.level == NOTE and "no GPU" in said.text
+
+
+def test_a_tensorflow_without_cuda_on_a_machine_with_gpus():
+    finding = problem(having(WITH_GPU, tensorflow=CPU_BUILD), "tensorflow_build")
+    assert "knows no CUDA" in finding.text and "keras-het[cuda]" in finding.fix
+    assert is_well(WITH_GPU, "tensorflow_build") and is_well(ALONE, "tensorflow_build")
+
+
+def test_gpus_that_this_build_has_no_kernels_for():
+    finding = problem(having(WITH_GPU, gpus=(A100, GTX_750)), "kernels")
+    assert "GPU 1 (GTX 750)" in finding.text and "capability 5.0" in finding.text
+    assert "leaves this GPU out" in finding.text
+    finding = problem(having(WITH_GPU, gpus=(A100, RTX_5080)), "kernels")
+    assert "half an hour" in finding.text and "CUDA_ERROR_INVALID_PTX" in finding.text
+    # machine code of 8.0 runs on 8.6; 9.0 is compiled, and known to work
+    assert is_well(
+        having(WITH_GPU, gpus=(dataclasses.replace(A100, capability=(8, 6)),)), "kernels"
+    )
+    hopper = having(WITH_GPU, gpus=(dataclasses.replace(A100, capability=(9, 0)),))
+    assert "INVALID_PTX" not in problem(hopper, "kernels").text
+
+
+def test_a_quota_far_below_the_threads():
+    finding = problem(having(ALONE, affinity=64, cpus=2.0), "cpu_quota")
+    assert "2 CPUs" in finding.text and "64 threads" in finding.text
+    assert "TF_NUM_INTRAOP_THREADS=2" in finding.fix
+    fewer = having(ALONE, {"TF_NUM_INTRAOP_THREADS": "2"}, affinity=64, cpus=2.0)
+    assert is_well(fewer, "cpu_quota") and is_well(ALONE, "cpu_quota")
+
+
+@pytest.mark.parametrize("text", ["", "-1", "7", "GPU-xyz"])
+def test_gpus_that_the_environment_hides(text):
+    finding = problem(having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": text}), "hidden_gpus")
+    assert "hides all GPUs" in finding.text and "Unset" in finding.fix
+
+
+def test_a_wrong_entry_hides_what_comes_behind_it():
+    given = having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": "0,5,1"}, gpus=(A100, RTX_5080))
+    assert "takes the first 1" in problem(given, "hidden_gpus").text
+    for text in ("0", "GPU-a,GPU-c", "1,0"):
+        fine = having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": text}, gpus=(A100, RTX_5080))
+        assert is_well(fine, "hidden_gpus")
+
+
+def test_little_shared_memory_for_nccl(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_checks, "SHARED_MEMORY", tmp_path)
+    room = SimpleNamespace(free=64 * 2**20)
+    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda path: room)
+    finding = problem(having(WITH_GPU, gpus=(A100, RTX_5080)), "shared_memory")
+    assert "64 MiB" in finding.text and "--shm-size" in finding.fix
+    assert is_well(WITH_GPU, "shared_memory")  # one GPU exchanges with nobody
+
+
+def test_a_folder_for_logs_that_is_full_or_forbidden(monkeypatch, tmp_path):
+    assert is_well(having(ALONE, log_dir=tmp_path / "new" / "logs"), "room_for_logs")
+    file = tmp_path / "file"
+    file.write_text("")
+    finding = problem(having(ALONE, log_dir=file / "logs"), "room_for_logs")
+    assert finding.level == FAULT and str(file) in finding.text
+    room = SimpleNamespace(free=10 * 2**20)
+    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda path: room)
+    full = [each for each in found(having(ALONE, log_dir=tmp_path), "room_for_logs") if each.fix]
+    assert [each.level for each in full] == [WARNING, WARNING]  # and that for temporary files
+    assert "--log-dir" in full[0].fix and "TMPDIR" in full[1].fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ({"tensorflow": "2.15.1"}, FAULT),
+        ({"keras": "2.15.0"}, FAULT),
+        ({"tensorflow": "2.22.0-dev20261101"}, WARNING),
+        ({"keras": "3.16.0"}, WARNING),
+    ],
+)
+def test_versions_that_no_test_has_seen(changes, level):
+    given = having(ALONE, tensorflow=dataclasses.replace(CPU_BUILD, **changes))
+    finding = problem(given, "versions")
+    assert finding.level == level and "pip install" in finding.fix
+    assert is_well(ALONE, "versions")
+
+
+def test_a_secret_that_is_missing(ports):
+    text = tf_config({"worker": [ports[0]], "async": ["other:1"]})
+    finding = problem(in_cluster(text), "secret")
+    assert finding.level == FAULT and "neither" in finding.text
+    with_secret = in_cluster(text, {"KERAS_HET_SERVICE_SECRET": "s" * 16})
+    assert is_well(with_secret, "secret") and is_well(ALONE, "secret")
+
+
+def test_a_web_proxy_between_workers(ports):
+    text = tf_config({"worker": [ports[0], "node.lab:1"]})
+    proxy = {"https_proxy": "http://proxy:3128"}
+    finding = problem(in_cluster(text, proxy), "proxies")
+    assert "node.lab" in finding.text and "no_proxy=node.lab" in finding.fix
+    assert is_well(in_cluster(text, {**proxy, "no_proxy": "localhost,.lab"}), "proxies")
+    assert is_well(in_cluster(text), "proxies")
+
+
+def test_little_memory_busy_gpus_emulation_and_few_cpus():
+    assert "GiB" in problem(having(ALONE, memory_used=63.5 * GIB), "memory").text
+    busy = dataclasses.replace(A100, used_bytes=30 * GIB)
+    assert "30.0 of 40 GiB" in problem(having(WITH_GPU, gpus=(busy,)), "gpus_in_use").text
+    emulated = having(ALONE, {"KERAS_HET_EMULATED_DEVICES": "[]"})
+    assert "Unset it" in problem(emulated, "emulation").fix
+    assert "feed 1 GPUs" in problem(having(WITH_GPU, cpus=1.0, affinity=1), "cpu_budget").text
+
+
+def test_gpus_that_tensorflow_does_not_use():
+    log = "Cannot dlopen some GPU libraries."
+    none = dataclasses.replace(CUDA_BUILD, gpus=(), replicas=0, log=log)
+    finding = problem(having(WITH_GPU, tensorflow=none), "used_gpus")
+    assert log in finding.text and "tensorflow[and-cuda]==2.21.0" in finding.fix
+    hidden = having(WITH_GPU, {"CUDA_VISIBLE_DEVICES": "-1"}, tensorflow=none)
+    assert found(hidden, "used_gpus") == []  # another check says why
+    small = dataclasses.replace(CUDA_BUILD, gpus=("NVIDIA A100", "GT 1030"), replicas=1)
+    given = having(WITH_GPU, tensorflow=small, gpus=(A100, GTX_750))
+    assert "MULTIPROCESSOR" in problem(given, "used_gpus").fix
+    (order,) = found(given, "gpu_order")
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in order.fix
+
+
+# TensorFlow, in a process of its own
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Writes packages that stand in for TensorFlow and Keras; returns the environment for them."""
+
+    def write(tensorflow: str, keras: str = "__version__ = '3.15.1'") -> dict[str, str]:
+        for name, source in (("tensorflow", tensorflow), ("keras", keras)):
+            (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        return {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": path}
+
+    return write
+
+
+FAKE = """
+    import sys
+    from types import SimpleNamespace as Names
+    __version__ = "2.21.0"
+    sysconfig = Names(get_build_info=lambda: dict(
+        is_cuda_build=True, cuda_version="12.5.1", cudnn_version="9",
+        cuda_compute_capabilities=["sm_80", "compute_90"]))
+    class OpError(Exception): pass
+    errors = Names(OpError=OpError)
+    def used(kind):
+        sys.stderr.write("I0 00:00 1 runtime/gpu_device.cc:10] Ignoring visible gpu device\\n")
+        sys.stderr.write("I0 00:00 1 core/util/port.cc:1] oneDNN custom operations are on.\\n")
+        return [1]
+    config = Names(
+        list_physical_devices=lambda kind: [1, 2], list_logical_devices=used,
+        experimental=Names(get_device_details=lambda device: {"device_name": f"card {device}"}))
+"""
+
+
+def test_tensorflow_is_asked(package):
+    answer = ask_tensorflow({**package(FAKE), "KERAS_BACKEND": "torch", "TF_CONFIG": "no JSON"})
+    assert answer == TensorFlowFacts(
+        tensorflow="2.21.0",
+        keras="3.15.1",
+        cuda="12.5.1",
+        cudnn="9",
+        kernels=("sm_80", "compute_90"),
+        gpus=("card 1", "card 2"),
+        replicas=1,
+        log="Ignoring visible gpu device",
+    )
+
+
+@pytest.mark.quick("numpy")
+@pytest.mark.parametrize(
+    ("source", "words", "fix"),
+    [
+        (
+            "raise ImportError('numpy.core.multiarray failed to import')",
+            "multiarray",
+            "force-reinstall tensorflow numpy",
+        ),
+        ("raise TypeError('Descriptors cannot be created directly')", "Descr", "protobuf"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "SIGILL", "AVX"),
+        ("raise RuntimeError('something else')", "something else", "python -c"),
+    ],
+    ids=["numpy", "protobuf", "instructions", "else"],
+)
+def test_a_tensorflow_that_does_not_start_is_a_finding(package, source, words, fix):
+    answer = ask_tensorflow(package(source))
+    finding = problem(having(ALONE, tensorflow=answer), "tensorflow_import")
+    assert finding.level == FAULT and words in finding.text and fix in finding.fix
+    assert "Traceback" not in finding.text
+
+
+def test_a_tensorflow_that_takes_for_ever(package):
+    answer = ask_tensorflow(package("import time; time.sleep(60)"), timeout_seconds=0.5)
+    assert "within 0.5 s" in answer.problem and answer.fix
+
+
+# Links to other nodes
+
+
+def test_connections(monkeypatch, ports):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        state, seconds = addresses.reach(f"127.0.0.1:{listener.getsockname()[1]}")
+    assert state == addresses.LISTENS and seconds > 0
+    assert addresses.reach(ports[0])[0] == addresses.REFUSED
+    monkeypatch.setattr(addresses, "places_of", lambda address: [])
+    assert addresses.reach("gone:1")[0] == addresses.UNKNOWN
+
+    def times_out(self, place):
+        raise TimeoutError
+
+    monkeypatch.undo()
+    monkeypatch.setattr(socket.socket, "connect", times_out)
+    assert addresses.reach(ports[0])[0] == addresses.UNREACHABLE
+
+
+NODE = describe_node(ALONE)
+LINK = Link("worker 1", "b:1", addresses.LISTENS, True, False, 2e-4, 1e-3, 1.1e9, 0.01, NODE)
+
+
+def of_links(link: Link, waited: float = 30.0, problem: str = "") -> list[Finding]:
+    given = in_cluster(tf_config(TWO))
+    report = report_on(given, {}, Measurement((link,), waited, problem))
+    return list(report.findings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words"),
+    [
+        ({}, OK, "1100 MB/s"),
+        ({"bytes_per_second": 10e6}, WARNING, "takes 10.0 s"),
+        ({"answers": False, "refused": True}, FAULT, "lists other addresses"),
+        ({"answers": False}, WARNING, "no doctor"),
+        ({"answers": False, "reached": addresses.REFUSED}, WARNING, "within 30 s"),
+        ({"answers": False, "reached": addresses.UNREACHABLE}, FAULT, "does not answer"),
+    ],
+    ids=["well", "slow", "another cluster", "no doctor", "silent", "unreachable"],
+)
+def test_what_a_link_says(changes, level, words):
+    (finding,) = of_links(dataclasses.replace(LINK, **changes))
+    assert finding.level == level and words in finding.text and "worker 1 (b:1)" in finding.text
+    assert bool(finding.fix) == (level != OK)
+
+
+def test_without_waiting_a_silent_node_is_no_problem():
+    for reached in (addresses.LISTENS, addresses.REFUSED):
+        (finding,) = of_links(Link("worker 1", "b:1", reached), waited=0.0)
+        assert finding.level in (OK, NOTE)
+    assert of_links(Link("worker 1", "b:1", addresses.UNKNOWN), waited=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "ahead", "words"),
+    [
+        ({"tensorflow": "2.16.2"}, 0.0, "another version of TensorFlow"),
+        ({"keras_het": "0.0.1"}, 0.0, "another version of keras_het"),
+        ({"device": "GPU"}, 0.0, "one type of device"),
+        ({}, -90.0, "90 s behind"),
+    ],
+)
+def test_nodes_that_differ(node, ahead, words):
+    link = dataclasses.replace(LINK, node={**NODE, **node}, clock_ahead_seconds=ahead)
+    _, finding = of_links(link)
+    assert finding.level == (WARNING if ahead else FAULT) and words in finding.text
+
+
+def test_links_that_could_not_be_measured():
+    first, _ = of_links(Link("worker 1", "b:1", addresses.REFUSED), 0.0, "RuntimeError: no")
+    assert first.level == WARNING and "RuntimeError: no" in first.text
+
+
+def test_what_the_measuring_process_is_given(monkeypatch, ports):
+    given = in_cluster(tf_config({"worker": list(ports[:2]), "async": ["c:1"], "ps": [ports[2]]}))
+    seen: dict[str, Any] = {}
+
+    def run(command, **options):
+        seen.update(json.loads(options["input"]), environ=options["env"])
+        answer = {
+            "worker 1": {"reached": "listens", "answers": True},
+            "ps 0": {"reached": "refused"},
+        }
+        return SimpleNamespace(
+            stdout=f"noise\nkeras_het doctor: {json.dumps(answer)}\n", stderr="", returncode=0
+        )
+
+    monkeypatch.setattr(links.subprocess, "run", run)
+    measurement = measure_links(given, 5.0)
+    assert [(link.task, link.answers) for link in measurement.links] == [
+        ("worker 1", True),
+        ("ps 0", False),
+    ]
+    assert seen["own"] == "worker 0" and list(seen["tasks"]) == ["worker 0", "worker 1", "ps 0"]
+    assert "TF_CONFIG" not in seen["environ"]  # the process joins no cluster
+    monkeypatch.setattr(
+        links.subprocess,
+        "run",
+        lambda *a, **k: SimpleNamespace(stdout="", stderr="Error: x\n", returncode=1),
+    )
+    measurement = measure_links(given, 5.0)
+    assert measurement.problem == "Error: x" and measurement.links[0].reached == addresses.REFUSED
+    assert measure_links(ALONE, 5.0) == Measurement()
+
+
+# The report and the command
+
+
+def test_a_machine_that_is_well_has_no_problem():
+    assert all(
+        finding.level in (OK, NOTE) for name in CHECKS for finding in run_checks(WITH_GPU)[name]
+    )
+
+
+def test_a_problem_has_a_fix():
+    with pytest.raises(ValueError, match="needs a fix"):
+        Finding(FAULT, "broken")
+    with pytest.raises(ValueError, match="expected one of"):
+        Finding("bad", "broken", "mend it")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "expected"),
+    [
+        (TWO, "worker", "train in a sync group of 2 workers, with 1 replica on CPU"),
+        ({**TWO, "async": ["c:1"]}, "async", "train asynchronously"),
+        ({**TWO, "async": ["c:1"], "ps": ["d:1"]}, "ps", "serve the others"),
+        ({**TWO, "summation": ["c:1"]}, "summation", "serve the others"),
+        (TWO, "evaluator", "evaluate"),
+    ],
+)
+def test_what_it_would_do(cluster, task, expected):
+    assert expected in plan_of(in_cluster(tf_config(cluster, task)))
+    assert plan_of(WITH_GPU) == "Train alone, with 1 replica on GPU; input on 8 CPUs."
+
+
+class Terminal:
+    """A stream that notes what is printed."""
+
+    encoding = "ascii"
+
+    def __init__(self, is_terminal: bool) -> None:
+        self.text, self._is_terminal = "", is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_the_report_for_people(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    given = having(ALONE, {"KERAS_BACKEND": "jax"}, processor="Prozeßor")
+    report = report_on(given, run_checks(given), Measurement())
+    plain, coloured = Terminal(False), Terminal(True)
+    show(report, plain)
+    show(report, coloured)
+    lines = plain.text.splitlines()
+    assert lines[0] == "keras-het doctor on here (Proze?or)"
+    (line,) = (line for line in lines if line.startswith("fault"))
+    assert "needs the TensorFlow backend" in line and line.endswith("'tensorflow'.")
+    assert lines[lines.index(line) + 1].strip().startswith("fix: Set KERAS_BACKEND")
+    assert lines[-1] == "Training would fail: faults: 1, warnings: 0."
+    assert "\x1b[" not in plain.text and "\x1b[1;31mfault" in coloured.text
+    assert not any(line.endswith(" ") for line in lines)
+
+
+@pytest.fixture
+def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not asked again: TensorFlow."""
+    monkeypatch.setattr(facts, "ask_tensorflow", lambda environ: CPU_BUILD)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+
+
+def test_the_command(this_machine, capsys, tmp_path):
+    assert main(["doctor", "--log-dir", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "TensorFlow 2.21.0" in output and "keras_het would: Train alone" in output
+    assert str(tmp_path) in output
+
+
+def test_the_command_gives_json_and_tells_failure(this_machine, capsys, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["faults"] == 1
+    (fault,) = (finding for finding in report["findings"] if finding["level"] == FAULT)
+    assert fault["check"] == "keras_backend" and fault["section"] == "Software" and fault["fix"]
+    assert report["tensorflow"]["keras"] == "3.15.1" and report["cpus"] > 0
+
+
+def test_a_node_that_cannot_serve_measures_nothing(this_machine, capsys, monkeypatch, ports):
+    monkeypatch.setenv("TF_CONFIG", tf_config({"worker": [f"{NOT_OURS}:12345", ports[0]]}))
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    counts = collections.Counter(finding["check"] for finding in report["findings"])
+    assert counts["own_address"] == counts["links"] == 1
+    assert report["links"][0]["reached"] == addresses.REFUSED
+
+
+@pytest.mark.parametrize("text", ["-1", "soon", "nan"])
+def test_wrong_usage(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["doctor", "--wait", text])
+    assert f"received '{text}'" in capsys.readouterr().err
+
+
+def test_the_command_line_does_not_import_tensorflow():
+    program = (
+        "import sys, keras_het.launch.command_line, keras_het.launch.doctor.examination, "
+        "keras_het.launch.doctor.links; assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def doctors(*environments: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
+    """The exit codes and reports of doctors that run at the same time."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "keras_het", "doctor", "--json", "--wait", "90"],
+            env={**os.environ, **environ},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environments
+    ]
+    try:
+        outputs = [process.communicate(timeout=280)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    codes = [process.returncode for process in started]
+    return [(code, json.loads(output)) for code, output in zip(codes, outputs, strict=True)]
+
+
+@pytest.mark.full
+def test_doctors_of_two_workers_measure_their_link(ports):
+    """With TensorFlow itself."""
+    texts = [tf_config({"worker": list(ports[:2])}, index=index) for index in range(2)]
+    for index, (code, report) in enumerate(doctors(*({"TF_CONFIG": text} for text in texts))):
+        (link,) = report["links"]
+        assert code == 0 and link["task"] == f"worker {1 - index}" and link["answers"]
+        assert 0 < link["latency_seconds"] < link["call_seconds"] < 1
+        assert link["bytes_per_second"] > 1e6 and abs(link["clock_ahead_seconds"]) < 5
+        assert link["node"]["device"] == "CPU"
+        assert report["tensorflow"]["kernels"] == [] or report["tensorflow"]["cuda"]
+
+
+@pytest.mark.full
+def test_doctors_of_different_clusters_refuse_each_other(ports):
+    here, there = {"worker": list(ports[:2])}, {"worker": list(ports[:2]), "async": ["c:1"]}
+    secret = "s" * 16
+    results = doctors(
+        {"TF_CONFIG": tf_config(here), "KERAS_HET_SERVICE_SECRET": secret},
+        {"TF_CONFIG": tf_config(there, index=1), "KERAS_HET_SERVICE_SECRET": secret},
+    )
+    refused = [link["refused"] for _, report in results for link in report["links"]]
+    assert [code for code, _ in results] == [1, 1] and refused == [True, True]
