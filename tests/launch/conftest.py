@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.launch.local.line_splitter import OutputLine
 from keras_het.launch.local.local_cluster import LocalCluster
 from keras_het.launch.local.worker_process import Stream, WorkerProcess, WorkerResult
@@ -61,6 +62,14 @@ class Launcher:
 
 def _ignore(index: int, stream: Stream, line: OutputLine) -> None:
     pass
+
+
+@pytest.fixture
+def ports() -> Iterator[tuple[str, ...]]:
+    """Three addresses of this machine at which nothing listens."""
+    with ReservedPorts(3) as reserved:
+        reserved.release()
+        yield reserved.addresses
 
 
 @pytest.fixture

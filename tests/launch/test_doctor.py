@@ -6,58 +6,43 @@ import collections
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
+import fake_nvml
 import pytest
+from doctor_facts import (
+    A100,
+    ALONE,
+    CPU_BUILD,
+    CUDA_BUILD,
+    GIB,
+    GTX_750,
+    NOT_OURS,
+    RTX_5080,
+    TWO,
+    WITH_GPU,
+    having,
+    in_cluster,
+    tf_config,
+)
+from fake_nvml import FakeNvml
+from fake_nvml import Gpu as FakeGpu
 
 from keras_het.launch.command_line import main
-from keras_het.launch.doctor import addresses, cluster_checks, facts, host_checks, links
+from keras_het.launch.doctor import addresses, cluster_checks, facts, host_checks
 from keras_het.launch.doctor.display import show
 from keras_het.launch.doctor.examination import CHECKS, plan_of, report_on, run_checks
-from keras_het.launch.doctor.facts import Facts, Gpu, count_gpu_boards, list_gpus
+from keras_het.launch.doctor.facts import EXTRAS, Facts, Gpu, count_gpu_boards, list_gpus
 from keras_het.launch.doctor.findings import FAULT, NOTE, OK, WARNING, Finding
-from keras_het.launch.doctor.links import Link, Measurement, describe_node, measure_links
+from keras_het.launch.doctor.links import Measurement
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
-from keras_het.launch.local.free_ports import ReservedPorts
-from keras_het.strategy.cluster.cluster_config import read_cluster_config
-from tests.telemetry import fake_nvml
-from tests.telemetry.fake_nvml import FakeNvml
-
-GIB = 2**30
-NOT_OURS = "192.0.2.1"  # set aside for documentation: no machine has it
-A100 = Gpu(0, "NVIDIA A100", "GPU-aaa", (8, 0), 40 * GIB, GIB)
-GTX_750 = Gpu(1, "GTX 750", "GPU-bbb", (5, 0), 4 * GIB, 0)
-RTX_5080 = Gpu(1, "RTX 5080", "GPU-ccc", (12, 0), 16 * GIB, 0)
-CPU_BUILD = TensorFlowFacts(tensorflow="2.21.0", keras="3.15.1")
-CUDA_BUILD = dataclasses.replace(
-    CPU_BUILD,
-    cuda="12.5.1",
-    cudnn="9",
-    kernels=("sm_60", "sm_70", "sm_80", "sm_89", "compute_90"),
-    gpus=("NVIDIA A100",),
-    replicas=1,
-)
-ALONE = Facts(
-    host="here",
-    affinity=8,
-    cpus=8.0,
-    memory_limit=64.0 * GIB,
-    memory_used=4.0 * GIB,
-    tensorflow=CPU_BUILD,
-    environ={"KERAS_BACKEND": "tensorflow"},
-)
-WITH_GPU = dataclasses.replace(ALONE, tensorflow=CUDA_BUILD, gpus=(A100,), driver="550.54")
-
-
-def having(base: Facts, environ: dict[str, str] | None = None, **changes: Any) -> Facts:
-    return dataclasses.replace(base, environ={**base.environ, **(environ or {})}, **changes)
 
 
 def found(given: Facts, check: str) -> list[Finding]:
@@ -75,26 +60,6 @@ def is_well(given: Facts, check: str) -> bool:
     return all(finding.level in (OK, NOTE) for finding in found(given, check))
 
 
-def tf_config(cluster: dict[str, list[str]], task: str = "worker", index: int = 0) -> str:
-    return json.dumps({"cluster": cluster, "task": {"type": task, "index": index}})
-
-
-def in_cluster(text: str, environ: dict[str, str] | None = None, **changes: Any) -> Facts:
-    environ = {"TF_CONFIG": text, **(environ or {})}
-    try:
-        config, wrong = read_cluster_config(environ), ""
-    except ValueError as error:
-        config, wrong = None, str(error)
-    return having(ALONE, environ, cluster=config, cluster_problem=wrong, **changes)
-
-
-@pytest.fixture
-def ports() -> Iterator[tuple[str, ...]]:
-    with ReservedPorts(3) as reserved:
-        reserved.release()
-        yield reserved.addresses
-
-
 # The common faults
 
 
@@ -108,9 +73,6 @@ def test_another_backend(backend, tmp_path):
     environ = {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path)}
     assert str(tmp_path / "keras.json") in problem(having(ALONE, environ), "keras_backend").text
     assert is_well(having(ALONE, {**environ, "KERAS_HOME": "/nowhere"}), "keras_backend")
-
-
-TWO = {"worker": ["127.0.0.1:1001", "127.0.0.1:1002"]}
 
 
 @pytest.mark.parametrize(
@@ -192,15 +154,41 @@ def test_a_driver_that_is_missing(monkeypatch, tmp_path):
     assert count_gpu_boards(tmp_path) == 1
     module = FakeNvml(init_error=fake_nvml.LIBRARY_NOT_FOUND)
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    gpus, driver, nvml_problem = list_gpus()
-    assert (gpus, driver) == ((), "") and "driver" in nvml_problem
+    listed = list_gpus()
     no_gpu = dataclasses.replace(CUDA_BUILD, gpus=(), replicas=0)
-    given = having(ALONE, tensorflow=no_gpu, gpu_boards=1, nvml_problem=nvml_problem)
+    given = having(ALONE, tensorflow=no_gpu, gpu_boards=1, **listed)
     finding = problem(given, "driver")
     assert "no driver that answers" in finding.text and "Install NVIDIA's driver" in finding.fix
     # without a board it is only said
     (said,) = found(dataclasses.replace(given, gpu_boards=0), "driver")
     assert said.level == NOTE and "no GPU" in said.text
+
+
+def test_a_driver_that_is_too_old():
+    given = having(WITH_GPU, driver_cuda=(11, 8))
+    finding = problem(given, "driver_age")
+    assert "CUDA up to 11.8" in finding.text and "CUDA 12.5.1" in finding.text
+    assert is_well(having(WITH_GPU, driver_cuda=(12, 2)), "driver_age")
+    assert is_well(WITH_GPU, "driver_age")  # it does not say
+
+
+def test_what_a_driver_says(monkeypatch):
+    part = FakeGpu("part", "MIG-1")
+    module = FakeNvml(FakeGpu("card", "GPU-1", (part,), capability=(8, 6)))
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert list_gpus() == {
+        "gpus": (Gpu(0, "card", "GPU-1", (8, 6), 40 * GIB, GIB, 1),),
+        "driver": "550.54.14",
+        "driver_cuda": (12, 4),
+    }
+    assert module.opened == 0
+
+
+def test_extras_are_those_of_the_package():
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    text = project.read_text().partition("optional-dependencies]")[2].partition("\n[")[0]
+    names = re.findall(r"^([\w-]+) = \[", text, re.MULTILINE)
+    assert set(EXTRAS) == set(names) - {"cuda", "dev"}
 
 
 def test_a_tensorflow_without_cuda_on_a_machine_with_gpus():
@@ -399,112 +387,6 @@ def test_a_tensorflow_that_takes_for_ever(package):
     assert "within 0.5 s" in answer.problem and answer.fix
 
 
-# Links to other nodes
-
-
-def test_connections(monkeypatch, ports):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        state, seconds = addresses.reach(f"127.0.0.1:{listener.getsockname()[1]}")
-    assert state == addresses.LISTENS and seconds > 0
-    assert addresses.reach(ports[0])[0] == addresses.REFUSED
-    monkeypatch.setattr(addresses, "places_of", lambda address: [])
-    assert addresses.reach("gone:1")[0] == addresses.UNKNOWN
-
-    def times_out(self, place):
-        raise TimeoutError
-
-    monkeypatch.undo()
-    monkeypatch.setattr(socket.socket, "connect", times_out)
-    assert addresses.reach(ports[0])[0] == addresses.UNREACHABLE
-
-
-NODE = describe_node(ALONE)
-LINK = Link("worker 1", "b:1", addresses.LISTENS, True, False, 2e-4, 1e-3, 1.1e9, 0.01, NODE)
-
-
-def of_links(link: Link, waited: float = 30.0, problem: str = "") -> list[Finding]:
-    given = in_cluster(tf_config(TWO))
-    report = report_on(given, {}, Measurement((link,), waited, problem))
-    return list(report.findings)
-
-
-@pytest.mark.parametrize(
-    ("changes", "level", "words"),
-    [
-        ({}, OK, "1100 MB/s"),
-        ({"bytes_per_second": 10e6}, WARNING, "takes 10.0 s"),
-        ({"answers": False, "refused": True}, FAULT, "lists other addresses"),
-        ({"answers": False}, WARNING, "no doctor"),
-        ({"answers": False, "reached": addresses.REFUSED}, WARNING, "within 30 s"),
-        ({"answers": False, "reached": addresses.UNREACHABLE}, FAULT, "does not answer"),
-    ],
-    ids=["well", "slow", "another cluster", "no doctor", "silent", "unreachable"],
-)
-def test_what_a_link_says(changes, level, words):
-    (finding,) = of_links(dataclasses.replace(LINK, **changes))
-    assert finding.level == level and words in finding.text and "worker 1 (b:1)" in finding.text
-    assert bool(finding.fix) == (level != OK)
-
-
-def test_without_waiting_a_silent_node_is_no_problem():
-    for reached in (addresses.LISTENS, addresses.REFUSED):
-        (finding,) = of_links(Link("worker 1", "b:1", reached), waited=0.0)
-        assert finding.level in (OK, NOTE)
-    assert of_links(Link("worker 1", "b:1", addresses.UNKNOWN), waited=0.0) == []
-
-
-@pytest.mark.parametrize(
-    ("node", "ahead", "words"),
-    [
-        ({"tensorflow": "2.16.2"}, 0.0, "another version of TensorFlow"),
-        ({"keras_het": "0.0.1"}, 0.0, "another version of keras_het"),
-        ({"device": "GPU"}, 0.0, "one type of device"),
-        ({}, -90.0, "90 s behind"),
-    ],
-)
-def test_nodes_that_differ(node, ahead, words):
-    link = dataclasses.replace(LINK, node={**NODE, **node}, clock_ahead_seconds=ahead)
-    _, finding = of_links(link)
-    assert finding.level == (WARNING if ahead else FAULT) and words in finding.text
-
-
-def test_links_that_could_not_be_measured():
-    first, _ = of_links(Link("worker 1", "b:1", addresses.REFUSED), 0.0, "RuntimeError: no")
-    assert first.level == WARNING and "RuntimeError: no" in first.text
-
-
-def test_what_the_measuring_process_is_given(monkeypatch, ports):
-    given = in_cluster(tf_config({"worker": list(ports[:2]), "async": ["c:1"], "ps": [ports[2]]}))
-    seen: dict[str, Any] = {}
-
-    def run(command, **options):
-        seen.update(json.loads(options["input"]), environ=options["env"])
-        answer = {
-            "worker 1": {"reached": "listens", "answers": True},
-            "ps 0": {"reached": "refused"},
-        }
-        return SimpleNamespace(
-            stdout=f"noise\nkeras_het doctor: {json.dumps(answer)}\n", stderr="", returncode=0
-        )
-
-    monkeypatch.setattr(links.subprocess, "run", run)
-    measurement = measure_links(given, 5.0)
-    assert [(link.task, link.answers) for link in measurement.links] == [
-        ("worker 1", True),
-        ("ps 0", False),
-    ]
-    assert seen["own"] == "worker 0" and list(seen["tasks"]) == ["worker 0", "worker 1", "ps 0"]
-    assert "TF_CONFIG" not in seen["environ"]  # the process joins no cluster
-    monkeypatch.setattr(
-        links.subprocess,
-        "run",
-        lambda *a, **k: SimpleNamespace(stdout="", stderr="Error: x\n", returncode=1),
-    )
-    measurement = measure_links(given, 5.0)
-    assert measurement.problem == "Error: x" and measurement.links[0].reached == addresses.REFUSED
-    assert measure_links(ALONE, 5.0) == Measurement()
-
-
 # The report and the command
 
 
@@ -620,48 +502,3 @@ def test_the_command_line_does_not_import_tensorflow():
         "keras_het.launch.doctor.links; assert not {'tensorflow', 'keras'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def doctors(*environments: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
-    """The exit codes and reports of doctors that run at the same time."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "keras_het", "doctor", "--json", "--wait", "90"],
-            env={**os.environ, **environ},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for environ in environments
-    ]
-    try:
-        outputs = [process.communicate(timeout=280)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    codes = [process.returncode for process in started]
-    return [(code, json.loads(output)) for code, output in zip(codes, outputs, strict=True)]
-
-
-@pytest.mark.full
-def test_doctors_of_two_workers_measure_their_link(ports):
-    """With TensorFlow itself."""
-    texts = [tf_config({"worker": list(ports[:2])}, index=index) for index in range(2)]
-    for index, (code, report) in enumerate(doctors(*({"TF_CONFIG": text} for text in texts))):
-        (link,) = report["links"]
-        assert code == 0 and link["task"] == f"worker {1 - index}" and link["answers"]
-        assert 0 < link["latency_seconds"] < link["call_seconds"] < 1
-        assert link["bytes_per_second"] > 1e6 and abs(link["clock_ahead_seconds"]) < 5
-        assert link["node"]["device"] == "CPU"
-        assert report["tensorflow"]["kernels"] == [] or report["tensorflow"]["cuda"]
-
-
-@pytest.mark.full
-def test_doctors_of_different_clusters_refuse_each_other(ports):
-    here, there = {"worker": list(ports[:2])}, {"worker": list(ports[:2]), "async": ["c:1"]}
-    secret = "s" * 16
-    results = doctors(
-        {"TF_CONFIG": tf_config(here), "KERAS_HET_SERVICE_SECRET": secret},
-        {"TF_CONFIG": tf_config(there, index=1), "KERAS_HET_SERVICE_SECRET": secret},
-    )
-    refused = [link["refused"] for _, report in results for link in report["links"]]
-    assert [code for code, _ in results] == [1, 1] and refused == [True, True]

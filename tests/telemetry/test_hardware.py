@@ -11,15 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_nvml
 import numpy as np
 import psutil
 import pytest
+from fake_nvml import FakeNvml, Gpu
 
 from keras_het.planning.diagnosis.recording import HARDWARE
 from keras_het.telemetry import cuda_devices, hardware, host_values
 from keras_het.telemetry.hardware import HardwareSampler, describe_devices, gpu_name, processor_name
-from tests.telemetry import fake_nvml
-from tests.telemetry.fake_nvml import FakeNvml, Gpu
 
 GPU_NAMES = [name for name in HARDWARE if name.startswith(("hw.", "keras_het.gpu"))]
 A100, TITAN = "NVIDIA A100-SXM4-40GB", "NVIDIA TITAN V"

@@ -30,6 +30,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
     ),
     "GPUs": (
         gpu_checks.driver,
+        gpu_checks.driver_age,
         gpu_checks.tensorflow_build,
         gpu_checks.hidden_gpus,
         gpu_checks.kernels,

@@ -66,6 +66,7 @@ class Facts:
         gpus: GPUs that the driver lists.
         gpu_boards: NVIDIA's boards on the PCI bus, with or without a driver.
         driver: version of NVIDIA's driver, empty if there is none.
+        driver_cuda: the newest version of CUDA that the driver has, major and minor.
         nvml_problem: why NVML does not answer, with the fix; empty if it does.
         tensorflow: what TensorFlow says; None if it was not asked.
         cluster: the cluster of TF_CONFIG; None without one.
@@ -84,6 +85,7 @@ class Facts:
     gpus: tuple[Gpu, ...] = ()
     gpu_boards: int = 0
     driver: str = ""
+    driver_cuda: tuple[int, int] = (0, 0)
     nvml_problem: str = ""
     tensorflow: TensorFlowFacts | None = None
     cluster: ClusterConfig | None = None
@@ -102,7 +104,7 @@ def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None
     environ = dict(os.environ if environ is None else environ)
     cluster, problem = _cluster(environ)
     # before TensorFlow takes memory of the GPUs
-    gpus, driver, nvml_problem = list_gpus()
+    listed = list_gpus()
     host = HostValues().read()
     return Facts(
         environ=environ,
@@ -112,30 +114,32 @@ def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None
         cpus=usable_cpus(),
         memory_limit=host.get("system.memory.limit", 0.0),
         memory_used=host.get("system.memory.usage", 0.0),
-        gpus=gpus,
         gpu_boards=count_gpu_boards(),
-        driver=driver,
-        nvml_problem=nvml_problem,
         tensorflow=ask_tensorflow(environ),
         cluster=cluster,
         cluster_problem=problem,
         extras={extra: _version(package) for extra, package in EXTRAS.items()},
         log_dir=log_dir,
+        **listed,
     )
 
 
-def list_gpus() -> tuple[tuple[Gpu, ...], str, str]:
-    """Return the GPUs and the version of NVIDIA's driver, or else why they are unknown."""
+def list_gpus() -> dict[str, Any]:
+    """Return what NVIDIA's driver says: the fields of `Facts` that come from it."""
     try:
         nvml = Nvml()
     except NvmlMissingError as error:
-        return (), "", str(error)
-    gpus = tuple(
-        _gpu(nvml, index, handle) for index, handle in enumerate(nvml.gpus()) if handle is not None
-    )
-    driver = str(nvml.ask("SystemGetDriverVersion") or "")
+        return {"nvml_problem": str(error)}
+    version = nvml.ask("SystemGetCudaDriverVersion_v2|SystemGetCudaDriverVersion") or 0
+    found = {
+        "gpus": tuple(
+            _gpu(nvml, index, handle) for index, handle in enumerate(nvml.gpus()) if handle
+        ),
+        "driver": str(nvml.ask("SystemGetDriverVersion") or ""),
+        "driver_cuda": (version // 1000, version % 1000 // 10),
+    }
     nvml.close()
-    return gpus, driver, ""
+    return found
 
 
 def count_gpu_boards(pci: Path = _PCI) -> int:

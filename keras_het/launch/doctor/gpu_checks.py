@@ -37,6 +37,23 @@ def driver(facts: Facts) -> Iterator[Finding]:
         yield note("No GPU: training runs on the CPU.")
 
 
+def driver_age(facts: Facts) -> Iterator[Finding]:
+    """Whether the driver is new enough for the CUDA that TensorFlow was built for."""
+    found = facts.tensorflow
+    major = facts.driver_cuda[0]
+    if found is None or not found.cuda or not major:
+        return
+    # within a major version older drivers run newer libraries
+    if major < int(found.cuda.partition(".")[0]):
+        yield warning(
+            f"NVIDIA's driver is too old for this build of TensorFlow, which then uses no GPU. "
+            f"Received: driver {facts.driver}, for CUDA up to {major}.{facts.driver_cuda[1]}; "
+            f"expected: one for CUDA {found.cuda}.",
+            "Update the driver (of the machine, where this is a container), or install an older "
+            "TensorFlow.",
+        )
+
+
 def tensorflow_build(facts: Facts) -> Iterator[Finding]:
     """Whether TensorFlow can use GPUs where there are some."""
     found = facts.tensorflow

@@ -54,6 +54,7 @@ class FakeNvml:
     def __getattr__(self, name: str) -> Any:
         answers = {
             "SystemGetDriverVersion": lambda: "550.54.14",
+            "SystemGetCudaDriverVersion": lambda: 12040,
             "DeviceGetCount": lambda: len(self.gpus),
             "DeviceGetHandleByIndex": self._by_index,
             "DeviceGetHandleByUUID": self._by_uuid,

@@ -1,0 +1,170 @@
+"""The doctors of several nodes: what their links say, and what they say of each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doctor_facts import ALONE, TWO, in_cluster, tf_config
+
+from keras_het.launch.doctor import addresses, links
+from keras_het.launch.doctor.examination import report_on
+from keras_het.launch.doctor.findings import FAULT, NOTE, OK, WARNING, Finding
+from keras_het.launch.doctor.links import Link, Measurement, describe_node, measure_links
+
+
+def test_connections(monkeypatch, ports):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        state, seconds = addresses.reach(f"127.0.0.1:{listener.getsockname()[1]}")
+    assert state == addresses.LISTENS and seconds > 0
+    assert addresses.reach(ports[0])[0] == addresses.REFUSED
+    monkeypatch.setattr(addresses, "places_of", lambda address: [])
+    assert addresses.reach("gone:1")[0] == addresses.UNKNOWN
+
+    def times_out(self, place):
+        raise TimeoutError
+
+    monkeypatch.undo()
+    monkeypatch.setattr(socket.socket, "connect", times_out)
+    assert addresses.reach(ports[0])[0] == addresses.UNREACHABLE
+
+
+NODE = describe_node(ALONE)
+LINK = Link("worker 1", "b:1", addresses.LISTENS, True, False, 2e-4, 1e-3, 1.1e9, 0.01, NODE)
+
+
+def of_links(link: Link, waited: float = 30.0, problem: str = "") -> list[Finding]:
+    given = in_cluster(tf_config(TWO))
+    report = report_on(given, {}, Measurement((link,), waited, problem))
+    return list(report.findings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words"),
+    [
+        ({}, OK, "1100 MB/s"),
+        ({"bytes_per_second": 10e6}, WARNING, "takes 10.0 s"),
+        ({"answers": False, "refused": True}, FAULT, "lists other addresses"),
+        ({"answers": False}, WARNING, "no doctor"),
+        ({"answers": False, "reached": addresses.REFUSED}, WARNING, "within 30 s"),
+        ({"answers": False, "reached": addresses.UNREACHABLE}, FAULT, "does not answer"),
+    ],
+    ids=["well", "slow", "another cluster", "no doctor", "silent", "unreachable"],
+)
+def test_what_a_link_says(changes, level, words):
+    (finding,) = of_links(dataclasses.replace(LINK, **changes))
+    assert finding.level == level and words in finding.text and "worker 1 (b:1)" in finding.text
+    assert bool(finding.fix) == (level != OK)
+
+
+def test_without_waiting_a_silent_node_is_no_problem():
+    for reached in (addresses.LISTENS, addresses.REFUSED):
+        (finding,) = of_links(Link("worker 1", "b:1", reached), waited=0.0)
+        assert finding.level in (OK, NOTE)
+    assert of_links(Link("worker 1", "b:1", addresses.UNKNOWN), waited=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "ahead", "words"),
+    [
+        ({"tensorflow": "2.16.2"}, 0.0, "another version of TensorFlow"),
+        ({"keras_het": "0.0.1"}, 0.0, "another version of keras_het"),
+        ({"device": "GPU"}, 0.0, "one type of device"),
+        ({}, -90.0, "90 s behind"),
+    ],
+)
+def test_nodes_that_differ(node, ahead, words):
+    link = dataclasses.replace(LINK, node={**NODE, **node}, clock_ahead_seconds=ahead)
+    _, finding = of_links(link)
+    assert finding.level == (WARNING if ahead else FAULT) and words in finding.text
+
+
+def test_links_that_could_not_be_measured():
+    first, _ = of_links(Link("worker 1", "b:1", addresses.REFUSED), 0.0, "RuntimeError: no")
+    assert first.level == WARNING and "RuntimeError: no" in first.text
+
+
+def test_what_the_measuring_process_is_given(monkeypatch, ports):
+    given = in_cluster(tf_config({"worker": list(ports[:2]), "async": ["c:1"], "ps": [ports[2]]}))
+    seen: dict[str, Any] = {}
+
+    def run(command, **options):
+        seen.update(json.loads(options["input"]), environ=options["env"])
+        answer = {
+            "worker 1": {"reached": "listens", "answers": True},
+            "ps 0": {"reached": "refused"},
+        }
+        return SimpleNamespace(
+            stdout=f"noise\nkeras_het doctor: {json.dumps(answer)}\n", stderr="", returncode=0
+        )
+
+    monkeypatch.setattr(links.subprocess, "run", run)
+    measurement = measure_links(given, 5.0)
+    assert [(link.task, link.answers) for link in measurement.links] == [
+        ("worker 1", True),
+        ("ps 0", False),
+    ]
+    assert seen["own"] == "worker 0" and list(seen["tasks"]) == ["worker 0", "worker 1", "ps 0"]
+    assert "TF_CONFIG" not in seen["environ"]  # the process joins no cluster
+    monkeypatch.setattr(
+        links.subprocess,
+        "run",
+        lambda *a, **k: SimpleNamespace(stdout="", stderr="Error: x\n", returncode=1),
+    )
+    measurement = measure_links(given, 5.0)
+    assert measurement.problem == "Error: x" and measurement.links[0].reached == addresses.REFUSED
+    assert measure_links(ALONE, 5.0) == Measurement()
+
+
+def doctors(*environments: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
+    """The exit codes and reports of doctors that run at the same time."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "keras_het", "doctor", "--json", "--wait", "90"],
+            env={**os.environ, **environ},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environments
+    ]
+    try:
+        outputs = [process.communicate(timeout=550)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    codes = [process.returncode for process in started]
+    return [(code, json.loads(output)) for code, output in zip(codes, outputs, strict=True)]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_doctors_of_two_workers_measure_their_link(ports):
+    """With TensorFlow itself."""
+    texts = [tf_config({"worker": list(ports[:2])}, index=index) for index in range(2)]
+    for index, (code, report) in enumerate(doctors(*({"TF_CONFIG": text} for text in texts))):
+        (link,) = report["links"]
+        assert code == 0 and link["task"] == f"worker {1 - index}" and link["answers"]
+        assert 0 < link["latency_seconds"] < link["call_seconds"] < 1
+        assert link["bytes_per_second"] > 1e6 and abs(link["clock_ahead_seconds"]) < 5
+        assert link["node"]["device"] == "CPU"
+        assert report["tensorflow"]["kernels"] == [] or report["tensorflow"]["cuda"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_doctors_of_different_clusters_refuse_each_other(ports):
+    here, there = {"worker": list(ports[:2])}, {"worker": list(ports[:2]), "async": ["c:1"]}
+    secret = "s" * 16
+    results = doctors(
+        {"TF_CONFIG": tf_config(here), "KERAS_HET_SERVICE_SECRET": secret},
+        {"TF_CONFIG": tf_config(there, index=1), "KERAS_HET_SERVICE_SECRET": secret},
+    )
+    refused = [link["refused"] for _, report in results for link in report["links"]]
+    assert [code for code, _ in results] == [1, 1] and refused == [True, True]
