@@ -14,6 +14,7 @@ from keras_het.asynchronous.exchange.model_vectors import ModelVectors
 from keras_het.asynchronous.parameter_service import FloatWire, TopKWire, Wire, credential
 from keras_het.asynchronous.parameter_service.sample_ledger import LARGEST_EPOCH, TrainingFacts
 from keras_het.asynchronous.rules import ElasticAveraging, UpdateRule
+from keras_het.loader.input.claimed_pass import Claims
 from keras_het.rpc.admission import read_secret
 from keras_het.rpc.partitions import LARGEST_MESSAGE_BYTES
 from keras_het.strategy.cluster.cluster_config import config_of
@@ -210,7 +211,7 @@ class Participant(abc.ABC):
         """Prepare an epoch before its first step; start everything before the first epoch."""
 
     @abc.abstractmethod
-    def claims(self) -> object:
+    def claims(self) -> Claims | None:
         """Return the `Claims` of the pass that starts now."""
 
     @abc.abstractmethod
