@@ -11,8 +11,10 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from keras_het.asynchronous.exchange.participant import Participant, first_async_participant
+from keras_het.asynchronous.exchange.push_pace import Pace
 from keras_het.fit.model_strategy import heterogeneous_strategy
-from keras_het.fit.session import Rank, SessionCallback
+from keras_het.fit.session import FitSession, Rank, SessionCallback
 from keras_het.planning.diagnosis.recording import HARDWARE, Recording
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
 from keras_het.telemetry.background import Background
@@ -88,6 +90,7 @@ class Telemetry(SessionCallback):
         self._endpoint: PrometheusEndpoint | None = None
         self._background: Background | None = None
         self._strategy: TrainingStrategy | None = None
+        self._paces: np.ndarray | None = None
         self.verdict: Verdict | None = None
         if progress:
             # Keras calls batch hooks only if there is one, and each call costs it 20 microseconds.
@@ -147,6 +150,29 @@ class Telemetry(SessionCallback):
         if port is not None:
             self._endpoint = PrometheusEndpoint(recorder.recording, port, address)
 
+    def _watch_async_workers(self, step: int) -> None:
+        """Ask tasks of a hybrid training for their paces, and write those of async workers."""
+        fit = FitSession.of(self.model)
+        others = [] if fit is None else [getattr(c, "participant", None) for c in fit.callbacks]
+        participant = next((each for each in others if isinstance(each, Participant)), None)
+        if participant is None or self._strategy is None:
+            return
+        participant.shows_paces = True
+        paces = participant.paces
+        if self._log is None or paces is None or paces is self._paces:
+            return
+        self._paces = paces
+        for number, row in enumerate(paces[first_async_participant(self._strategy) :]):
+            pace = Pace(*row)
+            if pace.samples_per_second > 0:
+                self._log.write_async(
+                    step,
+                    number,
+                    staleness=pace.staleness,
+                    exchange_seconds=pace.answer_seconds,
+                    samples_per_second=pace.samples_per_second,
+                )
+
     def _tick(self) -> None:
         """Sample this worker, and write what is new."""
         recorder, strategy = self._recorder, self._strategy
@@ -154,6 +180,7 @@ class Telemetry(SessionCallback):
             return
         self._send_samples(strategy)
         self._write_steps(recorder)
+        self._watch_async_workers(recorder.next_step)
         sampled = recorder.sample()
         if self._log is not None:
             if sampled is not None:

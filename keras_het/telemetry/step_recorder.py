@@ -58,10 +58,15 @@ class StepRecorder:
         self._epoch_start = self._first = step
         self._taken = step - 1
 
+    @property
+    def next_step(self) -> int:
+        """Number of the step that comes next."""
+        return self._phases.count + self.offset
+
     def begin_epoch(self) -> None:
         """Start the step clock and the epoch's averages again."""
         self._phases.restart_clock()
-        self._epoch_start = self._phases.count + self.offset
+        self._epoch_start = self.next_step
 
     def read(self) -> None:
         """Read the steps since the last call; any thread may call it."""
@@ -159,7 +164,7 @@ class StepRecorder:
             kind: as for `Change`.
             text: as for `Change`.
         """
-        change = Change(self._phases.count + self.offset, kind, text)
+        change = Change(self.next_step, kind, text)
         self.changes.append(change)
         return change
 

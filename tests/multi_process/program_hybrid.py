@@ -134,6 +134,7 @@ def main() -> None:
     earlier_rules = options.pop("earlier_rules", ())
     momentum = options.pop("momentum", 0.0)
     takes_arrays = options.pop("arrays", False)
+    log = options.pop("telemetry", None)
     factors = keep_factors() if options.pop("keeps_factors", False) else []
     plans = keep_plans()
     if isinstance(rule, dict) and rule.get("optimizer"):
@@ -179,6 +180,7 @@ def main() -> None:
     backups = []
     if backup:
         backups = [keras_het.callbacks.BackupAndRestore(backup, delete_checkpoint=False)]
+    watches = [keras_het.callbacks.Telemetry(log)] if log else []
     earlier = []
     if earlier_rules:
         with strategy.scope():
@@ -198,7 +200,7 @@ def main() -> None:
         epochs=epochs,
         verbose=0,
         validation_data=validation if validates else None,
-        callbacks=[hybrid, notes, service, *backups],
+        callbacks=[hybrid, notes, service, *backups, *watches],
     )
     result = {
         "seen": notes.seen,

@@ -55,6 +55,25 @@ def test_every_sample_is_used_once_an_epoch_and_all_end_with_the_center(
     assert fractions == {**dict.fromkeys(results, 1.0 / jobs["worker"]), **members}
 
 
+@pytest.mark.full
+def test_telemetry_of_the_leader_knows_the_async_workers(
+    start_workers: Any, tmp_path: Path
+) -> None:
+    from keras_het.telemetry.read_log import read_log
+
+    jobs, log = {"worker": 2, "async": 1}, tmp_path / "log"
+    options = {"telemetry": str(log), "epochs": MANY, "validates": False}
+    results = run(start_workers, tmp_path, jobs, fast=0.01, period=2, **options)
+    assert sample_counts(results).tolist() == [MANY] * SAMPLES
+    (found,) = read_log(log)
+    assert len(found.recording.devices) == 2
+    assert (found.recording.compute > 0).all()
+    exchanges = found.content.exchanges
+    assert {each["worker"] for each in exchanges} == {0}
+    assert all(each["staleness"] >= 0 and each["exchange_seconds"] > 0 for each in exchanges)
+    assert all("samples_per_second" in result["history"] for result in results.values())
+
+
 GRADIENTS = {"rule": {"class_name": "AsyncSGD", "config": {"learning_rate": 0.02}}}
 ADAPTING = {"changes": {"rule": "delta"}, "gradients": GRADIENTS}
 

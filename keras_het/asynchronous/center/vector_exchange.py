@@ -66,6 +66,8 @@ class VectorExchange:
     Attributes:
         seen: the answer of the last exchange, for each partition.
         lost_gradient: whether the latest push was a gradient of which no part was taken.
+        staleness: updates by others between the version that the latest push started from and its
+            arrival, the mean over partitions.
     """
 
     def __init__(self, transport: ParameterClient | LocalTransport, rule: UpdateRule) -> None:
@@ -78,6 +80,7 @@ class VectorExchange:
         self._sequence = transport.latest_sequence() + _ROOM_FOR_STRAGGLERS
         self._has_warned = self._has_warned_of_loss = False
         self._was_stale = self.lost_gradient = False
+        self.staleness = 0.0
 
     @property
     def has_own_progress(self) -> bool:
@@ -192,6 +195,9 @@ class VectorExchange:
             for index, status in enumerate(statuses)
         ]
         taken = np.isin(statuses, (Status.OK, Status.REPEATED, Status.STALE))
+        if taken.any():
+            behind = (versions - pending.versions)[taken] - (statuses[taken] != int(Status.STALE))
+            self.staleness = float(np.maximum(behind, 0).mean())
         self._versions = np.where(taken, versions, self._versions)
         self._latest_versions = np.maximum(self._latest_versions, self._versions)
         self._residuals = self._left_over(statuses, answer)

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_het.asynchronous.exchange.gradient_sum import MeanGradient
@@ -135,6 +136,10 @@ class Participant(abc.ABC):
         model: the model being trained.
         strategy: its `HeterogeneousStrategy`.
         options: the options, the same on all tasks.
+
+    Attributes:
+        shows_paces: whether tasks tell the leader their `Pace` for people to see.
+        paces: on the leader, the latest `Pace` of each participant, one a row; zeros if unknown.
     """
 
     def __init__(
@@ -142,6 +147,8 @@ class Participant(abc.ABC):
     ) -> None:
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
+        self.shows_paces = False
+        self.paces: np.ndarray | None = None
         self.vectors = ModelVectors(model, strategy, options.partition_size)
         strategy._training_state.num_hybrid_runs += 1
         self.run: int = strategy._training_state.num_hybrid_runs

@@ -30,12 +30,17 @@ class Pace(NamedTuple):
         exchange_seconds: least time between two pushes; for rules that plan by times, the time of
             an exchange in which all values are sent.
         pull_seconds: the part of it in which the center arrives, for those rules.
+        answer_seconds: time from sending a change to continuing from its answer, for people.
+        staleness: updates of the center between the version that a change started from and its
+            arrival, for people.
     """
 
     samples_per_second: float
     batch_samples: float
     exchange_seconds: float
     pull_seconds: float = 0.0
+    answer_seconds: float = 0.0
+    staleness: float = 0.0
 
 
 class PushPace:
@@ -59,6 +64,7 @@ class PushPace:
         self._steps: deque[tuple[float, float]] = deque(maxlen=32)
         self._travels: deque[float] = deque(maxlen=3)
         self._overheads: deque[float] = deque(maxlen=8)
+        self._answers: deque[float] = deque(maxlen=8)
         self._waited = self._took_early = 0.0
         self._sent_at: float | None = None
 
@@ -111,6 +117,8 @@ class PushPace:
         yield
         now = self._clock()
         self._waited += now - started
+        if self._sent_at is not None:
+            self._answers.append(now - self._sent_at)
         if self._sent_at is not None and (measures or now - started > _NOTICEABLE_SECONDS):
             self._travels.append(now - self._sent_at)
         self._sent_at = None
@@ -129,7 +137,9 @@ class PushPace:
         batch = statistics.median(samples for _, samples in self._steps)
         travel = statistics.median(self._travels) if self._travels else 0.0
         busy = statistics.median(self._overheads) if self._overheads else 0.0
-        return Pace(batch / max(step, 1e-9), batch, max(travel, busy / LARGEST_OVERHEAD))
+        answer = statistics.median(self._answers) if self._answers else 0.0
+        exchange = max(travel, busy / LARGEST_OVERHEAD)
+        return Pace(batch / max(step, 1e-9), batch, exchange, answer_seconds=answer)
 
 
 def choose_period(

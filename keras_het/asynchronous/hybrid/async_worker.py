@@ -18,7 +18,7 @@ from keras_het.asynchronous.exchange.participant import (
     Participant,
     first_async_participant,
 )
-from keras_het.asynchronous.exchange.push_pace import PushPace, choose_period
+from keras_het.asynchronous.exchange.push_pace import Pace, PushPace, choose_period
 from keras_het.asynchronous.hybrid.claims import AsyncClaims
 from keras_het.asynchronous.hybrid.early_claim import EarlyClaim
 from keras_het.asynchronous.hybrid.heartbeat import Heartbeat
@@ -151,6 +151,8 @@ class AsyncWorker(Participant):
                 self._make_plan(self._plan)
             if self.options.adapts_period and self._pace.is_due:
                 self._choose_period()
+            elif self.shows_paces and self._plan is None and self._pace.is_due:
+                self._show_pace()
         except ServiceLostError as error:
             self._engine.lose(error)
 
@@ -172,7 +174,7 @@ class AsyncWorker(Participant):
         """Report this worker's pace, ask for the others' paces, and plan by them."""
         if self._pace.is_due:
             plan.pull(self._engine.weights.pull)
-        own = self._pace.pace
+        own = self._own_pace()
         pace = None if own is None else plan.pace(own)
         if pace is None:
             return
@@ -184,7 +186,7 @@ class AsyncWorker(Participant):
     def _choose_period(self) -> None:
         """Measure the exchange in flight, and ask for the others' paces."""
         self._receive(measures=True)
-        pace = self._pace.pace
+        pace = self._own_pace()
         if pace is not None:
             limits = (
                 self.options.presence_seconds,
@@ -192,6 +194,15 @@ class AsyncWorker(Participant):
             )
             paces, silence = self._ledger.pace(pace)
             self._planned_period = choose_period(paces, silence, self._number, limits)
+
+    def _show_pace(self) -> None:
+        pace = self._own_pace()
+        if pace is not None:
+            self._ledger.pace(pace)
+
+    def _own_pace(self) -> Pace | None:
+        pace = self._pace.pace
+        return pace and pace._replace(staleness=self._engine.weights.staleness)
 
     def note_loss(self, loss: float) -> None:
         """Record the training loss, for rules with stages."""

@@ -166,11 +166,12 @@ class SyncGroup(Participant):
     def _next_period(self) -> int:
         """Return the leader's choice, from the pace of all tasks, or the current period."""
         pace, center = self._pace.pace, self._center
-        may_choose = self.options.adapts_period and self._pace.is_due
-        found = (
-            center.pace(pace) if may_choose and pace is not None and center is not None else None
-        )
+        may_ask = (self.options.adapts_period or self.shows_paces) and self._pace.is_due
+        found = center.pace(pace) if may_ask and pace is not None and center is not None else None
         if found is None:
+            return self._period
+        self.paces = found[0]
+        if not self.options.adapts_period:
             return self._period
         limits = self.options.presence_seconds, longest_period(self.num_batches)
         return choose_period(*found, 0, limits)

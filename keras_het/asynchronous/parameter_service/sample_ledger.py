@@ -18,7 +18,7 @@ LARGEST_EPOCH = 1 << 16
 LEADER = 0
 """Number of the sync group, or of the task that leads a service, among the participants."""
 PREFIX = "ledger_"
-PACE_NUMBERS = 4
+PACE_NUMBERS = 6
 _ONE, _NUMBER = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
 _REPORT = tf.TensorSpec([2], tf.int64)
 
@@ -256,7 +256,7 @@ class SampleLedger:
         self, participant: tf.Tensor, pace: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         known = self._is_known(participant) & tf.reduce_all(tf.math.is_finite(pace)) & (pace[0] > 0)
-        known &= (pace[1] >= 1) & (pace[2] >= 0) & (pace[3] >= 0)
+        known &= (pace[1] >= 1) & tf.reduce_all(pace[2:] >= 0)
         return answer_if(
             known,
             lambda: (_status(Status.OK), *self._pace(participant, pace)),
