@@ -24,7 +24,7 @@ ROOMS = [
     *("asynchronous", "asynchronous.rules", "asynchronous.parameter_service"),
     *("asynchronous.exchange", "asynchronous.center", "asynchronous.hybrid", "asynchronous.roles"),
     "local_training",
-    "telemetry",
+    *("telemetry", "launch.report"),
     "callbacks",
     *("launch.local", "launch.doctor", "launch"),
 ]

@@ -1,0 +1,117 @@
+"""Which of the trainings below a directory a report is about, and what to say if there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import tensorflow as tf
+
+from keras_het.launch.report.plain_text import count, plain
+from keras_het.telemetry.event_files import READ_ERRORS, event_files
+from keras_het.telemetry.read_log import Run, read_log
+from keras_het.tensorboard.log_format import DIRECTORY
+
+_MOST_NAMES = 8
+_EVENT_FILE = "tfevents"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A training.
+
+    Args:
+        run: its log.
+        others: names of the other ones.
+    """
+
+    run: Run
+    others: tuple[str, ...]
+
+
+def choose_run(log_dir: str, name: str | None = None) -> Choice:
+    """Read the logs below a directory and choose one.
+
+    Args:
+        log_dir: the directory.
+        name: name of the training, with or without the folder "telemetry" at its end; by default
+            the one that was written last.
+
+    Raises:
+        FileNotFoundError: if there is no such directory.
+        OSError: if the file system refuses to read it.
+        ValueError: if there is no log, or none of that name.
+    """
+    try:
+        return _choose_run(log_dir, name)
+    except tf.errors.OpError as error:
+        raise OSError(f"{log_dir!r} cannot be read: {error.message}") from error
+
+
+def _choose_run(log_dir: str, name: str | None) -> Choice:
+    if not tf.io.gfile.isdir(log_dir):
+        what = "a file" if tf.io.gfile.exists(log_dir) else "nothing"
+        raise FileNotFoundError(
+            f"LOGDIR must be the directory that Telemetry(log_dir) was given. Received: "
+            f"{log_dir!r}, and there is {what}."
+        )
+    runs = {run.name: run for run in read_log(log_dir)}
+    if not runs:
+        raise ValueError(_nothing_there(log_dir))
+    if name is None:
+        chosen = max(runs, key=lambda each: (_written(log_dir, each), each))
+    else:
+        chosen = _named(name, list(runs))
+    return Choice(runs[chosen], tuple(each for each in runs if each != chosen))
+
+
+def listed(names: list[str] | tuple[str, ...]) -> str:
+    """Return names with commas, the first ones if there are many.
+
+    Args:
+        names: the names.
+    """
+    shown = ", ".join(plain(each) for each in names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _named(name: str, runs: list[str]) -> str:
+    wanted = os.path.normpath(name)
+    for each in (wanted, os.path.normpath(f"{wanted}/{DIRECTORY}")):
+        if each in runs:
+            return each
+    raise ValueError(f"There is no training {name!r} in this log. There is: {listed(runs)}.")
+
+
+def _written(log_dir: str, run: str) -> float:
+    """Return when a training's log was written last."""
+    latest = 0.0
+    for path in event_files(os.path.normpath(f"{log_dir}/{run}") if run != "." else log_dir):
+        try:
+            latest = max(latest, tf.io.gfile.stat(path).mtime_nsec)
+        except READ_ERRORS:  # thinned away meanwhile
+            continue
+    return latest
+
+
+def _nothing_there(log_dir: str) -> str:
+    directories, torn, others = [], 0, 0
+    for directory, _, files in tf.io.gfile.walk(log_dir):
+        ours = len(event_files(directory))
+        directories.append(directory)
+        torn += ours
+        others += sum(_EVENT_FILE in name for name in files) - ours
+    where = f"Looked at {count(len(directories), 'directory', 'directories')}"
+    text = f"There is no log of keras_het below {log_dir!r}. {where}: {listed(directories)}."
+    if torn:
+        text += (
+            f" {count(torn, 'file')} of keras_het there cannot be read: the first record, which "
+            "names the devices, is missing or torn."
+        )
+    if others:
+        text += f" {count(others, 'event file')} there of other writers hold no such log."
+    return (
+        f"{text} A training writes one with keras_het.callbacks.Telemetry({log_dir!r}) among the "
+        "callbacks of model.fit, on all workers."
+    )

@@ -1,0 +1,149 @@
+"""The numbers of a report: what each device did in recent steps, and what each one costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from keras_het.launch.report.exchanges import WorkerExchanges, worker_exchanges
+from keras_het.launch.report.hardware_text import hardware_texts
+from keras_het.launch.report.plain_text import plain, plain_recording
+from keras_het.launch.report.repairs import Repairs, repairs_of
+from keras_het.planning.diagnosis.middles import checked, means
+from keras_het.planning.diagnosis.recording import PHASES, Device, Floats, Integers, Recording
+from keras_het.planning.diagnosis.scores import WINDOW, scores
+from keras_het.planning.diagnosis.verdict import Verdict, diagnose
+from keras_het.planning.diagnosis.windows import choose_windows
+from keras_het.tensorboard.log_content import LogContent
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFacts:
+    """A replica in recent steps; NaN where a number is unknown.
+
+    Args:
+        index: number of the replica.
+        device: its device.
+        share: samples of a step.
+        samples_per_second: samples over compute time: what it would do if it never waited.
+        phases: mean seconds of a step in each of `PHASES`.
+        best: score against the fastest device, from 0 to 1.
+        own_best: score against its own best steps, from 0 to 1.
+        hardware: the last samples of its hardware in words; empty if there are none.
+    """
+
+    index: int
+    device: Device
+    share: float
+    samples_per_second: float
+    phases: tuple[float, ...]
+    best: float
+    own_best: float
+    hardware: str
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """Parts of its step's wall time, of each of `PHASES`."""
+        total = float(np.nansum(self.phases))
+        return tuple(seconds / total if total > 0 else np.nan for seconds in self.phases)
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Everything that a report shows.
+
+    Args:
+        run: name of the training's log.
+        recording: all its steps; names and texts may be shown.
+        every: int64 of shape [T], steps that each row stands for.
+        verdict: who is slow, why, and what to do.
+        devices: the replicas in recent steps.
+        recent: first and last recent step; None without steps.
+        step_seconds: mean time of a recent step; NaN if unknown.
+        samples_per_second: samples of all replicas over that time; NaN if unknown.
+        repairs: what a step would take if something was not slow.
+        exchanges: exchanges of async workers.
+        messages: what could not be read.
+    """
+
+    run: str
+    recording: Recording
+    every: Integers
+    verdict: Verdict
+    devices: tuple[DeviceFacts, ...]
+    recent: tuple[int, int] | None
+    step_seconds: float
+    samples_per_second: float
+    repairs: Repairs
+    exchanges: tuple[WorkerExchanges, ...]
+    messages: tuple[str, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the log tells of."""
+        return int(self.every.sum())
+
+    def slowest_first(self) -> list[DeviceFacts]:
+        """Return the replicas whose repair would save most, first of all."""
+        saved = np.nan_to_num(self.repairs.saved_by_device)
+        order = np.argsort(-saved, kind="stable") if len(saved) else range(len(self.devices))
+        return [self.devices[index] for index in order]
+
+
+def facts_of(run: str, content: LogContent) -> Facts:
+    """Return the numbers of a training's log.
+
+    Recent steps are those that the verdict is about: the latest ones with the present shares and
+    the present speed.
+
+    Args:
+        run: name of the training's log.
+        content: what its files say.
+    """
+    recording = plain_recording(content.recording)
+    with np.errstate(all="ignore"):
+        windows = choose_windows(recording, WINDOW)
+        rows = np.flatnonzero(np.isin(recording.steps, windows.recent.numbers))
+        if not len(rows):
+            rows = np.arange(len(recording.steps))[-WINDOW:]
+        repairs = repairs_of(recording, windows.recent)
+        devices = _devices(recording, rows)
+        step = windows.recent.mean(windows.recent.seconds)
+        total = float(np.nansum([each.share for each in devices]))
+        numbers = recording.steps[rows]
+        return Facts(
+            plain(run),
+            recording,
+            content.every,
+            diagnose(recording),
+            devices,
+            (int(numbers[0]), int(numbers[-1])) if len(numbers) else None,
+            step,
+            total / step if step > 0 else np.nan,
+            repairs,
+            worker_exchanges(content.exchanges),
+            tuple(plain(message) for message in content.messages),
+        )
+
+
+def _devices(recording: Recording, rows: Integers) -> tuple[DeviceFacts, ...]:
+    phases = [means(checked(getattr(recording, name)[rows])) for name in PHASES]
+    shares = means(checked(recording.shares[rows], np.inf))
+    speed: Floats = np.where(phases[0] > 0, shares / phases[0], np.nan)
+    speed = np.where(shares > 0, speed, np.nan)
+    best, own_best = scores(recording)
+    hardware = hardware_texts(recording)
+    return tuple(
+        DeviceFacts(
+            index,
+            device,
+            float(shares[index]),
+            float(speed[index]),
+            tuple(float(values[index]) for values in phases),
+            float(best[index]),
+            float(own_best[index]),
+            hardware[index],
+        )
+        for index, device in enumerate(recording.devices)
+    )

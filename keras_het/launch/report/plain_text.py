@@ -1,0 +1,117 @@
+"""Text and numbers as they are shown: what a log says is not to be trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from keras_het.planning.diagnosis.recording import Change, Device, Recording
+
+_MOST_CHARACTERS = 300
+UNKNOWN = "–"
+_SECONDS_TO_MS = 1e3
+_WITHOUT_DECIMALS = 100.0
+_LARGE = 1e7
+_LARGEST_WORKER = 2**31 - 1
+
+
+def plain(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """Return one line of printable characters.
+
+    Control characters could drive the terminal, and others cannot be written to a file or would
+    turn the direction of the text.
+
+    Args:
+        text: any text.
+        most: characters that are kept.
+    """
+    cut = text[: most + 1]
+    line = "".join(
+        char if char.isprintable() else " " if char in "\n\r\t" else "\N{REPLACEMENT CHARACTER}"
+        for char in cut
+    )
+    return f"{line[:most]}…" if len(cut) > most else line
+
+
+def plain_recording(recording: Recording) -> Recording:
+    """Return a recording whose names and texts may be shown.
+
+    Args:
+        recording: as it was read from a log.
+    """
+    devices = tuple(
+        Device(
+            plain(device.name) or f"replica {index}",
+            min(max(device.worker, -_LARGEST_WORKER), _LARGEST_WORKER),
+            plain(device.kind),
+            plain(device.host),
+            plain(device.model),
+        )
+        for index, device in enumerate(recording.devices)
+    )
+    changes = tuple(
+        Change(each.step, plain(each.kind), plain(each.text)) for each in recording.changes
+    )
+    return dataclasses.replace(recording, devices=devices, changes=changes)
+
+
+def number(value: float) -> str:
+    """Return a number with three digits, or whole; a dash for an unknown one.
+
+    Args:
+        value: the number; NaN or infinite if unknown.
+    """
+    if not math.isfinite(value):
+        return UNKNOWN
+    if _WITHOUT_DECIMALS <= abs(value) < _LARGE:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time in milliseconds, without the unit.
+
+    Args:
+        seconds: the time; NaN or infinite if unknown.
+    """
+    return number(seconds * _SECONDS_TO_MS)
+
+
+def percent(fraction: float) -> str:
+    """Return a fraction in percent.
+
+    Args:
+        fraction: 1 for 100 %; NaN or infinite if unknown.
+    """
+    return f"{number(round(fraction * 100, 0) + 0.0)} %" if math.isfinite(fraction) else UNKNOWN
+
+
+def difference(fraction: float) -> str:
+    """Return how much more or less something is in percent, with a sign.
+
+    Args:
+        fraction: above 0 for more; NaN or infinite if unknown.
+    """
+    whole = round(fraction * 100) if math.isfinite(fraction) else 0
+    sign = "+" if whole > 0 else ""
+    return f"{sign}{whole} %" if math.isfinite(fraction) else UNKNOWN
+
+
+def score(value: float) -> str:
+    """Return a score from 0 to 1 with two digits.
+
+    Args:
+        value: the score; NaN if unknown.
+    """
+    return f"{value:.2f}" if math.isfinite(value) else UNKNOWN
+
+
+def count(amount: int, one: str, several: str = "") -> str:
+    """Return a number of things, such as "1 step" and "2 steps".
+
+    Args:
+        amount: how many.
+        one: the word for one of them.
+        several: the word for several; by default with an "s" at the end.
+    """
+    return f"{amount} {one if amount == 1 else several or f'{one}s'}"

@@ -1,0 +1,111 @@
+"""What a step would take if a device, a worker or a phase was not slow, or shares were even."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from keras_het.planning.diagnosis.device_lines import device_lines
+from keras_het.planning.diagnosis.recording import Floats, Recording
+from keras_het.planning.diagnosis.steps import Steps
+from keras_het.planning.diagnosis.what_if import seconds_with_shares, what_if_of_steps
+
+MOST_NAMED = 3
+# What saves less than this part of a step is noise.
+_LEAST_SAVED = 0.005
+_PHASES = {
+    "compute": "all devices as fast as the fastest",
+    "input": "no waiting for input",
+    "sync": "no time for the transfer of gradients",
+    "other": "least time for callbacks and Python",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Repair:
+    """A step with something repaired.
+
+    Args:
+        name: what would be different.
+        seconds: mean time of the step then.
+        saved: the part of the present time that it saves; below 0 if the step would be longer.
+    """
+
+    name: str
+    seconds: float
+    saved: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Repairs:
+    """Predicted times of a step.
+
+    Args:
+        step_seconds: mean time now; NaN if it is unknown, and all else is empty.
+        worst: without the slowness of the devices, and of the workers with several devices, that
+            cost most; at most three of each.
+        phases: with each phase as short as it could be.
+        even: with even shares; None for a single replica, or if shares are not known.
+        is_even: whether shares are even.
+        saved_by_device: seconds that each device's repair would save, float64 of shape [N].
+    """
+
+    step_seconds: float
+    worst: tuple[Repair, ...] = ()
+    phases: tuple[Repair, ...] = ()
+    even: Repair | None = None
+    is_even: bool = False
+    saved_by_device: Floats = dataclasses.field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def gain(self) -> float:
+        """How many times the samples/s of even shares the present ones bring; NaN if unknown."""
+        return self.even.seconds / self.step_seconds if self.even else np.nan
+
+
+def repairs_of(recording: Recording, steps: Steps) -> Repairs:
+    """Predict the time of some steps with each trouble repaired.
+
+    Args:
+        recording: the recording, whose earlier shares tell how long devices take for how much.
+        steps: the steps.
+    """
+    if not len(steps.numbers) or not steps.mean(steps.seconds) > 0:
+        return Repairs(np.nan)
+    lines = device_lines(recording, steps)
+    result = what_if_of_steps(steps, lines, recording.devices)
+    now = result.step_seconds
+
+    def repair(name: str, seconds: float) -> Repair:
+        return Repair(name, seconds, 1.0 - seconds / now)
+
+    names = [device.name for device in recording.devices]
+    of_devices = [
+        repair(f"{name} not slow", float(seconds))
+        for name, seconds in zip(names, result.by_device, strict=True)
+    ]
+    workers = [device.worker for device in recording.devices]
+    of_workers = [
+        repair(f"worker {worker} not slow", seconds)
+        for worker, seconds in result.by_worker.items()
+        if workers.count(worker) > 1 and len(result.by_worker) > 1
+    ]
+    total = steps.shares.sum(axis=1, keepdims=True)
+    even_shares = np.broadcast_to(total / len(names), steps.shares.shape)
+    # The last samples of a batch that cannot be divided evenly go somewhere.
+    is_even = bool((np.abs(steps.shares - even_shares) <= 1.0).all())
+    known = len(names) > 1 and bool(np.isfinite(recording.shares).any())
+    return Repairs(
+        now,
+        (*_worst(of_devices), *_worst(of_workers)),
+        tuple(repair(text, result.by_phase[name]) for name, text in _PHASES.items()),
+        repair("even shares", seconds_with_shares(steps, lines, even_shares)) if known else None,
+        is_even and known,
+        now - result.by_device,
+    )
+
+
+def _worst(repairs: list[Repair]) -> list[Repair]:
+    saving = [each for each in repairs if each.saved > _LEAST_SAVED]
+    return sorted(saving, key=lambda each: each.seconds)[:MOST_NAMED]

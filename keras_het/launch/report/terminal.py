@@ -1,0 +1,148 @@
+"""A report in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from keras_het.launch.report.facts import Facts
+from keras_het.launch.report.plain_text import difference, milliseconds
+from keras_het.launch.report.repairs import Repair
+from keras_het.launch.report.wording import (
+    change_text,
+    device_numbers,
+    exchange_lines,
+    gain_line,
+    summary_line,
+)
+from keras_het.planning.diagnosis.recording import PHASES
+from keras_het.planning.diagnosis.verdict import CRITICAL
+
+_MOST_DEVICES = 24
+_MOST_CHANGES = 12
+_MOST_HARDWARE = 8
+_BAR = 24
+_NOT_A_TERMINAL = 140
+_WIDE = 120
+
+
+def show(facts: Facts, console: Console) -> None:
+    """Print a report.
+
+    Args:
+        facts: its numbers.
+        console: where it is printed.
+    """
+    for each in _parts(facts, console.width):
+        console.print(each)
+
+
+def console_for(stream: object, width: int | None = None) -> Console:
+    """Return a console that interprets nothing, and is wide enough for tables in files.
+
+    Args:
+        stream: a text stream.
+        width: characters of a line; by default those of the terminal.
+    """
+    console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)  # type: ignore[arg-type]
+    if width is None and not console.is_terminal:
+        console.width = max(console.width, _NOT_A_TERMINAL)
+    return console
+
+
+def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
+    yield Text(facts.run, style="bold")
+    yield Text(summary_line(facts))
+    yield Text()
+    for index, line in enumerate(facts.verdict.lines):
+        cause = facts.verdict.causes[index] if index < len(facts.verdict.causes) else None
+        style = "green" if cause is None else "red" if cause.share_of_step > CRITICAL else "yellow"
+        yield Text(line, style=f"bold {style}")
+    for line in facts.verdict.missing:
+        yield Text(f"Verdict: {line}.", style="yellow")
+    if facts.devices:
+        yield Text()
+        yield from _devices(facts, width)
+    yield from _repairs(facts)
+    if line := gain_line(facts):
+        yield Text(f"\n{line}")
+    yield from _changes(facts)
+    yield from _exchanges(facts)
+    if facts.messages:
+        yield Text()
+    for message in facts.messages:
+        yield Text(f"Log: {message}", style="yellow")
+
+
+def _devices(facts: Facts, width: int) -> Iterator[RenderableType]:
+    shown = facts.slowest_first()[:_MOST_DEVICES]
+    shown.sort(key=lambda each: each.index)
+    is_wide = width >= _WIDE
+    products = {each.device.model for each in facts.devices}
+    has_products = len(products) > 1 and is_wide
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("#", justify="right")
+    table.add_column("device", min_width=10)
+    if has_products:
+        table.add_column("product")
+    phases = (f"{name}\nms" for name in PHASES)
+    for name in ("share", "samples\n/s", *phases, "vs\nfastest", "vs own\nbest"):
+        table.add_column(name, justify="right")
+    for each in shown:
+        product = [Text(each.device.model)] if has_products else []
+        numbers = (Text(text) for text in device_numbers(each, with_parts=is_wide))
+        table.add_row(str(each.index), Text(each.device.name), *product, *numbers)
+    yield table
+    if len(facts.devices) > len(shown):
+        yield Text(f"and {len(facts.devices) - len(shown)} others; --html FILE shows all\n")
+    for each in shown[:_MOST_HARDWARE]:
+        known = [each.device.model if not has_products else "", each.hardware]
+        if any(known):
+            text = f"{each.device.name}: {', '.join(filter(None, known))}"
+            yield Text(text, style="dim")
+    if len(shown) > _MOST_HARDWARE:
+        yield Text("--html FILE shows the hardware of all", style="dim")
+
+
+def _repairs(facts: Facts) -> Iterator[RenderableType]:
+    repairs = facts.repairs
+    if not repairs.step_seconds > 0:
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(max_width=60)
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column()
+    rows = [Repair("now", repairs.step_seconds, 0.0), *repairs.worst, *repairs.phases]
+    longest = max(each.seconds for each in rows)
+    for each in rows:
+        bar = round(_BAR * each.seconds / longest) if each.seconds > 0 else 0
+        saved = difference(-each.saved) if each.name != "now" else ""
+        table.add_row(
+            Text(each.name), f"{milliseconds(each.seconds)} ms", saved, Text("▇" * bar, "cyan")
+        )
+    yield Text("\nWhat a step would take", style="bold")
+    yield Padding(table, (0, 0, 0, 2), expand=False)
+
+
+def _changes(facts: Facts) -> Iterator[RenderableType]:
+    changes = facts.recording.changes
+    if not changes:
+        return
+    yield Text(f"\nWhat was changed ({len(changes)})", style="bold")
+    if len(changes) > _MOST_CHANGES:
+        yield Text(f"  {len(changes) - _MOST_CHANGES} earlier ones; --html FILE shows more")
+    for each in changes[-_MOST_CHANGES:]:
+        yield Text(f"  step {each.step}: {change_text(each)}")
+
+
+def _exchanges(facts: Facts) -> Iterator[RenderableType]:
+    if facts.exchanges:
+        yield Text("\nAsync workers", style="bold")
+    for line in exchange_lines(facts):
+        yield Text(f"  {line}")

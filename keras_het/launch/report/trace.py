@@ -1,0 +1,144 @@
+"""A training as a trace in the Chrome trace event format, which Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_het.launch.report.facts import Facts
+from keras_het.launch.report.wording import change_text
+from keras_het.planning.diagnosis.middles import checked
+from keras_het.planning.diagnosis.recording import Device, Floats, Integers
+
+MOST_SLICES = 600_000
+"""Slices of a trace: Perfetto opens so many at once, in a file of some 60 MB."""
+_ORDER = ("input", "compute", "sync", "other")
+_TO_MICROSECONDS = 1e6
+
+Event = dict[str, Any]
+
+
+def write_trace(path: Path, facts: Facts) -> int | None:
+    """Write a trace: a process for each worker, a thread for each replica.
+
+    The phases of a step are slices, shares and samples/s counters, and changes instants. The log
+    has the length of each phase, not when it began: all replicas begin a step together. A row that
+    stands for several old steps is one slice of their length.
+
+    Args:
+        path: the file.
+        facts: the numbers of a report.
+
+    Returns:
+        The first step, if the latest steps only are in the trace, because there are too many; else
+        None.
+    """
+    replicas = max(len(facts.devices), 1)
+    rows = max(MOST_SLICES // (len(_ORDER) * replicas), 1)
+    first = max(len(facts.recording.steps) - rows, 0)
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        separator = "\n"
+        for event in _events(facts, first):
+            text = json.dumps(event, separators=(",", ":"), allow_nan=False)
+            file.write(f"{separator}{text}")
+            separator = ",\n"
+        file.write("\n]}\n")
+    return int(facts.recording.steps[first]) if first else None
+
+
+def _events(facts: Facts, first: int) -> Iterator[Event]:
+    recording = facts.recording
+    processes = _processes(recording.devices)
+    threads = [len(processes) + 2 + index for index in range(len(recording.devices))]
+    training = len(processes) + 1
+    yield from _names(recording.devices, processes, threads, training)
+    steps, every = recording.steps[first:], facts.every[first:].astype(np.float64)
+    phases = np.stack([checked(getattr(recording, name)[first:]) for name in _ORDER])
+    begins = _begins(phases, every)
+    for row, step in enumerate(steps.tolist()):
+        for index, device in enumerate(recording.devices):
+            begin = begins[row]
+            for name, seconds in zip(_ORDER, phases[:, row, index].tolist(), strict=True):
+                if not seconds > 0:  # nor NaN
+                    continue
+                length = seconds * every[row]
+                yield {
+                    **{"ph": "X", "name": name, "cat": "step"},
+                    **{"pid": processes[device.worker], "tid": threads[index]},
+                    **{"ts": _micro(begin), "dur": _micro(length), "args": {"step": step}},
+                }
+                begin += length
+    shares = checked(recording.shares[first:], np.inf)
+    shares = np.where(np.isfinite(shares), shares, 0.0)
+    yield from _counters(recording.devices, processes, shares, begins)
+    yield from _speeds(training, shares, begins, every)
+    for change in recording.changes:
+        if len(steps) and change.step >= steps[0]:
+            row = int(np.searchsorted(steps, change.step))
+            yield {
+                **{"ph": "i", "s": "g", "name": change_text(change), "cat": change.kind},
+                **{"pid": training, "tid": training, "ts": _micro(begins[row])},
+                "args": {"step": change.step},
+            }
+
+
+def _processes(devices: tuple[Device, ...]) -> dict[int, int]:
+    """Return a process number for each worker; 0 has a meaning of its own in traces."""
+    workers = sorted({device.worker for device in devices})
+    return {worker: number for number, worker in enumerate(workers, start=1)}
+
+
+def _begins(phases: Floats, every: Floats) -> Floats:
+    """Return when each row begins, and when the last one ends, in seconds."""
+    wall = np.nansum(phases, axis=0).max(axis=1, initial=0.0)
+    return np.concatenate([[0.0], np.cumsum(wall * every)])
+
+
+def _names(
+    devices: tuple[Device, ...], processes: dict[int, int], threads: list[int], training: int
+) -> Iterator[Event]:
+    yield _name("process_name", training, training, "training")
+    hosts = {device.worker: device.host for device in devices}
+    for worker, process in processes.items():
+        host = f" ({hosts[worker]})" if hosts[worker] else ""
+        yield _name("process_name", process, process, f"worker {worker}{host}")
+    for device, thread in zip(devices, threads, strict=True):
+        product = f" ({device.model})" if device.model else ""
+        yield _name("thread_name", processes[device.worker], thread, f"{device.name}{product}")
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _counters(
+    devices: tuple[Device, ...], processes: dict[int, int], shares: Floats, begins: Floats
+) -> Iterator[Event]:
+    """Yield the shares of each replica where they change."""
+    for index, device in enumerate(devices):
+        column = shares[:, index]
+        changed: Integers = np.flatnonzero(np.diff(column, prepend=-1.0))
+        for row in changed.tolist():
+            yield {
+                **{"ph": "C", "name": f"share {device.name}", "pid": processes[device.worker]},
+                **{"ts": _micro(begins[row]), "args": {"samples": float(column[row])}},
+            }
+
+
+def _speeds(training: int, shares: Floats, begins: Floats, every: Floats) -> Iterator[Event]:
+    for row, seconds in enumerate(np.diff(begins).tolist()):
+        if seconds > 0:
+            speed = float(shares[row].sum() * every[row] / seconds)
+            yield {
+                **{"ph": "C", "name": "samples/s", "pid": training, "ts": _micro(begins[row])},
+                "args": {"samples/s": speed if np.isfinite(speed) else 0.0},
+            }
+
+
+def _micro(seconds: float) -> float:
+    return round(float(seconds) * _TO_MICROSECONDS, 1)

@@ -1,0 +1,104 @@
+"""Sentences of a report, in the terminal and on the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from keras_het.launch.report.facts import DeviceFacts, Facts
+from keras_het.launch.report.plain_text import count, milliseconds, number, percent, score
+from keras_het.planning.diagnosis.recording import Change
+
+# A plan says after which step it was made, a change which step is the first one after that.
+_STEP = re.compile(r"^step -?\d+: ")
+# Times that differ by less are equal.
+_SAME = 0.005
+
+
+def summary_line(facts: Facts) -> str:
+    """Return what was trained how fast, in one line.
+
+    Args:
+        facts: the numbers of a report.
+    """
+    text = f"{count(len(facts.devices), 'replica')}, {count(facts.num_steps, 'step')}"
+    if facts.recent is None or not facts.step_seconds > 0:
+        return text
+    first, last = facts.recent
+    since = f"steps {first} to {last}" if last > first else f"step {first}"
+    return (
+        f"{text}; in {since}: {milliseconds(facts.step_seconds)} ms a step, "
+        f"{number(facts.samples_per_second)} samples/s"
+    )
+
+
+def gain_line(facts: Facts) -> str:
+    """Return what balancing has gained against even shares; empty if that is unknown.
+
+    Args:
+        facts: the numbers of a report.
+    """
+    repairs = facts.repairs
+    if repairs.even is None:
+        return ""
+    if repairs.is_even:
+        return "Balance: shares are even."
+    times = (
+        f"even shares would take {milliseconds(repairs.even.seconds)} ms a step, now "
+        f"{milliseconds(repairs.step_seconds)} ms"
+    )
+    if abs(repairs.gain - 1) <= _SAME:
+        return f"Balance: {times}: no difference."
+    if repairs.gain >= 1:
+        return f"Balance: {times}: {repairs.gain:.2f} times the samples/s."
+    return f"Balance: {times}: even shares would be faster."
+
+
+def device_numbers(device: DeviceFacts, with_parts: bool = True) -> list[str]:
+    """Return share, speed, each phase in milliseconds, and both scores.
+
+    Args:
+        device: a replica.
+        with_parts: whether each phase has its part of the step behind it.
+    """
+    phases = [milliseconds(seconds) for seconds in device.phases]
+    if with_parts:
+        parts = (f" ({percent(part)})" if part == part else "" for part in device.fractions)
+        phases = [f"{time}{part}" for time, part in zip(phases, parts, strict=True)]
+    return [
+        number(device.share),
+        number(device.samples_per_second),
+        *phases,
+        score(device.best),
+        score(device.own_best),
+    ]
+
+
+def exchange_lines(facts: Facts) -> Sequence[str]:
+    """Return a line about each async worker.
+
+    Args:
+        facts: the numbers of a report.
+    """
+    lines = []
+    for each in facts.exchanges:
+        text = f"worker {each.worker}: {count(each.number, 'exchange')}"
+        if each.staleness == each.staleness:
+            text += (
+                f", staleness {number(each.staleness)} in the middle, "
+                f"{number(each.most_staleness)} at most"
+            )
+        if each.seconds == each.seconds:
+            text += f", {milliseconds(each.seconds)} ms each"
+        lines.append(f"{text}; the last one at step {each.last_step}")
+    return lines
+
+
+def change_text(change: Change) -> str:
+    """Return what was changed and why.
+
+    Args:
+        change: the change.
+    """
+    text = _STEP.sub("", change.text)
+    return text if text.startswith(change.kind) else f"{change.kind}: {text}"

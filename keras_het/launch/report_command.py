@@ -1,0 +1,95 @@
+"""The command `keras-het report`: the story of a training, from its log."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+_DESCRIPTION = """\
+Tells from the log of a training which device is slow and why, where the time of a step goes, what
+it would take without each trouble, and what balancing has gained. LOGDIR is the directory that
+keras_het.callbacks.Telemetry was given, or one above several of them.
+"""
+_EPILOG = """\
+examples:
+  keras-het report logs
+  keras-het report logs --html report.html
+  keras-het report logs --run second --trace trace.json     open it in https://ui.perfetto.dev
+"""
+
+
+def add_report_command(commands: Any) -> None:
+    """Add the command to the parser.
+
+    Args:
+        commands: the result of `argparse.ArgumentParser.add_subparsers`.
+    """
+    parser = commands.add_parser(
+        "report",
+        help="tell the story of a training from its log",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("log_dir", metavar="LOGDIR", help="directory of the log")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a trace that Perfetto opens"
+    )
+    parser.add_argument(
+        "--run", metavar="NAME", help="which training, of several (default: the latest one)"
+    )
+    parser.set_defaults(execute=run_report)
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Print the report, and write the files; return the exit code.
+
+    Args:
+        options: options of the command line.
+
+    Raises:
+        ValueError: if there is no log.
+        OSError: if a file cannot be read or written.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # nothing is computed here, and TensorFlow says at each import that it is on
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    # TensorFlow, which reads remote logs too, takes seconds to import
+    from keras_het.launch.report.choice import choose_run, listed
+    from keras_het.launch.report.facts import facts_of
+    from keras_het.launch.report.page import page
+    from keras_het.launch.report.terminal import console_for, show
+    from keras_het.launch.report.trace import write_trace
+
+    choice = choose_run(options.log_dir, options.run)
+    facts = facts_of(choice.run.name, choice.run.content)
+    notes = []
+    if choice.others:
+        notes.append(f"Other trainings here: {listed(choice.others)}. Choose with --run NAME.")
+    if options.html:
+        options.html.write_text(page(facts), encoding="utf-8")
+        notes.append(f"Page: {options.html}")
+    if options.trace:
+        first = write_trace(options.trace, facts)
+        part = f", from step {first} on" if first is not None else ""
+        notes.append(f"Trace{part}: {options.trace} (https://ui.perfetto.dev opens it)")
+    try:
+        show(facts, console_for(_safe(sys.stdout)))
+        sys.stdout.write("".join(f"\n{note}" for note in notes) + ("\n" if notes else ""))
+        sys.stdout.flush()
+    except BrokenPipeError:  # | head: all that was asked for was shown
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
+    return 0
+
+
+def _safe(stream: TextIO) -> TextIO:
+    """Let a stream write something in the place of characters that its encoding has not."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+    return stream
