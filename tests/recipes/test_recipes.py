@@ -147,6 +147,17 @@ def test_static_split_gives_the_numbers_of_one_device(tmp_path: Path) -> None:
     assert "EMULATION" not in alone
 
 
+def test_slow_device_writes_a_log_of_each_run(tmp_path: Path) -> None:
+    from keras_het.telemetry.read_log import read_log
+
+    recipe, speeds = RECIPES / "slow_device.py", ("--speeds", "4,1", "--sample-milliseconds", 1)
+    for options in ((), ("--balance",)):
+        text = run(*LAUNCHER, *speeds, recipe, "--epochs", 3, *options, cwd=tmp_path)
+        assert len(numbers(r": ([\d.]+) samples/s in the last epoch", text)) == 1
+    names = {found.name for found in read_log(tmp_path / "logs")}
+    assert names == {"balanced/telemetry", "even/telemetry"}
+
+
 def test_custom_training_loop_gives_the_losses_of_one_device(tmp_path: Path) -> None:
     recipe = RECIPES / "custom_training_loop.py"
     pattern = r"epoch \d: loss ([\d.]+)"
