@@ -57,7 +57,7 @@ class Telemetry(SessionCallback):
         prometheus_port: port on which the chief serves the metrics for Prometheus; None for none.
             Needs the extra "prometheus".
         prometheus_address: address that it listens on.
-        verbose: 1 prints the verdict on the chief at the end of `fit`.
+        verbose: 1 prints the verdict on the chief at the end of `fit`, or why there is none.
 
     Attributes:
         verdict: who is slow, why, and what to do, after `fit`; None before.
@@ -224,7 +224,7 @@ class Telemetry(SessionCallback):
                 self._write_steps(recorder)
             self.verdict = diagnose(recorder.recording())
             if self._verbose and self._strategy is not None and self._strategy.is_chief:
-                sys.stdout.write("\n".join(["", *self.verdict.lines, ""]))
+                sys.stdout.write("\n".join(["", *_shown(self.verdict), ""]))
         if self._log is not None:
             self._log.close()
         if self._sampler is not None:
@@ -232,3 +232,8 @@ class Telemetry(SessionCallback):
         if self._endpoint is not None:
             self._endpoint.close()
         self._background = self._log = self._sampler = self._endpoint = None
+
+
+def _shown(verdict: Verdict) -> tuple[str, ...]:
+    """Return the verdict's lines, or why there are none."""
+    return verdict.lines or tuple(f"No verdict: {reason}." for reason in verdict.missing)

@@ -13,19 +13,23 @@ from keras_het.planning.diagnosis.recording import Recording
 def diagnosis(recording: Recording) -> dict[str, Any]:
     """Return who is slow and why, what that costs, two scores and what balancing has gained.
 
+    "missing" is what the verdict would need to know: the reason, where it has no lines.
+
     Args:
         recording: the training or a part of one.
     """
     if not len(recording.steps):
-        return {"verdict": [], "what_if": None, "scores": None, "gain": None}
+        return {"verdict": [], "missing": [], "what_if": None, "scores": None, "gain": None}
     from keras_het.planning.diagnosis.scores import scores
     from keras_het.planning.diagnosis.verdict import diagnose
     from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
 
     costs = what_if(recording)
     against_best, against_own_best = scores(recording)
+    verdict = diagnose(recording)
     return {
-        "verdict": [str(line) for line in diagnose(recording).lines],
+        "verdict": [str(line) for line in verdict.lines],
+        "missing": [str(reason) for reason in verdict.missing],
         "what_if": {
             "step_seconds": _number(costs.step_seconds),
             "by_device": _numbers(costs.by_device),

@@ -222,6 +222,16 @@ def test_changes_are_recorded_with_their_reasons(cpu_devices, tmp_path):
     assert run.recording.steps.tolist() == list(range(2 * STEPS - 1))
 
 
+def test_the_end_says_why_there_is_no_verdict(cpu_devices, capsys):
+    _, model = make_model(cpu_devices[:2])
+    telemetry = Telemetry(verbose=1)
+    model.fit(make_data(), verbose=0, callbacks=[telemetry])
+    assert telemetry.verdict.lines == ()
+    (reason,) = telemetry.verdict.missing
+    assert reason.startswith("not enough steps yet")
+    assert f"No verdict: {reason}.\n" in capsys.readouterr().out
+
+
 def test_a_log_that_cannot_be_written_is_one_warning(cpu_devices, tmp_path, caplog):
     place = tmp_path / "file"
     place.write_text("not a folder")

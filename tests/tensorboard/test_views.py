@@ -187,3 +187,10 @@ def test_diagnosis_names_a_device_and_what_it_costs(training: LogContent) -> Non
     assert costs["by_device"][1] < costs["step_seconds"]
     assert set(costs["by_worker"]) == {"0", "1", "2"}
     assert answer["gain"] > 1
+
+
+def test_a_diagnosis_without_lines_says_what_is_missing(training: LogContent) -> None:
+    answer = diagnosis(views.between(training, 700, 709).recording)
+    assert answer["verdict"] == []
+    (reason,) = answer["missing"]
+    assert reason.startswith("not enough steps yet")

@@ -1,4 +1,4 @@
-"""What samples of the hardware say about a slow device or host."""
+"""What samples of the hardware say about a slow device."""
 
 from __future__ import annotations
 
@@ -24,13 +24,6 @@ _OFTEN = 0.5
 _LOW_CLOCK = 0.7
 _FULL_CLOCK = 0.9
 _BUSY_DEVICE = 0.5
-# Fraction of the time in which a quota stops a worker.
-STOPPED = 0.1
-_SATURATED = 0.95
-_LOST_BUDGET = 0.8
-# CPUs in use by others, as a fraction of those that the worker may use, and the host's load.
-_OTHERS = 0.3
-_BUSY_HOST = 0.8
 _MORE_USED = 0.15
 _MORE_MEMORY = 0.05
 # Beyond this a reading is a mistake.
@@ -53,23 +46,6 @@ class Throttle:
     fraction: float
     reason: str
     certain: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class HostState:
-    """What is wrong with the host of a worker.
-
-    Args:
-        kind: "host" (CPUs are missing) or "other_program".
-        why: the reading, for people.
-        quota: whether a quota or a smaller budget is the reason, not a lack of CPUs.
-        stopped: fraction of the time in which a quota stops the worker.
-    """
-
-    kind: str
-    why: str
-    quota: bool = False
-    stopped: float = 0.0
 
 
 class Readings:
@@ -97,6 +73,17 @@ class Readings:
         """Return the mean of a quantity before them, of shape [N]; NaN where unknown."""
         return self._mean(name, recent=False)
 
+    def of_worker(self, name: str, worker: int, recent: bool = True) -> float:
+        """Return the mean of a quantity over a worker's devices; NaN where unknown.
+
+        Args:
+            name: name of the quantity.
+            worker: index of the worker.
+            recent: whether in recent steps, or before them.
+        """
+        values = self._mean(name, recent)[self._workers == worker]
+        return float(means(values[:, None])[0])
+
     def knows_clock(self, device: int) -> bool:
         """Tell whether clocks or reasons for low ones are known of a device."""
         clock = self.now("keras_het.gpu.clock") + self.now("keras_het.gpu.clock_limit")
@@ -106,7 +93,7 @@ class Readings:
     def knows_host(self, worker: int) -> bool:
         """Tell whether anything is known of the CPUs of a worker."""
         return any(
-            np.isfinite(self._of_worker(self.now(name), worker))
+            np.isfinite(self.of_worker(name, worker))
             for name in ("keras_het.cpu.throttled", "process.cpu.usage", "system.cpu.utilization")
         )
 
@@ -156,49 +143,6 @@ class Readings:
             return f"its utilization rose from {before * 100:.0f} to {used * 100:.0f} %"
         return None
 
-    def host(self, worker: int, wants_cpus: bool) -> HostState | None:
-        """Return what keeps CPUs from a worker; None if nothing is known to do so.
-
-        Args:
-            worker: index of the worker.
-            wants_cpus: whether a full budget is a fault: not where the CPUs are the device.
-        """
-        stopped = self._of_worker(self.now("keras_het.cpu.throttled"), worker)
-        budget = self._of_worker(self.now("keras_het.cpu.budget"), worker)
-        before = self._of_worker(self.before("keras_het.cpu.budget"), worker)
-        if stopped >= STOPPED:
-            why = f"a CPU quota stops it for {stopped * 100:.0f} % of the time"
-            return HostState("host", why, quota=True, stopped=min(stopped, 0.99))
-        if budget < _LOST_BUDGET * before:
-            return HostState("host", f"it has {budget:.3g} CPUs instead of {before:.3g}", True)
-        if (others := self._others(worker, budget)) is not None:
-            return HostState("other_program", others)
-        usage = self._of_worker(self.now("process.cpu.usage"), worker)
-        if wants_cpus and usage >= _SATURATED * budget:
-            return HostState("host", f"it keeps {usage:.3g} of its {budget:.3g} CPUs busy")
-        return None
-
-    def _others(self, worker: int, budget: float) -> str | None:
-        load = self._of_worker(self.now("system.cpu.utilization"), worker)
-        usage = self._of_worker(self.now("process.cpu.usage"), worker)
-        if not load >= _BUSY_HOST or not budget > 0 or np.isnan(usage):
-            return None
-        for neighbour in self._neighbours(worker):
-            usage += float(np.nan_to_num(self._of_worker(self.now("process.cpu.usage"), neighbour)))
-        # The host has as many CPUs as the budget at least.
-        others = load * budget - usage
-        if others < _OTHERS * budget:
-            return None
-        return (
-            f"its host is {load * 100:.0f} % busy, and other programs use at least {others:.2g} "
-            f"of its {budget:.3g} CPUs"
-        )
-
-    def _neighbours(self, worker: int) -> set[int]:
-        devices = self._recording.devices
-        hosts = {device.host for device in devices if device.worker == worker}
-        return {d.worker for d in devices if d.host in hosts and d.worker != worker}
-
     def _reason(self, device: int, bits: int) -> str:
         values = self._recording.hardware.get("keras_het.gpu.throttle_reasons")
         if values is None:
@@ -221,6 +165,3 @@ class Readings:
                 result = means(np.where(np.abs(chosen) < _LARGEST, chosen, np.nan))
             self._means[name, recent] = result
         return self._means[name, recent]
-
-    def _of_worker(self, values: Floats, worker: int) -> float:
-        return float(means(values[self._workers == worker][:, None])[0])

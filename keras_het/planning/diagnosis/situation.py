@@ -7,8 +7,9 @@ import functools
 import numpy as np
 
 from keras_het.planning.diagnosis.device_lines import device_lines, relative_times
+from keras_het.planning.diagnosis.hosts import Hosts, HostState
 from keras_het.planning.diagnosis.middles import means, medians
-from keras_het.planning.diagnosis.readings import HostState, Readings
+from keras_het.planning.diagnosis.readings import Readings
 from keras_het.planning.diagnosis.recording import Floats, Recording
 from keras_het.planning.diagnosis.scores import against_best, against_own_best, best_block, blocks
 from keras_het.planning.diagnosis.windows import Windows
@@ -37,7 +38,8 @@ class Situation:
         self.own_best = against_own_best(self.lines, windows)
         self.readings = Readings(recording, int(self.recent.numbers[0]))
         self.workers = sorted({device.worker for device in recording.devices})
-        self._hosts: dict[int, HostState | None] = {}
+        self._hosts = Hosts(recording, self.readings)
+        self._host_states: dict[int, HostState | None] = {}
         self._devices: dict[int, list[int]] = {worker: [] for worker in self.workers}
         for index, device in enumerate(recording.devices):
             self._devices[device.worker].append(index)
@@ -48,10 +50,10 @@ class Situation:
 
     def host(self, worker: int) -> HostState | None:
         """Return what is wrong with the host of a worker; None if nothing is known."""
-        if worker not in self._hosts:
+        if worker not in self._host_states:
             kinds = {self.recording.devices[index].kind for index in self.devices_of(worker)}
-            self._hosts[worker] = self.readings.host(worker, wants_cpus="CPU" not in kinds)
-        return self._hosts[worker]
+            self._host_states[worker] = self._hosts.state(worker, wants_cpus="CPU" not in kinds)
+        return self._host_states[worker]
 
     def changed(self, kind: str) -> bool:
         """Tell whether a training has changed something already.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from keras_het.planning.diagnosis.hosts import HostState
 from keras_het.planning.diagnosis.recording import Floats
 from keras_het.planning.diagnosis.situation import Situation
 from keras_het.planning.diagnosis.suspect import Suspect
@@ -81,9 +82,11 @@ def _fault(situation: Situation, device: int) -> _Fault | None:
     host = situation.host(worker)
     if host and not on_gpu and host.stopped and not (was_faster or is_slow):
         return _Fault(host.kind, f"computes slowly: {host.why}", 1 - host.stopped, False, worker)
+    scores = situation.own_best if was_faster else situation.best
     # A host that is only busy does not explain why another model of device is slow.
-    if host and (was_faster or (is_slow and (host.quota or not on_gpu))):
-        fraction = own if was_faster else float(situation.best[device])
+    may_be_host = host and (was_faster or (is_slow and (host.quota or not on_gpu)))
+    if host and may_be_host and _explains(host, scores, device):
+        fraction = float(scores[device])
         times = f"computes {1 / max(fraction, 1e-9):.1f} times as long as it should"
         return _Fault(host.kind, f"{times}: {host.why}", fraction, was_faster, worker)
     alone = own / situation.common
@@ -93,6 +96,17 @@ def _fault(situation: Situation, device: int) -> _Fault | None:
     if other:
         return _Fault("other_program", f"{longer}, and {other}", alone, True)
     return _Fault("slow_device", longer, alone, True)
+
+
+def _explains(host: HostState, scores: Floats, device: int) -> bool:
+    """Tell whether what is wrong with a device's host may be why its score is low.
+
+    Not if the score of a device with the same trouble is much higher: what devices have in common
+    makes no difference between them. Half of the loss, as a power, leaves room for luck.
+    """
+    others = host.alike.copy()
+    others[device] = False
+    return not (scores[others] > np.sqrt(scores[device])).any()
 
 
 def _suspect(fault: _Fault, device: int, own: Floats) -> Suspect:

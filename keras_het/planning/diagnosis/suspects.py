@@ -19,6 +19,8 @@ USUAL_TRANSFER = 0.25
 # Transfer of this many times the best one is a fault of the link.
 _SLOWER_LINK = 1.5
 _UNBALANCED = 1.1
+# A phase is long on another worker, too, from this fraction of the time on.
+_ALIKE = 0.5
 # Waits for input come in bursts, which must count; a single long step must not.
 _MOST_MEDIANS_OF_OWN = 8.0
 
@@ -60,7 +62,10 @@ def _phases(situation: Situation, worker: int) -> Iterable[Suspect]:
         if seconds > least:
             host = situation.host(worker)
             text = why.format(seconds * 1e3)
-            if host:
+            everywhere = recent.input if kind == "input" else recent.other - situation.least_other
+            # What hosts have in common does not explain why one worker loses more than the others.
+            alike = means(everywhere)[host.alike & ~chosen] if host else np.zeros(0)
+            if host and np.all(alike > _ALIKE * seconds):
                 kind, text = host.kind, f"{text}: {host.why}"
             yield Suspect(kind, tuple(devices), saved, np.zeros(len(saved)), text, worker)
 

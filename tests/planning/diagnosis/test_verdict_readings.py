@@ -1,6 +1,7 @@
 """What readings of the hardware change in a verdict, and what it says without them."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -94,25 +95,97 @@ def test_another_program_on_the_device():
     assert "19 % more of its memory" in cause.text
 
 
+BUSY = {"process__cpu__usage": 4.0, "system__cpu__utilization": 0.98}
+BOTH_SLOW = tuple(dataclasses.replace(SLOW, device=device) for device in WORKER)
+
+
 def test_another_program_on_the_host():
-    busy = {"process__cpu__usage": 4.0, "system__cpu__utilization": 0.98}
-    recording = with_readings(recording_of("CPU"), WORKER, **busy)
+    recording = with_readings(recording_of("CPU", BOTH_SLOW), WORKER, **BUSY)
     (cause,) = diagnose(recording).causes
     assert (cause.kind, cause.worker) == ("other_program", 1)
     assert "98 % busy" in cause.text and "3.8 of its 8 CPUs" in cause.text
 
 
+def test_one_cpu_is_one():
+    quiet = {"process__cpu__usage": 0.1, "system__cpu__utilization": 0.1}
+    recording = recording_of("CPU", BOTH_SLOW)
+    recording = with_readings(recording, range(4), 0, keras_het__cpu__budget=1.0, **quiet)
+    recording = with_readings(recording, WORKER, system__cpu__utilization=1.0)
+    (cause,) = diagnose(recording).causes
+    assert "at least 0.9 of its 1 CPU," in cause.text
+
+
+def on_one_host(recording, workers):
+    devices = tuple(
+        dataclasses.replace(each, host="same") if each.worker in workers else each
+        for each in recording.devices
+    )
+    return dataclasses.replace(recording, devices=devices)
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+@pytest.mark.parametrize("shape", ["static", "temporary"])
+def test_what_workers_have_in_common_makes_no_difference(shape, same_host):
+    """A machine that other programs keep busy, and one slow device on it."""
+    begin = 0 if shape == "static" else BEGIN
+    fault = Fault("compute", shape, 2.7, device=1, begin=begin)
+    recording = Training(2, 170, per_worker=1, kind="CPU", faults=(fault,)).record()
+    if same_host:
+        recording = on_one_host(recording, {0, 1})
+    usage = {"process__cpu__usage": 0.05, "keras_het__cpu__budget": 1.0}
+    recording = with_readings(recording, range(2), begin, system__cpu__utilization=0.99, **usage)
+    (cause,) = diagnose(recording).causes
+    assert (cause.kind, cause.device) == ("slow_device", 1)
+    assert re.search(r"computes 3\.[67] times", cause.text) and "busy" not in cause.text
+
+
+@pytest.mark.parametrize("shape", ["static", "temporary"])
+def test_a_quota_that_all_have_makes_no_difference(shape):
+    begin = 0 if shape == "static" else BEGIN
+    fault = dataclasses.replace(SLOW, shape=shape, size=2.0, begin=begin)
+    recording = recording_of("CPU", (fault,))
+    recording = with_readings(recording, range(4), 0, keras_het__cpu__throttled=0.15)
+    first = diagnose(recording).causes[0]
+    assert (first.kind, first.device) == ("slow_device", 2)
+    tighter = with_readings(recording, WORKER, begin, keras_het__cpu__throttled=0.6)
+    assert diagnose(tighter).causes[0].kind == "slow_device"  # its sibling has the same quota
+
+
+@pytest.mark.parametrize("shape", ["static", "temporary"])
+def test_a_host_whose_workers_are_all_slow(shape):
+    """Two of three workers share a host with other programs; luck makes one slower."""
+    begin = 0 if shape == "static" else BEGIN
+    faults = tuple(Fault("compute", shape, size, d, begin) for d, size in ((1, 1.0), (2, 1.6)))
+    recording = Training(3, 170, per_worker=1, kind="CPU", faults=faults).record()
+    recording = on_one_host(recording, {1, 2})
+    recording = with_readings(recording, range(3), 0, keras_het__cpu__budget=2.0)
+    busy = {"process__cpu__usage": 0.4, "system__cpu__utilization": 0.99}
+    recording = with_readings(recording, [1, 2], begin, **busy)
+    (cause,) = diagnose(recording).causes
+    assert (cause.kind, cause.worker) == ("other_program", 2)
+    assert "like worker 1" in cause.text
+
+
+@pytest.mark.parametrize("faulty", [(1,), (0, 1)])
+def test_input_on_hosts_that_are_equally_busy(faulty):
+    """Other programs explain that all workers wait for input, not that one does."""
+    faults = tuple(Fault("input", size=1.0, device=device) for device in faulty)
+    recording = Training(2, 170, per_worker=1, faults=faults).record()
+    recording = with_readings(recording, range(2), begin=0, **BUSY)
+    cause = diagnose(recording).causes[0]
+    assert cause.kind == ("input" if len(faulty) == 1 else "other_program")
+    assert cause.worker == 1 or len(faulty) == 2
+
+
 def test_workers_of_a_host_are_no_other_programs():
     """Both keep half of the CPUs busy."""
-    recording = recording_of("CPU")
-    devices = tuple(dataclasses.replace(each, host="same") for each in recording.devices)
-    busy = {"process__cpu__usage": 4.0, "system__cpu__utilization": 0.98}
-    recording = with_readings(dataclasses.replace(recording, devices=devices), range(4), **busy)
+    recording = with_readings(on_one_host(recording_of("CPU"), {0, 1}), range(4), **BUSY)
     assert kinds(recording) == [("slow_device", 1)]
 
 
 def test_a_smaller_budget():
-    recording = with_readings(recording_of("CPU"), WORKER, keras_het__cpu__budget=4.0)
+    recording = recording_of("CPU", BOTH_SLOW)
+    recording = with_readings(recording, WORKER, keras_het__cpu__budget=4.0)
     (cause,) = diagnose(recording).causes
     assert (cause.kind, cause.worker) == ("host", 1)
     assert "4 CPUs instead of 8" in cause.text and "quota" in cause.advice
