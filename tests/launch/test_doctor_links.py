@@ -123,11 +123,11 @@ def test_what_the_measuring_process_is_given(monkeypatch, ports):
     assert measure_links(ALONE, 5.0) == Measurement()
 
 
-def doctors(*environments: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
+def doctors(wait: int, *environments: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
     """The exit codes and reports of doctors that run at the same time."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "keras_het", "doctor", "--json", "--wait", "90"],
+            [sys.executable, "-m", "keras_het", "doctor", "--json", "--wait", str(wait)],
             env={**os.environ, **environ},
             stdout=subprocess.PIPE,
             text=True,
@@ -148,7 +148,7 @@ def doctors(*environments: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
 def test_doctors_of_two_workers_measure_their_link(ports):
     """With TensorFlow itself."""
     texts = [tf_config({"worker": list(ports[:2])}, index=index) for index in range(2)]
-    for index, (code, report) in enumerate(doctors(*({"TF_CONFIG": text} for text in texts))):
+    for index, (code, report) in enumerate(doctors(90, *({"TF_CONFIG": text} for text in texts))):
         (link,) = report["links"]
         assert code == 0 and link["task"] == f"worker {1 - index}" and link["answers"]
         assert 0 < link["latency_seconds"] < link["call_seconds"] < 1
@@ -163,6 +163,7 @@ def test_doctors_of_different_clusters_refuse_each_other(ports):
     here, there = {"worker": list(ports[:2])}, {"worker": list(ports[:2]), "async": ["c:1"]}
     secret = "s" * 16
     results = doctors(
+        60,
         {"TF_CONFIG": tf_config(here), "KERAS_HET_SERVICE_SECRET": secret},
         {"TF_CONFIG": tf_config(there, index=1), "KERAS_HET_SERVICE_SECRET": secret},
     )

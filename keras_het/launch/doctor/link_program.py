@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -67,9 +67,21 @@ class Desk:
             self._server.register(name, function, Gate(key))
         self._server.start()
 
-    def finished(self) -> list[bool]:
-        """Return which nodes have measured all that they wanted."""
-        return [bool(value) for value in self._finished.numpy()]
+    def serve_until(self, answered: Sequence[int], deadline: float, to_the_end: bool) -> None:
+        """Go on serving those that still measure.
+
+        Args:
+            answered: places of the nodes whose doctors are known to run.
+            deadline: when all give up, on the clock of `time.monotonic`.
+            to_the_end: whether to serve until then in any case.
+        """
+        # one that began late has at least the time of a call
+        end = max(deadline, time.monotonic() + _CALL_SECONDS)
+        while time.monotonic() < end:
+            finished = self._finished.numpy()
+            if all(finished[place] for place in answered) and not to_the_end:
+                break
+            time.sleep(_POLL_SECONDS)
 
 
 def measure(address: str, key: bytes, own_index: int) -> dict[str, Any]:
@@ -169,13 +181,10 @@ def main() -> None:
     others = [*names[place + 1 :], *names[: max(place, 0)]]
     found = measure_all({name: tasks[name] for name in others}, key, place, deadline)
     if desk is not None:
-        awaited = [names.index(name) for name in others if found[name].get("answers")]
-        end = max(deadline, time.monotonic() + _CALL_SECONDS)
-        while time.monotonic() < end:
-            finished = desk.finished()
-            if all(finished[index] for index in awaited):
-                break
-            time.sleep(_POLL_SECONDS)
+        answered = [names.index(name) for name in others if found[name].get("answers")]
+        # one that refuses this node is refused by it, too, and cannot tell when it has seen that
+        is_refused = any(link.get("refused") for link in found.values())
+        desk.serve_until(answered, deadline, is_refused)
     say(found)
 
 
