@@ -35,7 +35,7 @@ class Histories:
         )
 
     def runs(self, ctx: Any, experiment: str) -> list[dict[str, Any]]:
-        """Return the trainings that have a setup, each with its name and last step.
+        """Return the trainings that have a setup: name, last step and time of the last value.
 
         Args:
             ctx: TensorBoard's context of the request.
@@ -45,7 +45,11 @@ class Histories:
             ctx, experiment_id=experiment, plugin_name=log_format.PLUGIN
         )
         return [
-            {"name": run, "last_step": int(max(series.max_step for series in tags.values()))}
+            {
+                "name": run,
+                "last_step": int(max(series.max_step for series in tags.values())),
+                "written": float(max(series.max_wall_time for series in tags.values())),
+            }
             for run, tags in sorted(found.items())
             if log_format.SETUP in tags
         ]

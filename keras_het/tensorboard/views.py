@@ -90,13 +90,17 @@ def overview(content: LogContent) -> dict[str, Any]:
 def _devices(content: LogContent, rows: Any) -> list[dict[str, Any]]:
     recording = content.recording
     middles = {name: _middle(getattr(recording, name)[rows]) for name in (*PHASES, "shares")}
-    per_sample = middles["compute"] / np.where(middles["shares"] > 0, middles["shares"], np.nan)
+    shares = recording.shares[rows]
+    seconds = recording.compute[rows] / np.where(shares > 0, shares, np.nan)
+    per_sample = _middle(seconds)
+    spread = _high(seconds) / per_sample
     return [
         {
             **dataclasses.asdict(device),
             **{name: _number(middles[name][place]) for name in PHASES},
             "share": _number(middles["shares"][place]),
             "seconds_per_sample": _number(per_sample[place]),
+            "spread": _number(spread[place]),
         }
         for place, device in enumerate(recording.devices)
     ]
@@ -164,6 +168,17 @@ def _middle(values: Floats) -> Floats:
         return np.full(values.shape[1], np.nan)
     middle: Floats = windows(values, len(values))[0, 1]
     return middle
+
+
+def _high(values: Floats) -> Floats:
+    """95th percentiles of columns; NaN where nothing is known."""
+    if not len(values):
+        return np.full(values.shape[1], np.nan)
+    ordered = np.sort(values, axis=0)  # NaN comes last
+    known = np.sum(~np.isnan(ordered), axis=0, keepdims=True)
+    place = np.maximum((0.95 * (known - 1)).astype(np.int64), 0)
+    high: Floats = np.take_along_axis(ordered, place, axis=0)[0]
+    return high
 
 
 def _packed(values: Floats) -> str:

@@ -38,8 +38,8 @@ def test_runs_and_their_content() -> None:
     )
     read = Histories(provider)
     assert read.runs(None, "") == [
-        {"name": "a/telemetry", "last_step": 80},
-        {"name": "b/telemetry", "last_step": 32},
+        {"name": "a/telemetry", "last_step": 80, "written": 82.0},
+        {"name": "b/telemetry", "last_step": 32, "written": 34.0},
     ]
     content = read.read(None, "", "a/telemetry")
     assert views.span(content) == (0, 100)
@@ -194,3 +194,10 @@ def test_a_diagnosis_without_lines_says_what_is_missing(training: LogContent) ->
     assert answer["verdict"] == []
     (reason,) = answer["missing"]
     assert reason.startswith("not enough steps yet")
+
+
+def test_a_device_whose_speed_changes_stands_out(training: LogContent) -> None:
+    devices = views.overview(training)["devices"]
+    spreads = [device["spread"] for device in devices]
+    assert np.argmax(spreads) == 1
+    assert spreads[1] > 1.5 > max(spreads[0], *spreads[2:])

@@ -15,11 +15,17 @@ export const PHASE_TITLES = {
 };
 
 const LINES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999"];
-const DASHES = [[], [10, 10], [4, 8], [16, 4]];
+const DASHES = [[], [10, 8], [3, 6]];
+const STYLES = ["solid", "dashed", "dotted"];
 
 // The look of a line. Neighbours often have the same share: what is dashed shows what is below.
 export function lineLook(place) {
   return { stroke: LINES[place % LINES.length], dash: DASHES[place % DASHES.length] };
+}
+
+// The same dashes, as a style of a border.
+export function lineStyle(place) {
+  return STYLES[place % STYLES.length];
 }
 
 // Viridis: its lightness grows evenly, in grey too.

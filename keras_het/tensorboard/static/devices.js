@@ -37,7 +37,7 @@ export class Devices {
     this.note = element("span", { class: "note" });
     parts.tools.append(
       this.note,
-      element("button", { type: "button", text: "Usual choice", onclick: () => choose(null) }),
+      element("button", { type: "button", text: "Choose automatically", onclick: () => choose(null) }),
     );
   }
 

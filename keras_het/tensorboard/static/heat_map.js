@@ -78,7 +78,7 @@ export class HeatMap {
     this.group = map.group;
     const columns = map.edges.length - 1;
     const rows = Array.from({ length: map.rows }, (_, row) => this.rowName(row, devices));
-    const rowHeight = Math.min(Math.max(HEIGHT / map.rows, 3), 26);
+    const rowHeight = Math.min(Math.max(HEIGHT / map.rows, 3), 34);
     const image = this.image(map, columns, low, high - low);
     const at = (column, row) => map.values[row * columns + column];
     this.body.replaceChildren(this.plot.node);

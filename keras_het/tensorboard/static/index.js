@@ -17,7 +17,7 @@ const MOST_CHOSEN = 24;
 class Page {
   constructor() {
     this.run = null;
-    this.lastStep = null;
+    this.written = null; // time of the last value that is shown
     this.range = { first: null, last: null };
     this.quantity = "compute"; // wall times are alike: all wait for the slowest
     this.how = "median";
@@ -126,8 +126,8 @@ class Page {
         runs.map((run) => [run.name, title(run.name)]),
         current.name,
       );
-      if (always || current.name !== this.run || current.last_step !== this.lastStep) {
-        this.lastStep = current.last_step;
+      if (always || current.name !== this.run || current.written !== this.written) {
+        this.written = current.written;
         await this.open(current.name);
       }
     });
@@ -162,21 +162,25 @@ class Page {
     this.choose([...chosen].sort((one, other) => one - other));
   }
 
-  // All devices if they are few, else the slowest, some in the middle and the fastest.
+  // All devices if they are few, else those whose speed changes most, the slowest, some in the
+  // middle and the fastest.
   selection() {
     if (this.chosen) return this.chosen;
     const { devices } = this.overview;
     const all = devices.map((_, place) => place);
     if (all.length <= MOST_USUAL) return all;
-    const time = (place) => devices[place].seconds_per_sample ?? devices[place].compute ?? 0;
-    const ordered = all.sort((one, other) => time(other) - time(one));
-    const third = MOST_USUAL / 3;
-    const middle = Math.floor((ordered.length - third) / 2);
-    return [
-      ...ordered.slice(0, third),
-      ...ordered.slice(middle, middle + third),
-      ...ordered.slice(-third),
-    ].sort((one, other) => one - other);
+    const sorted = (value) => [...all].sort((one, other) => value(other) - value(one));
+    const byTime = sorted((place) => devices[place].seconds_per_sample ?? devices[place].compute ?? 0);
+    const bySpread = sorted((place) => devices[place].spread ?? 0);
+    const part = MOST_USUAL / 4;
+    const middle = Math.floor((byTime.length - part) / 2);
+    const chosen = new Set([
+      ...bySpread.slice(0, part),
+      ...byTime.slice(0, part),
+      ...byTime.slice(middle, middle + part),
+      ...byTime.slice(-part),
+    ]);
+    return [...chosen].sort((one, other) => one - other);
   }
 
   // Asks for the plots, or for everything, and shows each answer as soon as it is there. What comes

@@ -8,15 +8,15 @@ import { Plot, columnTitle } from "./plot.js";
 
 const GAP = 4;
 
-// The time that fills a lane: higher columns are cut, so that one step that compiles does not
-// flatten all others.
+// The time that fills a lane: higher columns are cut, so that the steps that compile, or wait for
+// the first batch of an epoch, do not flatten all others.
 function fullHeight(wall) {
   const known = Array.from(wall)
     .filter((value) => Number.isFinite(value))
     .sort((one, other) => one - other);
   if (!known.length) return 0;
-  const high = known[Math.floor(0.98 * (known.length - 1))];
-  return Math.min(known[known.length - 1], 1.15 * high);
+  const high = known[Math.floor(0.95 * (known.length - 1))];
+  return Math.min(known[known.length - 1], 1.2 * high);
 }
 
 export class Lanes {
@@ -49,7 +49,7 @@ export class Lanes {
       PHASES.reduce((sum, name) => sum + (lanes[name][place] || 0), 0),
     );
     const full = fullHeight(wall);
-    this.height.textContent = full ? `a full lane is ${seconds(full)}` : "";
+    this.height.textContent = full ? `a full lane is ${seconds(full)} or more` : "";
     if (!full) {
       this.body.replaceChildren(empty("No device is chosen, or there are no times in these steps."));
       return;

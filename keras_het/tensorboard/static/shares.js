@@ -1,6 +1,6 @@
 // Shares of the chosen replicas over steps, drawn by uPlot.
 
-import { lineLook, theme } from "./colors.js";
+import { lineLook, lineStyle, theme } from "./colors.js";
 import { card, element, empty } from "./dom.js";
 import { count, number } from "./format.js";
 import { LEFT, RIGHT } from "./plot.js";
@@ -78,6 +78,7 @@ export class Shares {
         padding: [10, RIGHT, 0, 0],
         scales: { x: { time: false, range: [lanes.edges[0], lanes.edges[columns]] } },
         cursor: { drag: { x: true, y: false, setScale: false } },
+        legend: { markers: { width: 3, dash: (_, place) => lineStyle(place - 1) } },
         series: [{ label: "step", value: (_, value) => count(value ?? NaN) }, ...series],
         axes: [
           { ...axis, incrs: WHOLE_STEPS, values: (_, ticks) => ticks.map((tick) => count(tick)) },
