@@ -114,6 +114,10 @@ def write(folder: Path, replicas: int, steps: int, **settings: Any) -> None:
         log.write_steps(start, part)
         while later and later[0].step < start + BLOCK:
             log.write_change(later.pop(0))
+        for worker in range(2):
+            log.write_async(
+                *(start, worker), staleness=2 + worker, exchange_seconds=0.08, samples_per_second=55
+            )
         wall = float(np.max(part[-1, :4].sum(axis=0)))
         log.write_scalars(
             start + len(part) - 1,

@@ -154,6 +154,7 @@ def test_the_page_shows_a_training(browser: Browser, address: str) -> None:
     assert browser.colors(0) > 5
     assert browser.colors(1) > 1
     assert browser.is_shown(".uplot canvas")
+    assert re.search(r"async worker 1\s+980\s+55\s+3\s+80 ms", browser.text("main"))
     assert browser.text(".uplot .u-legend").count("GPU") == 6
     assert browser.text(".bars").startswith("Only a phase")
     assert browser.script("return document.querySelectorAll('.scroll tbody tr').length") == 6

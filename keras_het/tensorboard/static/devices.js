@@ -189,8 +189,7 @@ export class Exchanges {
     this.node.hidden = !exchanges.length;
     const latest = new Map();
     for (const each of exchanges) {
-      const before = latest.get(each.worker);
-      latest.set(each.worker, { ...each, number: (before?.number ?? 0) + 1 });
+      latest.set(each.worker, each);
     }
     this.body.replaceChildren(
       element(
@@ -202,7 +201,7 @@ export class Exchanges {
           element(
             "tr",
             {},
-            ...["Worker", "Exchanges", "Last at step", "Staleness", "Exchange took"].map((text) =>
+            ...["Worker", "Last heard at step", "Samples a second", "Staleness", "An exchange takes"].map((text) =>
               element("th", { text }),
             ),
           ),
@@ -215,9 +214,9 @@ export class Exchanges {
               "tr",
               {},
               ...[
-                `worker ${each.worker}`,
-                count(each.number),
+                `async worker ${each.worker}`,
                 count(each.step),
+                number(each.samples_per_second ?? NaN),
                 number(each.staleness ?? NaN),
                 seconds(each.exchange_seconds ?? NaN),
               ].map((text) => element("td", { text })),
