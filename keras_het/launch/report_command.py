@@ -78,12 +78,17 @@ def run_report(options: argparse.Namespace) -> int:
         first = write_trace(options.trace, facts)
         part = f", from step {first} on" if first is not None else ""
         notes.append(f"Trace{part}: {options.trace} (https://ui.perfetto.dev opens it)")
+    stream = _safe(sys.stdout)
+    console = console_for(stream)
+    with console.capture() as captured:
+        show(facts, console)
+    text = captured.get() + "".join(f"\n{note}" for note in notes) + ("\n" if notes else "")
     try:
-        show(facts, console_for(_safe(sys.stdout)))
-        sys.stdout.write("".join(f"\n{note}" for note in notes) + ("\n" if notes else ""))
-        sys.stdout.flush()
+        stream.write(text)
+        stream.flush()
     except BrokenPipeError:  # | head: all that was asked for was shown
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
+        with Path(os.devnull).open("w") as nowhere:  # what is left goes there at the end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
     return 0
 
 

@@ -28,12 +28,12 @@ def hardware_texts(recording: Recording) -> list[str]:
 
 
 def _last_known(values: Floats) -> list[float]:
+    if not len(values):
+        return [np.nan] * values.shape[1]
     known = np.isfinite(values)
-    result = np.full(values.shape[1], np.nan)
-    some = known.any(axis=0)
-    rows = len(values) - 1 - known[::-1].argmax(axis=0) if len(values) else np.zeros(0, int)
-    result[some] = values[rows[some], np.flatnonzero(some)]
-    return [float(value) for value in result]
+    rows = len(values) - 1 - known[::-1].argmax(axis=0)
+    latest = values[rows, np.arange(values.shape[1])]  # infinite or NaN where none is known
+    return [float(value) for value in latest]
 
 
 def _text(known: Mapping[str, float]) -> str:

@@ -64,7 +64,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--grid);
   white-space: nowrap }
 th { color: var(--soft); font-weight: 600 }
-td.text, th.text { text-align: left; white-space: normal; min-width: 18rem }
+td.text, th.text { text-align: left; white-space: normal; min-width: 13rem }
 text.value { paint-order: stroke; stroke: var(--page); stroke-width: 5px; stroke-linejoin: round }
 """
 

@@ -13,7 +13,7 @@ from keras_het.planning.diagnosis.what_if import seconds_with_shares, what_if_of
 
 MOST_NAMED = 3
 # What saves less than this part of a step is noise.
-_LEAST_SAVED = 0.005
+_LEAST_SAVED = 0.01
 _PHASES = {
     "compute": "all devices as fast as the fastest",
     "input": "no waiting for input",

@@ -1,0 +1,505 @@
+"""The report of a log: numbers, terminal, page and trace; and logs that are damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import io
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from written_logs import Fault, Training, balanced_recording, write_log
+
+from keras_het.launch.command_line import main
+from keras_het.launch.report import trace
+from keras_het.launch.report.facts import Facts, facts_of
+from keras_het.launch.report.page import page
+from keras_het.launch.report.plain_text import plain
+from keras_het.launch.report.terminal import console_for, show
+from keras_het.launch.report.wording import change_text, gain_line
+from keras_het.planning.diagnosis.recording import PHASES, Change, Device, Recording
+from keras_het.tensorboard import log_format
+from keras_het.tensorboard.log_content import LogContent
+
+SCRIPT = "<script>alert(1)</script>"
+VOID = {"meta", "br"}
+
+
+def content_of(recording: Recording, exchanges: tuple[dict[str, Any], ...] = ()) -> LogContent:
+    every = np.ones(len(recording.steps), np.int64)
+    return LogContent(recording, every, np.zeros((0, 5, 0), np.float32), exchanges)
+
+
+def facts(recording: Recording, *exchanges: dict[str, Any]) -> Facts:
+    return facts_of("telemetry", content_of(recording, exchanges))
+
+
+@pytest.fixture(scope="module")
+def balanced() -> Facts:
+    exchanges = [
+        {"worker": 2, "staleness": 3, "exchange_seconds": 0.02, "step": 40},
+        {"worker": 2, "staleness": 1, "exchange_seconds": None, "step": 80},
+        {"worker": 2, "staleness": 2, "exchange_seconds": 0.04, "step": 120},
+        {"worker": "x", "staleness": True, "step": 10},
+    ]
+    return facts(balanced_recording(), *exchanges)
+
+
+def shown(report: Facts, width: int | None = None) -> str:
+    stream = io.StringIO()
+    show(report, console_for(stream, width))
+    return stream.getvalue()
+
+
+class Reader(html.parser.HTMLParser):
+    """Reads a page: all elements must be closed, in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def plots(text: str) -> list[ET.Element]:
+    """The plots of a page, parsed as XML."""
+    parts = text.split("<svg ")[1:]
+    return [ET.fromstring(f"<svg {part.split('</svg>')[0]}</svg>") for part in parts]
+
+
+# numbers
+
+
+def test_devices_have_the_numbers_of_recent_steps(balanced: Facts) -> None:
+    recording = balanced_recording()
+    assert balanced.recent is not None
+    rows = slice(balanced.recent[0], balanced.recent[1] + 1)
+    for index, device in enumerate(balanced.devices):
+        assert device.share == (48, 48, 16, 16)[index]
+        expected = [getattr(recording, name)[rows, index].mean() for name in PHASES]
+        np.testing.assert_allclose(device.phases, expected, rtol=0.2)
+        assert sum(device.fractions) == pytest.approx(1.0)
+        assert device.samples_per_second == pytest.approx(device.share / device.phases[0])
+    assert balanced.devices[0].device.model == "NVIDIA A100-SXM4-40GB"
+    assert balanced.devices[3].best == pytest.approx(1 / 3, rel=0.1)
+    assert "8 of 16 GB" in balanced.devices[0].hardware
+    assert balanced.samples_per_second == pytest.approx(128 / balanced.step_seconds)
+    assert balanced.num_steps == 160
+
+
+def test_the_verdict_and_the_repairs_name_the_same_worker(balanced: Facts) -> None:
+    assert balanced.verdict.causes[0].worker == 0
+    assert min(balanced.repairs.worst, key=lambda each: each.seconds).name == "worker 0 not slow"
+    without_input = next(each for each in balanced.repairs.phases if "input" in each.name)
+    assert 0.15 < without_input.saved < 0.35
+    devices = [each.seconds for each in balanced.repairs.worst if " GPU " in each.name]
+    assert 1 <= len(devices) <= 3
+    assert devices == sorted(devices)
+
+
+def test_balance_is_compared_with_even_shares(balanced: Facts) -> None:
+    assert balanced.repairs.even is not None
+    assert 1.3 < balanced.repairs.gain < 1.6
+    assert f"{balanced.repairs.gain:.2f} times the samples/s" in gain_line(balanced)
+    assert "even" in gain_line(facts(Training(steps=40).record()))
+    worse = Training(steps=40, shares=(60, 20, 24, 24), noise=0.01).record()
+    assert "even shares would be faster" in gain_line(facts(worse))
+    assert gain_line(facts(Training(n=1, steps=40).record())) == ""
+
+
+def test_exchanges_are_put_together_by_worker(balanced: Facts) -> None:
+    unknown, known = sorted(balanced.exchanges, key=lambda each: each.number)
+    assert (known.worker, known.number, known.staleness, known.most_staleness) == ("2", 3, 2, 3)
+    assert known.seconds == pytest.approx(0.03)
+    assert known.last_step == 120
+    assert (unknown.worker, unknown.number) == ("x", 1)
+    assert np.isnan(unknown.staleness)
+
+
+def test_a_change_says_its_step_once() -> None:
+    assert change_text(Change(5, "shares", "step 4: shares 3 5 (boa: x)")) == "shares 3 5 (boa: x)"
+    assert change_text(Change(5, "loader", "2 threads")) == "loader: 2 threads"
+
+
+# the terminal
+
+
+def test_the_terminal_says_it_all(balanced: Facts) -> None:
+    text = shown(balanced)
+    assert text.index(balanced.verdict.lines[0][:60]) < text.index("What a step would take")
+    for part in (
+        "4 replicas, 160 steps",
+        "worker 0 GPU 0",
+        "NVIDIA GeForce RTX 2080 Ti",
+        "no waiting for input",
+        "Balance: even shares would take",
+        "step 40: shares 48 48 16 16 (boa: in proportion to measured speeds)",
+        "worker 2: 3 exchanges, staleness 2 in the middle, 3 at most, 30 ms each",
+    ):
+        assert part in text
+
+
+def test_a_narrow_terminal_is_not_overrun(balanced: Facts) -> None:
+    lines = shown(balanced, 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("compute" in line and "input" in line and "other" in line for line in lines)
+
+
+def test_many_devices_are_those_that_cost_most() -> None:
+    fault = Fault("compute", size=2.0, device=33)
+    report = facts(Training(n=40, steps=60, faults=(fault,)).record())
+    text = shown(report)
+    assert "and 16 others; --html FILE shows all" in text
+    assert report.slowest_first()[0].index == 33
+    assert "worker 16 GPU 1" in text
+
+
+def test_names_cannot_drive_the_terminal_or_the_encoding() -> None:
+    assert plain("a\x1b[31mb\nc\u202ed\ud800") == "a\ufffd[31mb c\ufffdd\ufffd"
+    assert plain("x" * 10_000) == "x" * 300 + "…"
+    recording = Training(n=2, steps=30).record()
+    devices = (Device("\x1b]0;title\x07[bold]", 0), Device("\ud800", 10**30))
+    text = shown(facts(dataclasses.replace(recording, devices=devices)))
+    text.encode()
+    assert "\x1b" not in text
+    assert "[bold]" in text  # no markup
+
+
+# the page
+
+
+def test_the_page_needs_no_script_and_no_network(balanced: Facts) -> None:
+    text = page(balanced)
+    reader = Reader(text)
+    assert not {"script", "link", "img", "iframe", "a"} & set(reader.tags)
+    assert not [name for name, _ in reader.attributes if name.startswith("on") or name == "src"]
+    assert "url(" not in text
+    assert "http:" not in text and "https:" not in text
+    assert "prefers-color-scheme:dark" in text
+    titles = ["What a step would take", "Time of a step", "Shares", "Where the time of each"]
+    labels = [plot.get("aria-label") or "" for plot in plots(text)]
+    assert [label[: len(title)] for label, title in zip(labels, titles, strict=True)] == titles
+    assert balanced.verdict.lines[0] in reader.text
+
+
+def test_lanes_have_all_phases_of_each_replica(balanced: Facts) -> None:
+    *_, lanes = plots(page(balanced))
+    classes = Counter(path.get("class") for path in lanes.iter("path"))
+    assert {name: classes[name] for name in PHASES} == dict.fromkeys(PHASES, 4)
+
+
+def test_what_a_log_says_stays_text() -> None:
+    recording = balanced_recording()
+    devices = tuple(
+        Device(SCRIPT, device.worker, SCRIPT, SCRIPT, f'"{SCRIPT}&amp;')
+        for device in recording.devices
+    )
+    changes = (Change(50, SCRIPT, f"</title>{SCRIPT}"),)
+    evil = dataclasses.replace(recording, devices=devices, changes=changes)
+    report = facts_of(SCRIPT, content_of(evil, ({"worker": SCRIPT, "step": 1},)))
+    text = page(report)
+    assert "<script" not in text.lower()
+    reader = Reader(text)
+    assert reader.text.count(SCRIPT) > 8
+    assert f'"{SCRIPT}&amp;' in reader.text
+    assert plots(text)
+    assert SCRIPT in shown(report)
+
+
+@pytest.mark.full
+def test_a_page_about_200_replicas_has_a_bounded_size() -> None:
+    random = np.random.default_rng(0)
+    shares = np.repeat(random.integers(20, 44, (500, 200)), 10, axis=0)
+    recording = Training(n=200, steps=5000, per_worker=8, noise=0.2, shares=shares).record()
+    text = page(facts(recording))
+    assert len(text.encode()) < 2e6
+    assert len(plots(text)) == 4
+
+
+# the trace
+
+
+def written_trace(tmp_path: Path, report: Facts) -> tuple[int | None, list[dict[str, Any]]]:
+    first = trace.write_trace(tmp_path / "trace.json", report)
+    content = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
+    return first, content["traceEvents"]
+
+
+def test_a_trace_has_a_slice_for_each_phase(tmp_path: Path, balanced: Facts) -> None:
+    first, events = written_trace(tmp_path, balanced)
+    assert first is None
+    slices = [each for each in events if each["ph"] == "X"]
+    recording = balanced.recording
+    assert len(slices) == 4 * recording.compute.size
+    total = sum(each["dur"] for each in slices if each["name"] == "compute")
+    assert total == pytest.approx(recording.compute.sum() * 1e6, rel=1e-3)
+    processes = {
+        each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"
+    }
+    assert sorted(processes.values()) == ["training", "worker 0 (host0)", "worker 1 (host1)"]
+    assert 0 not in processes
+    threads = {
+        (each["pid"], each["tid"]): each["args"]["name"]
+        for each in events
+        if each["name"] == "thread_name"
+    }
+    assert len(threads) == 4
+    assert {(each["pid"], each["tid"]) for each in slices} == set(threads)
+    (change,) = [each for each in events if each["ph"] == "i"]
+    assert change["args"]["step"] == 40
+    assert change["ts"] == min(each["ts"] for each in slices if each["args"]["step"] == 40)
+    counters = Counter(each["name"] for each in events if each["ph"] == "C")
+    assert counters["samples/s"] == 160
+    assert counters["share worker 0 GPU 0"] == 2
+
+
+def test_slices_of_a_replica_do_not_overlap(tmp_path: Path, balanced: Facts) -> None:
+    _, events = written_trace(tmp_path, balanced)
+    thread = next(each["tid"] for each in events if each["name"] == "thread_name")
+    ends = 0.0
+    for each in events:
+        if each["ph"] == "X" and each["tid"] == thread:
+            assert each["ts"] >= ends - 0.5
+            ends = each["ts"] + each["dur"]
+
+
+def test_a_long_trace_has_the_latest_steps(
+    tmp_path: Path, balanced: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "MOST_SLICES", 4 * 4 * 10)
+    first, events = written_trace(tmp_path, balanced)
+    assert first == 150
+    assert {each["args"]["step"] for each in events if each["ph"] == "X"} == set(range(150, 160))
+
+
+# odd recordings
+
+
+def odd_recording(seed: int) -> Recording:
+    """Whatever a log may hold: unknown, infinite, negative and huge values, few steps, gaps."""
+    random = np.random.default_rng(seed)
+    rows, n = int(random.choice([0, 1, 2, 19, 70])), int(random.choice([1, 2, 7]))
+
+    def values(scale: float) -> Any:
+        result = scale * random.random((rows, n))
+        odd = random.random((rows, n)) < random.choice([0.0, 0.05, 0.9])
+        pool = random.choice([np.nan, np.inf, -1.0, 0.0, 3e38, 1e-30], size=(rows, n))
+        result[odd] = pool[odd]
+        if random.random() < 0.3 and n:
+            result[:, random.integers(n)] = np.nan
+        return result
+
+    return Recording(
+        tuple(Device(f"replica {index}", int(random.integers(-1, 3))) for index in range(n)),
+        np.cumsum(random.integers(1, 1000, rows)),
+        *(values(0.1) for _ in PHASES),
+        values(32.0),
+        hardware={"hw.power": values(300.0), "hw.gpu.utilization": values(1.0)},
+        hardware_steps=np.arange(rows),
+        changes=tuple(Change(int(random.integers(-5, 5000)), "", "") for _ in range(3)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.quick(*map(str, range(12)))
+def test_whatever_is_in_a_recording_is_shown(seed: int, tmp_path: Path) -> None:
+    report = facts(odd_recording(seed))
+    assert "nan" not in shown(report).lower().split()
+    text = page(report)
+    Reader(text)
+    for plot in plots(text):
+        coordinates = " ".join(path.get("d", "") for path in plot.iter("path"))
+        assert "nan" not in coordinates and "inf" not in coordinates
+    written_trace(tmp_path, report)
+
+
+def test_unknown_columns_are_dashes() -> None:
+    recording = balanced_recording(60)
+    compute = recording.compute.copy()
+    compute[:, 1] = np.nan
+    report = facts(dataclasses.replace(recording, compute=compute))
+    assert np.isnan(report.devices[1].phases[0])
+    row = next(line for line in shown(report).splitlines() if " 1  worker 0 GPU 1" in line)
+    assert "–" in row
+    assert "no compute times of worker 0 GPU 1" in shown(report)
+
+
+# logs on disk
+
+
+@pytest.fixture(scope="module")
+def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("logs")
+    write_log(root / "second", Training(n=2, steps=30, seed=1).record()).close()
+    log = write_log(root / "first", balanced_recording())
+    log.write_async(120, worker=2, staleness=4, exchange_seconds=0.05)
+    log.close()
+    for path in (root / "second" / "telemetry").iterdir():
+        os.utime(path, (1e9, 1e9))
+    return root
+
+
+def test_the_command_writes_all(
+    log_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "report.html", tmp_path / "trace.json"]
+    options = ["--html", str(files[0]), "--trace", str(files[1])]
+    assert main(["report", str(log_dir), *options]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("first/telemetry\n4 replicas, 160 steps")
+    assert "Add LoaderTuner on worker 0." in out
+    assert "worker 2: 1 exchange, staleness 4" in out
+    assert "Other trainings here: second/telemetry. Choose with --run NAME." in out
+    assert f"Page: {files[0]}" in out
+    Reader(files[0].read_text())
+    assert json.loads(files[1].read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("name", ["second", "second/telemetry", "./second/"])
+def test_a_training_is_chosen_by_its_name(
+    log_dir: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(log_dir), "--run", name]) == 0
+    assert capsys.readouterr().out.startswith("second/telemetry\n2 replicas, 30 steps")
+
+
+def test_a_log_of_one_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(tmp_path, Training(n=2, steps=1).record()).close()
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "2 replicas, 1 step; in step 0" in out
+    assert "not enough steps yet: 1 of 20" in out
+
+
+def event_file(folder: Path) -> Path:
+    (path,) = (folder / "telemetry").iterdir()
+    return path
+
+
+def test_a_torn_file_is_read_up_to_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path, Training(n=2, steps=60, with_hardware=False).record()).close()
+    path = event_file(tmp_path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert main(["report", str(tmp_path)]) == 0
+    steps = int(capsys.readouterr().out.split("2 replicas, ")[1].split(" step")[0])
+    assert 20 <= steps <= 40
+
+
+def test_a_newer_format_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log_format, "VERSION", 99)
+    write_log(tmp_path, Training(n=2, steps=30).record()).close()
+    monkeypatch.undo()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Log: This log has version 99 of the format" in capsys.readouterr().out
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["report", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return " ".join(captured.err.split())
+
+
+def test_a_directory_without_a_log_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train").mkdir()
+    with tf.io.TFRecordWriter(str(tmp_path / "train" / "events.out.tfevents.1.host")) as writer:
+        writer.write(b"")
+    text = error(capsys, tmp_path)
+    assert "There is no log of keras_het below" in text
+    assert f"Looked at 2 directories: {tmp_path}, {tmp_path / 'train'}" in text
+    assert "1 event file there of other writers" in text
+    assert "keras_het.callbacks.Telemetry(" in text
+
+
+@pytest.mark.parametrize("size", [0, 40, 100])
+def test_a_log_without_its_first_record_is_refused(
+    tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path, Training(n=2, steps=10).record()).close()
+    path = event_file(tmp_path)
+    path.write_bytes(path.read_bytes()[:size])
+    text = error(capsys, tmp_path)
+    assert "1 file of keras_het there cannot be read" in text
+    assert "missing or torn" in text
+
+
+def test_a_foreign_file_with_our_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{log_format.FILE_PREFIX}1{log_format.FILE_SUFFIX}"
+    (tmp_path / name).write_bytes(np.random.default_rng(0).bytes(5000))
+    assert "cannot be read" in error(capsys, tmp_path)
+
+
+def test_what_is_no_directory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "and there is nothing" in error(capsys, tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    assert "and there is a file" in error(capsys, tmp_path / "file")
+
+
+def test_a_training_that_is_not_there_is_refused(
+    log_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = error(capsys, log_dir, "--run", "third")
+    assert "There is no training 'third'" in text
+    assert "first/telemetry, second/telemetry" in text
+
+
+def test_a_page_that_cannot_be_written_is_an_error(
+    log_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "none/report.html" in error(capsys, log_dir, "--html", tmp_path / "none" / "report.html")
+
+
+def test_the_command_line_does_not_import_tensorflow() -> None:
+    code = "import sys, keras_het.launch.arguments as a; a.make_parser(); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "keras_het.launch.report_command" in run.stdout.split()
+    assert "tensorflow" not in run.stdout.split()
+
+
+@pytest.mark.full
+def test_a_closed_pipe_is_no_error(log_dir: Path) -> None:
+    command = [sys.executable, "-m", "keras_het", "report", str(log_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
