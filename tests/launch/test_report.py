@@ -46,8 +46,8 @@ def facts(recording: Recording, *exchanges: dict[str, Any]) -> Facts:
 @pytest.fixture(scope="module")
 def balanced() -> Facts:
     exchanges = [
-        {"worker": 2, "staleness": 3, "exchange_seconds": 0.02, "step": 40},
-        {"worker": 2, "staleness": 1, "exchange_seconds": None, "step": 80},
+        {"worker": 2, "staleness": 3, "samples_per_second": 80.0, "step": 40},
+        {"worker": 2, "staleness": 1, "exchange_seconds": 0.02, "step": 80},
         {"worker": 2, "staleness": 2, "exchange_seconds": 0.04, "step": 120},
         {"worker": "x", "staleness": True, "step": 10},
     ]
@@ -163,7 +163,7 @@ def test_the_terminal_says_it_all(balanced: Facts) -> None:
         "no waiting for input",
         "Balance: even shares would take",
         "step 40: shares 48 48 16 16 (boa: in proportion to measured speeds)",
-        "worker 2: 3 exchanges, staleness 2 in the middle, 3 at most, 30 ms each",
+        "async worker 2: 80 samples/s, staleness 2 in the middle, 3 at most, 30 ms an exchange",
     ):
         assert part in text
 
@@ -377,7 +377,7 @@ def test_the_command_writes_all(
     out = capsys.readouterr().out
     assert out.startswith("first/telemetry\n4 replicas, 160 steps")
     assert "Add LoaderTuner on worker 0." in out
-    assert "worker 2: 1 exchange, staleness 4" in out
+    assert "async worker 2: staleness 4 in the middle" in out
     assert "Other trainings here: second/telemetry. Choose with --run NAME." in out
     assert f"Page: {files[0]}" in out
     Reader(files[0].read_text())

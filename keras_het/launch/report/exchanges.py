@@ -15,19 +15,21 @@ _LARGEST = 1e18
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExchanges:
-    """The exchanges of an async worker; NaN where a number was not logged.
+    """The exchanges of an async worker, as it was heard of; NaN where a number was not logged.
 
     Args:
         worker: its index, or what the log has in its place.
-        number: number of exchanges.
-        staleness: median of the updates of others between two exchanges.
+        number: how often it was heard of.
+        samples_per_second: median of its speed.
+        staleness: median of the updates of others that a change of its came too late for.
         most_staleness: the most of them.
         seconds: median time of an exchange.
-        last_step: step of the sync group at the last exchange.
+        last_step: step of the sync group when it was heard of last.
     """
 
     worker: str
     number: int
+    samples_per_second: float
     staleness: float
     most_staleness: float
     seconds: float
@@ -38,8 +40,8 @@ def worker_exchanges(entries: Iterable[Mapping[str, Any]]) -> tuple[WorkerExchan
     """Put the exchanges of each worker together, sorted by worker.
 
     Args:
-        entries: exchanges, each with its "step" and "worker", and what is known of "staleness"
-            and "exchange_seconds".
+        entries: what was logged, each with its "step" and "worker", and what is known of
+            "staleness", "exchange_seconds" and "samples_per_second".
     """
     by_worker: dict[str, list[Mapping[str, Any]]] = {}
     for each in entries:
@@ -48,14 +50,14 @@ def worker_exchanges(entries: Iterable[Mapping[str, Any]]) -> tuple[WorkerExchan
     for worker in sorted(by_worker, key=lambda name: (len(name), name)):
         of_worker = by_worker[worker]
         staleness = _numbers(of_worker, "staleness")
-        seconds = _numbers(of_worker, "exchange_seconds")
         found.append(
             WorkerExchanges(
                 worker,
                 len(of_worker),
-                float(np.median(staleness)) if staleness else np.nan,
+                _median(_numbers(of_worker, "samples_per_second")),
+                _median(staleness),
                 max(staleness, default=np.nan),
-                float(np.median(seconds)) if seconds else np.nan,
+                _median(_numbers(of_worker, "exchange_seconds")),
                 max(int(each.get("step", 0)) for each in of_worker),
             )
         )
@@ -71,3 +73,7 @@ def _numbers(entries: list[Mapping[str, Any]], name: str) -> list[float]:
         and not isinstance(value, bool)
         and abs(value) < _LARGEST  # NaN is not, nor is a whole number that has no float
     ]
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values)) if values else np.nan

@@ -82,15 +82,16 @@ def exchange_lines(facts: Facts) -> Sequence[str]:
     """
     lines = []
     for each in facts.exchanges:
-        text = f"worker {each.worker}: {count(each.number, 'exchange')}"
+        known = []
+        if each.samples_per_second == each.samples_per_second:
+            known.append(f"{number(each.samples_per_second)} samples/s")
         if each.staleness == each.staleness:
-            text += (
-                f", staleness {number(each.staleness)} in the middle, "
-                f"{number(each.most_staleness)} at most"
-            )
+            most = number(each.most_staleness)
+            known.append(f"staleness {number(each.staleness)} in the middle, {most} at most")
         if each.seconds == each.seconds:
-            text += f", {milliseconds(each.seconds)} ms each"
-        lines.append(f"{text}; the last one at step {each.last_step}")
+            known.append(f"{milliseconds(each.seconds)} ms an exchange")
+        known.append(f"heard of {count(each.number, 'time')}, last at step {each.last_step}")
+        lines.append(f"async worker {each.worker}: {', '.join(known)}")
     return lines
 
 
