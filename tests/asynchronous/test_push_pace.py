@@ -61,7 +61,7 @@ def test_speed_is_that_of_computation_alone():
     for _ in range(4):
         steps(pace, clock, 3, 0.1)
         exchange(pace, clock, own=0.02, travel=1.0, measures=True)
-    assert pace.pace == pytest.approx(Pace(80.0, 8, 1.0))
+    assert pace.pace == pytest.approx(Pace(80.0, 8, 1.0, answer_seconds=1.0))
 
 
 def test_what_is_done_with_an_early_answer_is_part_of_the_exchange():
@@ -74,7 +74,7 @@ def test_what_is_done_with_an_early_answer_is_part_of_the_exchange():
             clock.wait(0.03)
         steps(pace, clock, 2, 0.1)
         exchange(pace, clock, own=0.02, travel=0.1, measures=True)
-    assert pace.pace == pytest.approx(Pace(80.0, 8, 0.05 / LARGEST_OVERHEAD))
+    assert pace.pace == pytest.approx(Pace(80.0, 8, 0.05 / LARGEST_OVERHEAD, answer_seconds=0.1))
 
 
 def test_an_exchange_that_was_waited_for_is_known():

@@ -128,19 +128,23 @@ def test_reports(service):
 def test_paces_of_all(service):
     address, _, ledger = service
     one = connect(address, 1)
-    paces, silence = one.pace((50.0, 8, 0.25, 0.1))
-    assert paces.tolist() == [[0] * 4, [50, 8, 0.25, 0.1], [0] * 4, [0] * 4]
+    paces, silence = one.pace((50.0, 8, 0.25, 0.1, 0.3, 2.0))
+    assert paces.tolist() == [[0] * 6, [50, 8, 0.25, 0.1, 0.3, 2], [0] * 6, [0] * 6]
     assert silence[1] < 60 < silence[2]  # nobody heard of client 2
     connect(address, 2).report(Presence.TRAINING)
-    paces, silence = ledger.pace(0, (400.0, 16, 0.0, 0.0))
-    assert paces[:2].tolist() == [[400, 16, 0, 0], [50, 8, 0.25, 0.1]]
+    paces, silence = ledger.pace(0, (400.0, 16, 0.0, 0.0, 0.0, 0.0))
+    assert paces[:2].tolist() == [[400, 16, 0, 0, 0, 0], [50, 8, 0.25, 0.1, 0.3, 2]]
     assert max(silence[:3]) < 60
     for wrong in [(0.0, 8, 0.1), (5.0, 0, 0.1), (5.0, 8, -1.0), (float("nan"), 8, 0.1)]:
         with pytest.raises(PermissionError):
-            one.pace((*wrong, 0.0))
-    with pytest.raises(PermissionError):
-        one.pace((5.0, 8, 0.1, -1.0))
-    assert ledger.pace(0, (400.0, 16, 0.0, 0.0))[0][1].tolist() == [50, 8, 0.25, 0.1]
+            one.pace((*wrong, 0.0, 0.0, 0.0))
+    for place in range(3, 6):
+        wrong = [5.0, 8, 0.1, 0.0, 0.0, 0.0]
+        wrong[place] = -1.0
+        with pytest.raises(PermissionError):
+            one.pace(wrong)
+    paces, _ = ledger.pace(0, (400.0, 16, 0.0, 0.0, 0.0, 0.0))
+    assert paces[1].tolist() == [50, 8, 0.25, 0.1, 0.3, 2]
 
 
 @pytest.mark.parametrize(("client", "proof"), [(1, b"guessed"), (CLIENTS, GOOD), (-1, GOOD)])

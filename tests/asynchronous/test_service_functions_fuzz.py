@@ -104,7 +104,7 @@ class Requests:
             ("ledger_report", [np.int32(1), np.array([1, 3]), np.int32(1)],
              [(0, np.int32(bad_client)), (1, np.array([1, -1])), (1, np.array([-1, 3])),
               (2, np.int32(max(Presence) + 1))]),
-            ("ledger_pace", [np.int32(1), np.array([50.0, 8.0, 0.1, 0.05])],
+            ("ledger_pace", [np.int32(1), np.array([50.0, 8.0, 0.1, 0.05, 0.1, 1.0])],
              [(0, np.int32(bad_client)), (1, np.array([np.nan, 8.0, 0.1, 0.05])),
               (1, np.array([-50.0, 8.0, 0.1, 0.05])), (1, np.array([50.0, 0.0, 0.1, 0.05])),
               (1, np.array([50.0, 8.0, np.inf, 0.05])), (1, np.array([50.0, 8.0, 0.1, -1.0])),

@@ -54,6 +54,7 @@ FIELDS = {
         "predicted_speedup",
     },
     "stall_meter": {"added_microseconds", "part_of_1_ms"},
+    "telemetry": {"step_time_ratio", "control_ratio", "bytes_per_replica_and_step"},
     "overhead": {"mode", "step_time_ratio", "lowest_ratio", "highest_ratio"},
 }
 

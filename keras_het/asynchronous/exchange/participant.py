@@ -142,13 +142,14 @@ class Participant(abc.ABC):
         paces: on the leader, the latest `Pace` of each participant, one a row; zeros if unknown.
     """
 
+    shows_paces = False
+    paces: np.ndarray | None = None
+
     def __init__(
         self, model: keras.Model, strategy: TrainingStrategy, options: HybridOptions
     ) -> None:
         self.model, self.strategy, self.options = model, strategy, options
         self.rule = options.rule
-        self.shows_paces = False
-        self.paces: np.ndarray | None = None
         self.vectors = ModelVectors(model, strategy, options.partition_size)
         strategy._training_state.num_hybrid_runs += 1
         self.run: int = strategy._training_state.num_hybrid_runs
