@@ -56,7 +56,6 @@ FIELDS = {
     "stall_meter": {"added_microseconds", "part_of_1_ms"},
     "telemetry": {"step_time_ratio", "control_ratio", "bytes_per_replica_and_step"},
     "overhead": {"mode", "step_time_ratio", "lowest_ratio", "highest_ratio"},
-    "telemetry": {"step_time_ratio", "control_ratio", "bytes_per_replica_and_step"},
     "verdict": {"named", "kind_said", "steps_needed", "alarms_before", "other_cpus"},
 }
 
