@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from keras_het.training_strategy import TrainingStrategy
 
 _INTERVAL_SECONDS = 0.5
 _LATEST_STEPS = 50
+_SHOWN_SECONDS = 0.1
 _FOLDER = "telemetry"
 
 Logs = MutableMapping[str, float]
@@ -91,6 +93,8 @@ class Telemetry(SessionCallback):
         self._background: Background | None = None
         self._strategy: TrainingStrategy | None = None
         self._paces: np.ndarray | None = None
+        self._shown: dict[str, float] = {}
+        self._shown_at = 0.0
         self.verdict: Verdict | None = None
         if progress:
             # Keras calls batch hooks only if there is one, and each call costs it 20 microseconds.
@@ -100,11 +104,15 @@ class Telemetry(SessionCallback):
         """Start measuring."""
         strategy = self._strategy = heterogeneous_strategy(self.model, self)
         fit = self._required_session()
+        if sum(isinstance(each, Telemetry) for each in fit.callbacks) > 1:
+            raise ValueError(
+                "One Telemetry records a fit. Received: two among its callbacks. Leave one out."
+            )
         local = list(strategy.extended.worker_devices)
         strategy._measure_phases(self.model, len(HARDWARE))
         self._sampler = HardwareSampler(local)
         devices = devices_of(strategy, describe_devices(local))
-        self._recorder = recorder = StepRecorder(strategy, devices, self._keep_steps)
+        self._recorder = recorder = StepRecorder(strategy, devices)
         recorder.begin(int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)))
         self._send_samples(strategy)
         if strategy.is_chief:
@@ -130,9 +138,13 @@ class Telemetry(SessionCallback):
         return self._recorder.recording()
 
     def _show_progress(self, batch: int, logs: Logs | None = None) -> None:
-        if self._recorder is not None and logs is not None:
+        if self._recorder is None or logs is None:
+            return
+        now = time.monotonic()
+        if now - self._shown_at > _SHOWN_SECONDS or not self._shown:
             self._recorder.read()
-            logs.update(self._recorder.logs(latest=_LATEST_STEPS))
+            self._shown_at, self._shown = now, self._recorder.logs(latest=_LATEST_STEPS)
+        logs.update(self._shown)
 
     def _end_epoch(self, epoch: int, logs: Logs | None) -> None:
         """Add the epoch's numbers to what all callbacks get."""
@@ -224,7 +236,7 @@ class Telemetry(SessionCallback):
                 self._write_steps(recorder)
             self.verdict = diagnose(recorder.recording())
             if self._verbose and self._strategy is not None and self._strategy.is_chief:
-                sys.stdout.write("\n".join(["", *_shown(self.verdict), ""]))
+                sys.stdout.write("\n".join(["", *_lines_of(self.verdict), ""]))
         if self._log is not None:
             self._log.close()
         if self._sampler is not None:
@@ -234,6 +246,6 @@ class Telemetry(SessionCallback):
         self._background = self._log = self._sampler = self._endpoint = None
 
 
-def _shown(verdict: Verdict) -> tuple[str, ...]:
+def _lines_of(verdict: Verdict) -> tuple[str, ...]:
     """Return the verdict's lines, or why there are none."""
     return verdict.lines or tuple(f"No verdict: {reason}." for reason in verdict.missing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,8 @@ from keras_het.planning.diagnosis.recording import HARDWARE, Change, Device, Rec
 from keras_het.strategy.measure.phase_times import PARTS
 from keras_het.training_strategy import TrainingStrategy
 
+_KEPT_STEPS = 5000
+_KEPT_SAMPLES = 1000
 _LONGEST_NAMES = 4096
 _COMPLETED_STEPS = 64
 
@@ -23,7 +26,6 @@ class StepRecorder:
     Args:
         strategy: the strategy of the training, which measures phases.
         devices: the devices of all replicas.
-        keep_steps: steps that are kept.
 
     Attributes:
         devices: the devices of all replicas.
@@ -31,18 +33,15 @@ class StepRecorder:
         changes: what was changed, oldest first.
     """
 
-    def __init__(
-        self, strategy: TrainingStrategy, devices: Sequence[Device], keep_steps: int
-    ) -> None:
+    def __init__(self, strategy: TrainingStrategy, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         self._phases = strategy.compute_times.phases
         self._lock = threading.Lock()
-        self._keep = keep_steps
         self.offset = 0
         self.changes: list[Change] = []
         self._steps = np.zeros(0, np.int64)
-        self._rows = np.zeros((0, PARTS, len(devices)))
-        self._samples: list[tuple[int, np.ndarray]] = []
+        self._rows = np.zeros((0, PARTS, len(devices)), np.float32)
+        self._samples: deque[tuple[int, np.ndarray]] = deque(maxlen=_KEPT_SAMPLES)
         self._epoch_start = self._first = 0
         self._taken = -1
 
@@ -79,8 +78,8 @@ class StepRecorder:
             rows = np.where(unknown, np.nan, rows)
             numbers = np.arange(len(rows)) + first + self.offset
             own = numbers >= self._first
-            self._steps = np.concatenate([self._steps, numbers[own]])[-self._keep :]
-            self._rows = np.concatenate([self._rows, rows[own]])[-self._keep :]
+            self._steps = np.concatenate([self._steps, numbers[own]])[-_KEPT_STEPS:]
+            self._rows = np.concatenate([self._rows, rows[own]])[-_KEPT_STEPS:]
 
     def take_new(self) -> list[tuple[int, np.ndarray]]:
         """Read, and return the steps since the last call.
@@ -114,7 +113,7 @@ class StepRecorder:
         # A replica of a group that this worker does not sum with has zeros, also for its CPUs.
         samples[~samples.any(axis=1)] = np.nan
         with self._lock:
-            self._samples = [*self._samples[-self._keep :], (step, samples)]
+            self._samples.append((step, samples))
         return step, samples
 
     def complete(self, strategy: TrainingStrategy) -> None:
@@ -141,7 +140,8 @@ class StepRecorder:
     def recording(self) -> Recording:
         """Return what is kept."""
         with self._lock:
-            rows, steps, samples = self._rows, self._steps, list(self._samples)
+            rows, steps = self._rows.astype(np.float64), self._steps
+            samples = list(self._samples)
         sampled = np.array([each for _, each in samples])
         sampled = sampled.reshape(-1, len(self.devices), len(HARDWARE))
         return Recording(
