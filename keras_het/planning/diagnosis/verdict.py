@@ -244,4 +244,14 @@ def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:
                 f"no CPU readings of worker {first.worker}: cannot tell a lack of CPUs from "
                 f"{_LOOKS_LIKE_LACK_OF_CPUS[suspect.kind]}"
             )
+        elif suspect.kind == "slow_device" and _has_other_programs(situation, first.worker):
+            missing.append(
+                "no readings of single CPUs: cannot tell whether other programs take more from "
+                f"worker {first.worker} than from those that have as little left"
+            )
     return missing
+
+
+def _has_other_programs(situation: Situation, worker: int) -> bool:
+    host = situation.host(worker)
+    return host is not None and host.kind == "other_program"

@@ -134,8 +134,10 @@ def test_what_workers_have_in_common_makes_no_difference(shape, same_host):
         recording = on_one_host(recording, {0, 1})
     usage = {"process__cpu__usage": 0.05, "keras_het__cpu__budget": 1.0}
     recording = with_readings(recording, range(2), begin, system__cpu__utilization=0.99, **usage)
-    (cause,) = diagnose(recording).causes
+    verdict = diagnose(recording)
+    (cause,) = verdict.causes
     assert (cause.kind, cause.device) == ("slow_device", 1)
+    assert verdict.missing[0].startswith("no readings of single CPUs")
     assert re.search(r"computes 3\.[67] times", cause.text) and "busy" not in cause.text
 
 
