@@ -132,8 +132,9 @@ def test_what_workers_have_in_common_makes_no_difference(shape, same_host):
     recording = Training(2, 170, per_worker=1, kind="CPU", faults=(fault,)).record()
     if same_host:
         recording = on_one_host(recording, {0, 1})
-    usage = {"process__cpu__usage": 0.05, "keras_het__cpu__budget": 1.0}
-    recording = with_readings(recording, range(2), begin, system__cpu__utilization=0.99, **usage)
+    recording = with_readings(recording, range(2), 0, keras_het__cpu__budget=1.0)
+    busy = {"process__cpu__usage": 0.05, "system__cpu__utilization": 0.99}
+    recording = with_readings(recording, range(2), begin, **busy)
     verdict = diagnose(recording)
     (cause,) = verdict.causes
     assert (cause.kind, cause.device) == ("slow_device", 1)
