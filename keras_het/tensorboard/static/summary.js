@@ -25,9 +25,12 @@ export class Verdict {
   show(overview, diagnosis) {
     this.node.setAttribute("aria-busy", String(!diagnosis));
     if (diagnosis) {
-      const lines = diagnosis.verdict.length ? diagnosis.verdict : [nothingToSay(overview)];
+      const missing = diagnosis.missing ?? [];
+      const without = missing.length ? "No verdict." : nothingToSay(overview);
+      const lines = diagnosis.verdict.length ? diagnosis.verdict : [without];
       this.lines.replaceChildren(
         ...lines.map((text, place) => element("p", { class: place ? "" : "first", text })),
+        ...missing.map((text) => element("p", { class: "note", text: sentence(text) })),
       );
     } else if (!this.lines.children.length) {
       this.lines.replaceChildren(element("p", { class: "note", text: "Looking for a cause …" }));
@@ -57,6 +60,10 @@ function nothingToSay(overview) {
   return overview.last > overview.first
     ? `There is nothing to say about ${steps(overview.first, overview.last)} yet.`
     : "This training has written no steps yet. They come a few seconds after its first steps.";
+}
+
+function sentence(text) {
+  return `${text[0].toUpperCase()}${text.slice(1)}.`;
 }
 
 function gain(factor) {
