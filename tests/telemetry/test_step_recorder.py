@@ -182,6 +182,7 @@ def test_progress_bar_shows_them(cpu_devices, capsys):
     assert f"{STEPS}/{STEPS}" in last
 
 
+@pytest.mark.full
 def test_prometheus_finds_the_metrics_on_loopback(cpu_devices):
     _, model = make_model(cpu_devices[:2])
     telemetry, pages = Telemetry(prometheus_port=0), []
@@ -232,6 +233,7 @@ def test_the_end_says_why_there_is_no_verdict(cpu_devices, capsys):
     assert f"No verdict: {reason}.\n" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_log_that_cannot_be_written_is_one_warning(cpu_devices, tmp_path, caplog):
     place = tmp_path / "file"
     place.write_text("not a folder")
@@ -244,6 +246,7 @@ def test_a_log_that_cannot_be_written_is_one_warning(cpu_devices, tmp_path, capl
     assert len(of_log) == 1, json.dumps(warnings)
 
 
+@pytest.mark.full
 def test_an_error_of_fit_ends_the_thread(cpu_devices):
     import threading
 
@@ -262,6 +265,7 @@ def test_wrong_arguments_fail_at_once():
         Telemetry(keep_steps=0)
 
 
+@pytest.mark.full
 def test_two_in_a_fit_are_refused(cpu_devices):
     _, model = make_model(cpu_devices[:1])
     with pytest.raises(ValueError, match="One Telemetry records a fit"):
