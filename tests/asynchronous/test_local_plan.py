@@ -51,7 +51,7 @@ def test_a_compressed_push_says_what_a_full_one_would_take():
     clock = Clock()
     plan = LocalStepTuner(rule(), 1, clock)
     plan.pull(lambda: clock.wait(0.2))
-    paces = [(80, 8, 1.0, 0.2), (20, 8, 3.0, 1.0), (0, 0, 0, 0)]
+    paces = [Pace(80, 8, 1.0, 0.2), Pace(20, 8, 3.0, 1.0), Pace(0, 0, 0)]
     plan.choose(paces, [1.0] * 3, 10.0)
     ratio = plan.next_ratio(0)
     assert 0.1 <= ratio < 1
@@ -65,7 +65,7 @@ def test_a_compressed_push_says_what_a_full_one_would_take():
 def test_every_worker_has_its_place_in_the_same_plan(client):
     clock = Clock()
     plan = LocalStepTuner(rule(), client, clock)
-    paces = np.array([(80, 8, 1.0, 0.2), (40, 16, 2.8, 1.0), (10, 8, 4.0, 1.0)])
+    paces = np.array([Pace(80, 8, 1.0, 0.2), Pace(40, 16, 2.8, 1.0), Pace(10, 8, 4.0, 1.0)])
     plan.choose(paces, [1.0] * 3, 10.0)
     times = (paces[:, 1] / paces[:, 0], paces[:, 2] - paces[:, 3], paces[:, 3])
     for stage, preset in enumerate((8, 2)):
@@ -77,6 +77,6 @@ def test_every_worker_has_its_place_in_the_same_plan(client):
 
 def test_who_is_silent_or_said_nothing_does_not_count():
     plan = LocalStepTuner(rule(), 1, Clock())
-    paces = [(1.0, 8, 1.0, 0.2), (40, 8, 3.0, 1.0), (0, 0, 0, 0)]
+    paces = [Pace(1.0, 8, 1.0, 0.2), Pace(40, 8, 3.0, 1.0), Pace(0, 0, 0)]
     plan.choose(paces, [11.0, 99.0, 1.0], 10.0)
     assert [plan.steps(0), plan.steps(1), plan.next_ratio(0)] == pytest.approx([8, 2, 0.1])

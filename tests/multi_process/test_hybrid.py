@@ -266,7 +266,7 @@ def test_steps_and_compression_follow_from_measured_times(
         plans = [plan for plan in results[name]["plans"] if min(plan[0])[0] > 0 and all(plan[1])]
         assert plans  # of both workers
         for paces, _, chosen in plans:
-            speeds, batches, exchanges, pulls = np.array(paces).T
+            speeds, batches, exchanges, pulls = np.array(paces).T[:4]
             times = (batches / speeds, exchanges - pulls, pulls)
             for (steps, ratio), preset in zip(chosen, (4, 2), strict=True):
                 expected = plan_local_steps(*times, preset, 0.25)

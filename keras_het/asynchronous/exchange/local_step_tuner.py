@@ -121,7 +121,7 @@ class LocalStepTuner:
         paces = np.asarray(paces, np.float64)
         counts = (paces[:, 0] > 0) & (paces[:, 1] >= 1) & (np.asarray(silence) < longest_silence)
         counts[self._participant] = True
-        speeds, batches, exchanges, pulls = paces[counts].T
+        speeds, batches, exchanges, pulls = paces[counts].T[:4]  # the rest is for people
         pushes = np.maximum(exchanges - pulls, 0.0)
         place = int(counts[: self._participant].sum())
         plans = [self._rule.plan(batches / speeds, pushes, pulls, stage) for stage in (0, 1)]
