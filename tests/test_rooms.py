@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "keras_het"
 # A room may import from those above it.
 ROOMS = [
     *("planning", "planning.times", "planning.balance", "planning.roles", "planning.loader"),
+    "planning.pipeline",
     "planning.diagnosis",
     "tensorboard",
     ".",

@@ -1,0 +1,126 @@
+"""A plan of a pipeline: its stages, the devices of each, and what a step should take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+SCHEDULES = ("1f1b", "gpipe")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Units of the model that run on the same devices.
+
+    Args:
+        first: first unit.
+        end: the unit after the last one.
+        devices: replicas of the stage, as indices into `Devices`, [replicas].
+        routes: position in `devices` of the replica that takes micro-batch m, [micro_batches].
+        recomputed: units whose activations are dropped after the forward pass and computed again
+            before the backward pass.
+        ahead: in the schedule "1f1b", how far forward passes may be ahead: micro-batch m + ahead
+            may go forward before m has come back. By default one less than the number of devices
+            from this stage on, and 0 in the last stage.
+    """
+
+    first: int
+    end: int
+    devices: tuple[int, ...]
+    routes: tuple[int, ...]
+    recomputed: tuple[int, ...] = ()
+    ahead: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan:
+    """How a model is split over devices; `str()` is a table.
+
+    Args:
+        stages: stages from the model's inputs to its outputs.
+        micro_batches: micro-batches of a step, M.
+        schedule: order of the passes, "1f1b" or "gpipe".
+        step_seconds: predicted time of a step.
+        memory_bytes: predicted use of each device, [D].
+        alternatives: other ways to train the model and the predicted time of a step of each;
+            infinite where a device would run out of memory.
+        layer_names: name of each unit, [L], for the table.
+        device_names: name of each device, [D], for the table.
+    """
+
+    stages: tuple[Stage, ...]
+    micro_batches: int
+    schedule: str
+    step_seconds: float
+    memory_bytes: tuple[float, ...]
+    alternatives: tuple[tuple[str, float], ...] = ()
+    layer_names: tuple[str, ...] = ()
+    device_names: tuple[str, ...] = ()
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether there is more than one stage."""
+        return len(self.stages) > 1
+
+    def __str__(self) -> str:
+        rows = [("stage", "layers", "devices", "micro-batches", "recomputed", "memory")]
+        for number, stage in enumerate(self.stages):
+            for replica, device in enumerate(stage.devices):
+                rows.append(
+                    (
+                        *((str(number), self._layers(stage)) if not replica else ("", "")),
+                        self._device(device),
+                        str(stage.routes.count(replica)),
+                        self._recomputed(stage) if not replica else "",
+                        readable_bytes(self.memory_bytes[device]),
+                    )
+                )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        used = {device for stage in self.stages for device in stage.devices}
+        if unused := [device for device in range(len(self.memory_bytes)) if device not in used]:
+            lines.append(f"not used: {', '.join(map(self._device, unused))}")
+        lines.append(
+            f"predicted step: {readable_seconds(self.step_seconds)} "
+            f"({self.micro_batches} micro-batches, {self.schedule})"
+        )
+        for name, seconds in self.alternatives:
+            lines.append(f"  {name}: {readable_seconds(seconds)}")
+        return "\n".join(lines)
+
+    def _layers(self, stage: Stage) -> str:
+        first, last = (
+            self.layer_names[unit] if self.layer_names else str(unit)
+            for unit in (stage.first, stage.end - 1)
+        )
+        return first if stage.end - stage.first == 1 else f"{first} .. {last}"
+
+    def _device(self, device: int) -> str:
+        return self.device_names[device] if self.device_names else str(device)
+
+    def _recomputed(self, stage: Stage) -> str:
+        number = len(stage.recomputed)
+        if not number:
+            return "none"
+        if number == stage.end - stage.first:
+            return "all"
+        names = [self.layer_names[u] if self.layer_names else str(u) for u in stage.recomputed]
+        return ", ".join(names) if number <= 3 else f"{', '.join(names[:2])} and {number - 2} more"
+
+
+def readable_bytes(number: float) -> str:
+    """Return a number of bytes for people to read, as "1.5 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Return a time for people to read, as "12.5 ms"."""
+    if seconds == float("inf"):
+        return "does not fit"
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
