@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from keras_het.planning.pipeline.group_costs import GroupCosts, Problem
 from keras_het.planning.pipeline.least_latency import Chain, ChainStage, Group
 from keras_het.planning.pipeline.plan import PipelinePlan, Stage
-from keras_het.planning.pipeline.recomputation import stage_memory
+from keras_het.planning.pipeline.problem import Problem
+from keras_het.planning.pipeline.recomputation import cheapest_recomputation, fits, stage_memory
 from keras_het.planning.pipeline.schedule import in_flight, routes
 from keras_het.planning.pipeline.simulation import simulate
 
-# How many micro-batches more than in DAPPLE's order may be on their way for each later cut; 2 is
-# DAPPLE's order for slow links.
-_AHEAD_PER_CUT = (0, 1, 2)
+AHEAD_PER_CUT = (0, 1, 2)
 _ROUNDS = 4
 
 
@@ -25,11 +23,10 @@ class Candidates:
 
     Args:
         problem: what is planned.
-        costs: returns the costs of a group.
     """
 
-    def __init__(self, problem: Problem, costs: Callable[[Group], GroupCosts]) -> None:
-        self._problem, self._costs = problem, costs
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
         self._known: dict[tuple[tuple[int, int, Group], ...], PipelinePlan | None] = {}
 
     def best(self) -> PipelinePlan | None:
@@ -37,11 +34,20 @@ class Candidates:
         plans = [plan for plan in self._known.values() if plan is not None]
         return min(plans, key=lambda plan: plan.step_seconds, default=None)
 
-    def add(self, chain: Chain) -> PipelinePlan | None:
-        """Return the fastest plan with these stages, or None if it does not fit."""
-        key = tuple((stage.row, stage.column, stage.group) for stage in chain)
+    def add(self, chain: Chain, ahead: Sequence[int] = AHEAD_PER_CUT) -> PipelinePlan | None:
+        """Return the fastest plan with these stages, or None if it does not fit.
+
+        Args:
+            chain: the stages.
+            ahead: how many micro-batches more than in DAPPLE's order may be on their way for each
+                later cut; all are tried. 2 is DAPPLE's order for slow links.
+        """
+        key = _key(chain)
         if key not in self._known:
-            plans = [plan for plan in self._plans(chain) if plan is not None]
+            if self._problem.schedule != "1f1b" or len(chain) == 1:
+                ahead = (0,)
+            tried = (self._plan(chain, self.stages(chain, more)) for more in ahead)
+            plans = [plan for plan in tried if plan is not None]
             self._known[key] = min(plans, key=lambda plan: plan.step_seconds, default=None)
         return self._known[key]
 
@@ -54,17 +60,26 @@ class Candidates:
         chosen = tuple(sorted(members[position] for position in used))
         return self.add((ChainStage(0, len(self._problem.cuts) - 1, chosen, len(chosen)),))
 
-    def improve(self, chain: Chain) -> None:
-        """Move one cut at a time to a neighbouring place, as long as the simulated step shrinks."""
-        plan = self.add(chain)
-        for _ in range(_ROUNDS if plan is not None else 0):
+    def improve(self, chains: Iterable[Chain]) -> None:
+        """Move cuts of the fastest of some chains to neighbouring places, one at a time.
+
+        As long as the simulated step becomes shorter.
+        """
+        known = [(plan, chain) for chain in chains if (plan := self._known.get(_key(chain)))]
+        if not known:
+            return
+        plan, chain = min(known, key=lambda pair: pair[0].step_seconds)
+        first = plan.stages[0].ahead
+        usual = sum(len(stage.devices) for stage in plan.stages) - 1
+        more = (first - usual) // (len(chain) - 1) if first is not None else 0
+        for _ in range(_ROUNDS):
             before = plan
-            for moved in _neighbours(chain):
-                other = self.add(moved)
-                if other is None or plan is None:
-                    continue
-                if other.step_seconds < plan.step_seconds:
-                    chain, plan = moved, other
+            for number in range(1, len(chain)):
+                for moved in _moved(chain, number):
+                    other = self.add(moved, (more,))
+                    if other is not None and other.step_seconds < plan.step_seconds:
+                        chain, plan = moved, other
+                        break
             if plan is before:
                 return
 
@@ -85,10 +100,16 @@ class Candidates:
             result.append(Stage(first, end, stage.group, turns, ahead=ahead))
         return tuple(result)
 
-    def _plans(self, chain: Chain) -> Iterator[PipelinePlan | None]:
-        extra = _AHEAD_PER_CUT if self._problem.schedule == "1f1b" and len(chain) > 1 else (0,)
-        for ahead_per_cut in extra:
-            yield self._plan(chain, self.stages(chain, ahead_per_cut))
+    def _recomputed(self, stage: Stage, held: list[int]) -> tuple[int, ...] | None:
+        """Return the units that a stage recomputes, or None if it does not fit."""
+        problem, (first, end) = self._problem, (stage.first, stage.end)
+        limits = problem.devices.memory_bytes[list(stage.devices)].tolist()
+        if problem.recompute == "auto":
+            seconds = problem.recomputation_seconds(stage.devices)
+            return cheapest_recomputation(problem.profile, first, end, held, limits, seconds)
+        units = tuple(range(first, end)) if problem.recompute == "always" else ()
+        needed = [stage_memory(problem.profile, first, end, d, units) for d in held]
+        return units if all(map(fits, needed, limits)) else None
 
     def _plan(self, chain: Chain, stages: tuple[Stage, ...]) -> PipelinePlan | None:
         problem = self._problem
@@ -99,7 +120,7 @@ class Candidates:
                 in_flight(stages, number, replica, problem.schedule)
                 for replica in range(len(stage.devices))
             ]
-            units = self._costs(chain[number].group).recomputed(stage.first, stage.end, held)
+            units = self._recomputed(stage, held)
             if units is None:
                 return None
             chosen.append(dataclasses.replace(stage, recomputed=units))
@@ -118,14 +139,14 @@ class Candidates:
         return dataclasses.replace(plan, step_seconds=seconds)
 
 
-def _neighbours(chain: Chain) -> Iterator[Chain]:
-    for number in range(1, len(chain)):
-        before, after = chain[number - 1], chain[number]
-        for row in (after.row - 1, after.row + 1):
-            if before.row < row < after.column:
-                yield (
-                    *chain[: number - 1],
-                    dataclasses.replace(before, column=row),
-                    dataclasses.replace(after, row=row),
-                    *chain[number + 1 :],
-                )
+def _key(chain: Chain) -> tuple[tuple[int, int, Group], ...]:
+    return tuple((stage.row, stage.column, stage.group) for stage in chain)
+
+
+def _moved(chain: Chain, number: int) -> Iterator[Chain]:
+    """Return the chain with the cut before a stage moved."""
+    before, after = chain[number - 1], chain[number]
+    for row in (after.row - 1, after.row + 1):
+        if before.row < row < after.column:
+            stages = dataclasses.replace(before, column=row), dataclasses.replace(after, row=row)
+            yield (*chain[: number - 1], *stages, *chain[number + 1 :])

@@ -19,132 +19,89 @@ replicas' times for X, weighted by their speed. For every possible stage there i
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from keras_het.planning.bounded_shares import FloatArray, IntArray
-from keras_het.planning.pipeline.devices import Devices
-from keras_het.planning.pipeline.model_profile import ModelProfile
+from keras_het.planning.pipeline.least_recomputation import LeastRecomputation
+from keras_het.planning.pipeline.problem import TINY, Problem
 from keras_het.planning.pipeline.recomputation import (
     cheapest_recomputation,
     needed_savings,
-    stage_memory,
 )
-
-# No time is zero: layers that take no time would be routed anywhere.
-_TINY = 1e-15
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is planned.
-
-    Args:
-        profile: costs of the model.
-        devices: devices and links.
-        micro_batches: micro-batches of a step, M.
-        schedule: "1f1b" or "gpipe".
-        recompute: "auto", "never" or "always".
-        cuts: where stages may begin and end, unit numbers with 0 and L, [Q].
-        all_cuts: whether the model has to be cut at each of them.
-    """
-
-    profile: ModelProfile
-    devices: Devices
-    micro_batches: int
-    schedule: str
-    recompute: str
-    cuts: tuple[int, ...]
-    all_cuts: bool = False
 
 
 class GroupCosts:
     """Costs of the stages between any two cuts, as replicas on a group of devices.
 
-    Arrays are [Q, Q]: stage from cut i to cut j; infinite where it is not possible.
+    How much a stage recomputes depends on how many micro-batches are in flight, and so on its
+    window: the number of devices from the stage on. Windows with the same costs share a variant.
 
     Args:
         problem: what is planned.
         group: the devices.
+
+    Attributes:
+        steady: float64 [variants, Q, Q], in seconds: stage from cut i to cut j; infinite where it
+            is not possible; a lower bound until `exact`.
+        latency: the same for the latency.
+        all_reduce: float64 [Q, Q], in seconds.
+        variants: variant of each window from the size of the group on, int64 [windows].
     """
 
     def __init__(self, problem: Problem, group: tuple[int, ...]) -> None:
-        self._problem, self._group = problem, group
-        profile, members = problem.profile, list(group)
-        cuts = np.asarray(problem.cuts)
-        rows, columns = np.triu_indices(len(cuts), 1)
+        self._problem, members = problem, list(group)
+        profile, cuts = problem.profile, np.asarray(problem.cuts)
+        self._rows, self._columns = np.triu_indices(len(cuts), 1)
         if problem.all_cuts:
-            rows, columns = np.arange(len(cuts) - 1), np.arange(1, len(cuts))
-        self._rows, self._columns = rows, columns
-        self._first, self._end = cuts[rows], cuts[columns]
+            self._rows, self._columns = np.arange(len(cuts) - 1), np.arange(1, len(cuts))
+        self._first, self._end = cuts[self._rows], cuts[self._columns]
         forward = profile.forward_seconds[:, members]
         seconds = forward + profile.backward_seconds[:, members]
-        speeds = 1 / np.maximum(seconds.sum(axis=0), _TINY)
-        # What recomputing a unit costs: the mean over the micro-batches of all replicas.
-        self.unit_seconds: FloatArray = forward @ (speeds / speeds.sum())
         if problem.recompute == "always":
             seconds = seconds + forward
-        times = np.maximum(self._sums(seconds).T, _TINY)
-        self._times = times
-        self._counts = _counts(times, problem.micro_batches)
-        totals = self._counts * times
-        latency = totals.sum(axis=0) / problem.micro_batches
-        self._possible = (self._counts > 0).all(axis=0)
-        self._latency = latency
-        self._steady = np.maximum(totals.max(axis=0) - latency, 0.0)
+        times = np.maximum(self._sums(seconds).T, TINY)
+        counts = _counts(times, problem.micro_batches)
+        totals = counts * times
+        self._latency = totals.sum(axis=0) / problem.micro_batches
+        self._steady = np.maximum(totals.max(axis=0) - self._latency, 0.0)
+        self._limits = problem.devices.memory_bytes[members]
+        self._unit_seconds = problem.recomputation_seconds(group)
+        windows = np.arange(len(group), max(len(group), problem.devices.num_devices) + 1)
+        flights = self._in_flight(times, counts, windows)
+        # More devices mean more micro-batches in flight, or as many.
+        new = np.append(True, (flights[1:] != flights[:-1]).any(axis=(1, 2)))
+        self.variants: IntArray = np.cumsum(new) - 1
+        self._flights = flights[new]
+        again, exact = self._recomputation()
+        possible = (counts > 0).all(axis=0)
+        factor = np.where(possible, (self._latency + again) / self._latency, np.inf)
+        self.steady = self._table(_times(self._steady, factor))
+        self.latency = self._table(_times(self._latency, factor))
+        self._exact = self._table(exact) == 1
         weights = self._sums(profile.weight_bytes)
         fixed, per_byte = problem.devices.all_reduce_terms(group)
         self.all_reduce = self._table(np.where(weights > 0, fixed + weights * per_byte, 0.0))
-        self._state = self._sums(profile.state_bytes)
-        self._activations = self._sums(profile.activation_bytes)
-        self._limits = problem.devices.memory_bytes[members]
-        self._windows: dict[int, int] = {}
-        self._variants: list[tuple[FloatArray, FloatArray]] = []
-        self._exact: list[FloatArray] = []
-        self._flights: list[IntArray] = []
-
-    def variant(self, window: int) -> int:
-        """Return the number of the tables for a stage from which on so many devices are used."""
-        if window not in self._windows:
-            flights = self._in_flight(window)
-            for number, known in enumerate(self._flights):
-                if (known == flights).all() or np.isinf(self._limits).all():
-                    self._windows[window] = number
-                    break
-            else:
-                self._windows[window] = len(self._flights)
-                self._flights.append(flights)
-                self._add_variant(flights)
-        return self._windows[window]
-
-    def tables(self, variant: int) -> tuple[FloatArray, FloatArray]:
-        """Return steady and latency, float64 [Q, Q] in seconds; lower bounds until `exact`."""
-        return self._variants[variant]
 
     def exact(self, variant: int, row: int, column: int) -> bool:
         """Make the costs of one stage exact; return whether they were so already."""
-        known = self._exact[variant]
-        if known[row, column]:
+        if self._exact[variant, row, column]:
             return True
-        known[row, column] = True
-        pair = int(np.flatnonzero((self._rows == row) & (self._columns == column))[0])
-        first, end = int(self._first[pair]), int(self._end[pair])
+        self._exact[variant, row, column] = True
+        stage = int(np.flatnonzero((self._rows == row) & (self._columns == column))[0])
         chosen = cheapest_recomputation(
             self._problem.profile,
-            first,
-            end,
-            self._flights[variant][:, pair].tolist(),
+            int(self._first[stage]),
+            int(self._end[stage]),
+            self._flights[variant, :, stage].tolist(),
             self._limits.tolist(),
-            self.unit_seconds,
+            self._unit_seconds,
         )
-        again = np.inf if chosen is None else float(self.unit_seconds[list(chosen)].sum())
-        steady, latency = self._variants[variant]
-        factor = (self._latency[pair] + again) / self._latency[pair]
-        changed = not np.isclose(latency[row, column], self._latency[pair] * factor, 1e-12, 0)
-        steady[row, column] = self._steady[pair] * factor if np.isfinite(factor) else np.inf
-        latency[row, column] = self._latency[pair] * factor
-        return not changed
+        again = np.inf if chosen is None else self._unit_seconds[list(chosen)].sum()
+        factor = np.asarray(1 + again / self._latency[stage])
+        before = self.latency[variant, row, column]
+        self.steady[variant, row, column] = _times(self._steady[stage], factor)
+        self.latency[variant, row, column] = _times(self._latency[stage], factor)
+        return bool(np.isclose(before, self.latency[variant, row, column], 1e-12, 0))
 
     def _sums(self, values: FloatArray) -> FloatArray:
         """Return the sum over the units of each stage, [stages, ...]."""
@@ -153,110 +110,78 @@ class GroupCosts:
         return difference
 
     def _table(self, values: FloatArray) -> FloatArray:
+        """Return numbers of each stage as tables over cuts, [..., Q, Q]."""
         size = len(self._problem.cuts)
-        table = np.full((size, size), np.inf)
-        table[self._rows, self._columns] = np.where(self._possible, values, np.inf)
+        table = np.full((*values.shape[:-1], size, size), np.inf)
+        table[..., self._rows, self._columns] = values
         return table
 
-    def _in_flight(self, window: int) -> IntArray:
-        """Return at least the micro-batches in flight, int64 [replicas, stages].
+    def _in_flight(self, times: FloatArray, counts: IntArray, windows: IntArray) -> IntArray:
+        """Return at least the micro-batches in flight, int64 [windows, replicas, stages].
 
         Micro-batches that a replica finishes one after the other, c of them, span c - 1 times its
         own time; meanwhile replica k finishes at least floor((c - 1) t / t_k) others, and all of
         them are in the window.
         """
+        if np.isinf(self._limits).all():
+            return np.ones((len(windows), *counts.shape), np.int64)
         if self._problem.schedule == "gpipe":
-            return self._counts
-        if window <= len(self._group):
-            return np.minimum(self._counts, 1)
-        times = self._times
-        if (times == times[0]).all():
-            return np.minimum(self._counts, -(-window // len(self._group)))
-        flights = np.ones(times.shape, np.int64)
-        for number in range(2, window + 1):
-            others = [
-                np.floor((number - 1) * mine / times).sum(axis=0) - (number - 1) for mine in times
-            ]
-            more = number + np.array(others) <= window
+            return np.repeat(counts[None], len(windows), axis=0)
+        looks = [row.tobytes() for row in times]
+        kinds = {look: number for number, look in enumerate(dict.fromkeys(looks))}
+        kind = np.array([kinds[look] for look in looks])
+        first = [looks.index(look) for look in kinds]
+        number = np.bincount(kind)
+        # Micro-batches of each kind of device in the time of one of each kind.
+        rates = times[first][:, None] / times[first] * (1 + 1e-12)
+        flights = np.ones((len(windows), *times[first].shape), np.int64)
+        for c in range(2, int(windows[-1]) + 1):
+            others = np.einsum("v,uvp->up", number, np.floor((c - 1) * rates)) - (c - 1)
+            more = c + others <= windows[:, None, None]
             if not more.any():
                 break
-            flights[more] = number
-        return np.minimum(self._counts, flights)
+            flights += more
+        flights[windows == len(times)] = 1
+        return np.minimum(counts, flights[:, kind])
 
-    def _add_variant(self, flights: IntArray) -> None:
-        again = np.zeros(len(self._rows))
-        exact = np.ones(len(self._rows), bool)
-        limits = self._limits[:, None]
-        if self._problem.recompute == "always":
-            first = self._problem.profile.cut_bytes[self._first]
-            held = self._state + self._activations + flights * first
-            again[needed_savings(held, limits, np.ones_like(flights))[0] > 0] = np.inf
-        else:
-            held = self._state + flights * self._activations
-            need, _ = needed_savings(held, limits, flights)
-            if self._problem.recompute == "never":
-                again[need > 0] = np.inf
-            else:
-                again[np.isinf(need)] = np.inf
-                short = np.flatnonzero((need > 0) & np.isfinite(need) & self._possible)
-                exact[short] = False
-                again[short] = self._least_recomputation(short, need[short], flights)
-        factor = (self._latency + again) / self._latency
-        self._variants.append(
-            (
-                self._table(
-                    np.where(np.isinf(again), np.inf, self._steady * np.minimum(factor, 1e30))
-                ),
-                self._table(self._latency * factor),
-            )
-        )
-        size = len(self._problem.cuts)
-        known = np.ones((size, size), bool)
-        known[self._rows, self._columns] = exact
-        self._exact.append(known)
+    def _recomputation(self) -> tuple[FloatArray, FloatArray]:
+        """Return a lower bound of the time to recompute, and 1 where it is exact.
 
-    def _least_recomputation(
-        self, stages: IntArray, need: FloatArray, flights: IntArray
-    ) -> FloatArray:
-        """Return a lower bound of the time to recompute, float64 [stages]: fractions of units.
-
-        At least one run of units begins somewhere in the stage, where the fewest bytes cross.
+        Both are float64 of shape [variants, stages]; infinite where nothing helps.
         """
-        profile = self._problem.profile
-        useful = np.flatnonzero(profile.activation_bytes > 0)
-        rates = self.unit_seconds[useful] / profile.activation_bytes[useful]
-        order = useful[np.argsort(rates, kind="stable")]
-        rates = np.sort(rates, kind="stable")
-        first, end = self._first[stages], self._end[stages]
-        most = flights[:, stages].max(axis=0)
-        starts = np.array([profile.cut_bytes[i:j].min() for i, j in zip(first, end, strict=True)])
-        need = need + starts * most / np.maximum(most - 1, 1)
-        result = np.empty(len(stages))
-        for part in np.array_split(np.arange(len(stages)), max(1, len(stages) // 1024)):
-            inside = (first[part, None] <= order) & (order < end[part, None])
-            freed = np.cumsum(inside * profile.activation_bytes[order], axis=1)
-            seconds = np.cumsum(inside * self.unit_seconds[order], axis=1)
-            number = (freed < need[part, None]).sum(axis=1)
-            enough = number < len(order)
-            before = np.minimum(number, len(order) - 1)
-            at = np.arange(len(part))
-            had = np.where(number > 0, freed[at, before - 1], 0.0)
-            cost = np.where(number > 0, seconds[at, before - 1], 0.0)
-            cost += (need[part] - had) * rates[before]
-            result[part] = np.where(enough, cost, np.inf)
-        return result * (1 - 1e-12)
-
-    def recomputed(self, first: int, end: int, in_flight: list[int]) -> tuple[int, ...] | None:
-        """Return the units that a stage recomputes, or None if it does not fit."""
-        problem = self._problem
-        if problem.recompute == "auto":
-            limits = self._limits.tolist()
-            return cheapest_recomputation(
-                problem.profile, first, end, in_flight, limits, self.unit_seconds
+        profile, recompute = self._problem.profile, self._problem.recompute
+        flights = self._flights.swapaxes(0, 1)
+        limits = self._limits[:, None, None]
+        activations = self._sums(profile.activation_bytes)
+        held = self._sums(profile.state_bytes) + activations * np.ones_like(flights)
+        if recompute == "always":
+            need, _ = needed_savings(
+                held + flights * profile.cut_bytes[self._first], limits, np.ones_like(flights)
             )
-        units = tuple(range(first, end)) if problem.recompute == "always" else ()
-        held = [stage_memory(problem.profile, first, end, d, units) for d in in_flight]
-        return units if (np.array(held) <= self._limits * (1 + 1e-9)).all() else None
+        else:
+            need, _ = needed_savings(held + (flights - 1) * activations, limits, flights)
+        again, exact = np.where(need > 0, np.inf, 0.0), np.ones(need.shape)
+        short = (need > 0) & np.isfinite(need)
+        if recompute == "auto" and short.any():
+            least = LeastRecomputation(
+                profile.activation_bytes,
+                self._unit_seconds,
+                self._first,
+                self._end,
+                self._problem.least_cuts[self._rows, self._columns],
+            )
+            again[short] = least.seconds(
+                np.nonzero(short)[1], need[short], flights.max(axis=0)[short]
+            )
+            exact[short] = 0
+        return again, exact
+
+
+def _times(seconds: FloatArray, factor: FloatArray) -> FloatArray:
+    """Return the product, infinite where the factor is."""
+    finite = np.isfinite(factor)
+    product: FloatArray = np.where(finite, seconds * np.where(finite, factor, 0.0), np.inf)
+    return product
 
 
 class KnownCosts:

@@ -20,7 +20,9 @@ from collections.abc import Callable
 import numpy as np
 
 from keras_het.planning.bounded_shares import FloatArray
-from keras_het.planning.pipeline.group_costs import GroupCosts, Problem
+from keras_het.planning.pipeline.group_costs import GroupCosts
+from keras_het.planning.pipeline.problem import Problem
+from keras_het.planning.pipeline.transfers import Transfers
 
 Group = tuple[int, ...]
 
@@ -58,31 +60,6 @@ class ChainCost:
         return self.steady + self.latency + self.all_reduce
 
 
-def transfer_tables(
-    problem: Problem, senders: Group, takers: Group
-) -> tuple[FloatArray, FloatArray]:
-    """Return steady and latency of the transfers between two stages at each cut, float64 [Q]."""
-    devices, cuts = problem.devices, list(problem.cuts)
-    steady, latency = np.zeros(len(cuts)), np.zeros(len(cuts))
-    share = 1 / (len(senders) * len(takers))
-    for table, (origins, targets) in (
-        (problem.profile.cut_bytes, (senders, takers)),
-        (problem.profile.gradient_bytes, (takers, senders)),
-    ):
-        crossing = table[cuts]
-        loads: dict[object, list[float]] = {}
-        for origin in origins:
-            for target in targets:
-                load = loads.setdefault(devices.link(origin, target), [0.0, 0.0])
-                load[0] += share * devices.latency_seconds[origin, target]
-                load[1] += share / devices.bytes_per_second[origin, target]
-        for fixed, per_byte in loads.values():
-            seconds = np.where(crossing > 0, fixed + crossing * per_byte, 0.0)
-            latency += seconds
-            steady = np.maximum(steady, (problem.micro_batches - 1) * seconds)
-    return steady, latency
-
-
 class LeastLatency:
     """The dynamic program for one order of the devices.
 
@@ -112,18 +89,10 @@ class LeastLatency:
         ]
         self._most_used = [number - low for low, _ in spans]
         self._group_costs = [costs(group) for group in self._groups]
-        self._transfers = [
-            self._transfers_from(group, after)
-            for group, after in zip(self._groups, self._after, strict=True)
-        ]
+        transfers = Transfers(problem, self._groups)
+        self._links = [transfers.tables(n, after) for n, after in enumerate(self._after)]
         self._best: FloatArray = np.zeros(0)
         self._rest: FloatArray = np.zeros(0)
-
-    def _transfers_from(self, group: Group, after: int) -> tuple[FloatArray, FloatArray]:
-        tables = [transfer_tables(self._problem, group, to) for to in self._groups[after:]]
-        size = len(self._problem.cuts)
-        steady = np.array([table[0] for table in tables]).reshape(-1, size)
-        return steady, np.array([table[1] for table in tables]).reshape(-1, size)
 
     def solve(self, beta: float, rho: float) -> tuple[float, Chain]:
         """Return the least latency with steady <= beta and all-reduce <= rho, and its chain.
@@ -136,17 +105,22 @@ class LeastLatency:
         best = np.full((groups, depth, size), np.inf)
         rest = np.full((groups, depth, size), np.inf)
         for number in range(groups - 1, -1, -1):
-            after, replicas = self._after[number], len(self._groups[number])
+            after, costs = self._after[number], self._group_costs[number]
             if after < groups:
-                rest[number] = (best[after:] + self._links(number, beta)[:, None]).min(axis=0)
+                links = _bounded(*self._links[number], beta)[:, None]
+                (best[after:] + links).min(axis=0, out=rest[number])
             rest[number, 0, -1] = 0.0
-            for before in range(self._most_used[number] - replicas + 1 if depth > 1 else 1):
-                following = rest[number, before]
-                if np.isinf(following).all():
-                    continue
-                used = before + replicas if depth > 1 else 0
-                table = self._stages(number, before + replicas, beta, rho)
-                best[number, used] = (table + following).min(axis=1)
+            stages = _bounded(costs.steady, costs.latency, beta)
+            if costs.all_reduce[0, -1] > rho:
+                stages = np.where(costs.all_reduce <= rho, stages, np.inf)
+            if depth == 1:
+                (stages[0] + rest[number, 0]).min(axis=1, out=best[number, 0])
+                continue
+            replicas = len(self._groups[number])
+            windows = self._most_used[number] - replicas + 1
+            used = stages[costs.variants[:windows]]
+            used += rest[number, :windows, None]
+            used.min(axis=2, out=best[number, replicas : replicas + windows])
         self._best, self._rest = best, rest
         flat = int(best[:, :, 0].argmin())
         seconds = float(best[:, :, 0].flat[flat])
@@ -154,31 +128,20 @@ class LeastLatency:
             return np.inf, ()
         return seconds, self._chain(*divmod(flat, depth), beta, rho)
 
-    def _links(self, number: int, beta: float) -> FloatArray:
-        steady, latency = self._transfers[number]
-        return np.where(steady <= beta, latency, np.inf)
-
-    def _stages(self, number: int, used: int, beta: float, rho: float) -> FloatArray:
-        costs = self._group_costs[number]
-        steady, latency = costs.tables(self._variant(costs, used))
-        return np.where((steady <= beta) & (costs.all_reduce <= rho), latency, np.inf)
-
-    def _variant(self, costs: GroupCosts, used: int) -> int:
-        return costs.variant(used if self._counts_devices else self._problem.devices.num_devices)
-
     def _chain(self, number: int, used: int, beta: float, rho: float) -> Chain:
         """Follow the minima from the first stage to the last."""
         chain, row, last = [], 0, len(self._problem.cuts) - 1
-        counted = self._counts_devices
         while True:
-            group = self._groups[number]
-            before = used - len(group) if counted else 0
-            table = self._stages(number, before + len(group), beta, rho)
-            column = int((table[row] + self._rest[number, before]).argmin())
+            group, costs = self._groups[number], self._group_costs[number]
+            before = used - len(group) if self._counts_devices else 0
+            variant = costs.variants[before]
+            stages = _bounded(costs.steady[variant, row], costs.latency[variant, row], beta)
+            stages = np.where(costs.all_reduce[row] <= rho, stages, np.inf)
+            column = int((stages + self._rest[number, before]).argmin())
             chain.append(ChainStage(row, column, group, before + len(group)))
             if column == last:
                 return tuple(chain)
-            links = self._links(number, beta)[:, column]
+            links = _bounded(*self._links[number], beta)[:, column]
             after = self._after[number]
             number = after + int((self._best[after:, before, column] + links).argmin())
             row, used = column, before
@@ -188,20 +151,27 @@ class LeastLatency:
         known = True
         for stage in chain:
             costs = self._costs(stage.group)
-            known &= costs.exact(self._variant(costs, stage.used), stage.row, stage.column)
+            variant = int(costs.variants[stage.used - len(stage.group)])
+            known &= costs.exact(variant, stage.row, stage.column)
         return known
 
     def cost(self, chain: Chain) -> ChainCost:
         """Return the estimate of a chain."""
         steady = latency = reduce = 0.0
         for number, stage in enumerate(chain):
-            costs = self._costs(stage.group)
-            tables = costs.tables(self._variant(costs, stage.used))
-            steady = max(steady, tables[0][stage.row, stage.column])
-            latency += tables[1][stage.row, stage.column]
-            reduce = max(reduce, costs.all_reduce[stage.row, stage.column])
+            costs, place = self._costs(stage.group), (stage.row, stage.column)
+            variant = costs.variants[stage.used - len(stage.group)]
+            steady = max(steady, costs.steady[variant][place])
+            latency += costs.latency[variant][place]
+            reduce = max(reduce, costs.all_reduce[place])
             if number:
-                moved = transfer_tables(self._problem, chain[number - 1].group, stage.group)
-                steady = max(steady, moved[0][stage.row])
-                latency += moved[1][stage.row]
+                sender = self._groups.index(chain[number - 1].group)
+                taker = self._groups.index(stage.group) - self._after[sender]
+                steady = max(steady, self._links[sender][0][taker, stage.row])
+                latency += self._links[sender][1][taker, stage.row]
         return ChainCost(float(steady), float(latency), float(reduce))
+
+
+def _bounded(steady: FloatArray, latency: FloatArray, beta: float) -> FloatArray:
+    """Return the latency where steady is within the bound, and infinite elsewhere."""
+    return latency if np.isinf(beta) else np.where(steady <= beta, latency, np.inf)

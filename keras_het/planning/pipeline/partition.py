@@ -9,21 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_het.planning.pipeline.candidates import Candidates
-from keras_het.planning.pipeline.device_orders import device_orders
 from keras_het.planning.pipeline.devices import Devices
-from keras_het.planning.pipeline.group_costs import KnownCosts, Problem
-from keras_het.planning.pipeline.least_latency import LeastLatency
 from keras_het.planning.pipeline.model_profile import ModelProfile
 from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import check_recompute
+from keras_het.planning.pipeline.refinement import find_chains
 from keras_het.planning.pipeline.schedule import check_micro_batches, check_schedule
-from keras_het.planning.pipeline.search import Found, search
 from keras_het.planning.pipeline.shortage import explain_shortage
 
 # How many of the fastest chains are simulated.
 _SIMULATED = 8
-# Numbers that all runs of the dynamic program may read, on average about 1 ns each.
-_WORK = 2e9
 
 
 def plan_pipeline(
@@ -129,13 +125,12 @@ def _checked(problem: Problem) -> Problem:
 
 
 def _plan(problem: Problem, tolerance: float) -> PipelinePlan:
-    costs = KnownCosts(problem)
-    found = find_chains(problem, costs, tolerance)
-    candidates = Candidates(problem, costs)
-    for _, chain in found.chains[:_SIMULATED]:
+    candidates = Candidates(problem)
+    chains = find_chains(problem, tolerance)
+    for chain in chains[:_SIMULATED]:
         candidates.add(chain)
-    if found.chains and not problem.all_cuts:
-        candidates.improve(found.chains[0][1])
+    if chains and not problem.all_cuts:
+        candidates.improve(chains)
     alternatives = () if problem.all_cuts else _without_pipeline(problem, candidates)
     best = candidates.best()
     if best is None:
@@ -163,16 +158,3 @@ def _without_pipeline(problem: Problem, candidates: Candidates) -> tuple[tuple[s
         data_parallel = together.step_seconds if together is not None else np.inf
         result.insert(0, ("data parallelism on all devices", float(data_parallel)))
     return tuple(result)
-
-
-def find_chains(problem: Problem, costs: KnownCosts, tolerance: float) -> Found:
-    """Search all orders of the devices that there is time for."""
-    size, number = len(problem.cuts), problem.devices.num_devices
-    tables = min(number, problem.micro_batches) * number * size**2
-    limited = bool(np.isfinite(problem.devices.memory_bytes).any())
-    if limited and problem.schedule == "1f1b":
-        tables *= number // 2 + 1
-    most_evaluations = int(np.clip(_WORK / tables, 64, 20_000))
-    orders = device_orders(problem.profile, problem.devices, max(1, most_evaluations // 32))
-    programs = [LeastLatency(problem, order, costs) for order in orders]
-    return search(programs, tolerance, most_evaluations)

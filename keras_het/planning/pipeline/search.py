@@ -28,25 +28,63 @@ class Found:
     """Result of a search.
 
     Args:
-        chains: chains and their estimates in seconds, the fastest first.
+        chains: estimates in seconds, numbers of the programs, and chains, the fastest first.
         bound: no plan has a lower estimate, in seconds.
         evaluations: how often the dynamic program ran.
     """
 
-    chains: tuple[tuple[float, Chain], ...]
+    chains: tuple[tuple[float, int, Chain], ...]
     bound: float
     evaluations: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
+    """Plans of a program with low < steady <= high, also for all-reduce, and at least `latency`."""
+
     program: int
     steady: tuple[float, float]
     all_reduce: tuple[float, float]
+    latency: float = 0.0
+
+    @property
+    def bound(self) -> float:
+        """No plan has a lower estimate."""
+        return self.latency + self.steady[0] + self.all_reduce[0]
+
+    def below(self, seconds: float) -> _Box:
+        """Return the part in which plans may have a lower estimate."""
+        left = seconds - self.bound
+        steady, reduce = self.steady, self.all_reduce
+        return dataclasses.replace(
+            self,
+            steady=(steady[0], min(steady[1], steady[0] + left)),
+            all_reduce=(reduce[0], min(reduce[1], reduce[0] + left)),
+        )
+
+    def rest(self, steady: float, all_reduce: float) -> list[_Box]:
+        """Return the parts that may hold better plans than one of least latency."""
+        result = []
+        if steady > self.steady[0]:
+            for part in _halves(self.steady[0], float(np.nextafter(steady, -np.inf))):
+                result.append(dataclasses.replace(self, steady=part))
+        if all_reduce > self.all_reduce[0]:
+            above = (max(self.steady[0], steady), self.steady[1])
+            for part in _halves(self.all_reduce[0], float(np.nextafter(all_reduce, -np.inf))):
+                result.append(dataclasses.replace(self, steady=above, all_reduce=part))
+        return result
+
+
+def _halves(low: float, high: float) -> list[tuple[float, float]]:
+    middle = (low + high) / 2
+    return [(low, middle), (middle, high)]
 
 
 def search(
-    programs: Sequence[LeastLatency], tolerance: float, most_evaluations: int | None = None
+    programs: Sequence[LeastLatency],
+    tolerance: float,
+    most_evaluations: int | None = None,
+    known: float = np.inf,
 ) -> Found:
     """Return the chains of least estimated time.
 
@@ -54,50 +92,35 @@ def search(
         programs: the dynamic program of each order of the devices.
         tolerance: how much slower the result may be than the optimum, as a fraction.
         most_evaluations: end after so many runs of the dynamic program, with what is known.
+        known: estimate of a plan that is known; nothing slower is looked for.
     """
-    found: dict[Chain, float] = {}
-    best = np.inf
+    found: dict[Chain, tuple[float, int]] = {}
+    best = known
     whole = (0.0, np.inf)
     queue = [(0.0, n, _Box(n, whole, whole)) for n in range(len(programs))]
     number, evaluations, bound = len(queue), 0, 0.0
     while queue:
         bound, _, box = heapq.heappop(queue)
-        if bound >= best * (1 - tolerance) or evaluations == most_evaluations:
+        goal = best * (1 - tolerance)
+        if bound >= goal or evaluations == most_evaluations:
             break
+        box = box.below(goal)
         program = programs[box.program]
         latency, chain = program.solve(box.steady[1], box.all_reduce[1])
         evaluations += 1
         if not chain:
             continue
-        known = program.exact(chain)
+        box = dataclasses.replace(box, latency=latency)
+        were_exact = program.exact(chain)
         cost = program.cost(chain)
         if np.isfinite(cost.seconds):
-            found[chain] = cost.seconds
+            found[chain] = cost.seconds, box.program
             best = min(best, cost.seconds)
-        for part in _rest(box, cost.steady, cost.all_reduce) if known else [box]:
-            least = max(bound, latency + part.steady[0] + part.all_reduce[0])
-            if least < best * (1 - tolerance):
-                heapq.heappush(queue, (least, number, part))
+        for part in box.rest(cost.steady, cost.all_reduce) if were_exact else [box]:
+            if part.bound < best * (1 - tolerance):
+                heapq.heappush(queue, (max(bound, part.bound), number, part))
                 number += 1
     else:
         bound = best
-    chains = sorted(((seconds, chain) for chain, seconds in found.items()), key=lambda f: f[0])
+    chains = sorted(((*value, chain) for chain, value in found.items()), key=lambda f: f[0])
     return Found(tuple(chains), min(bound, best), evaluations)
-
-
-def _rest(box: _Box, steady: float, all_reduce: float) -> list[_Box]:
-    """Return the parts of a box that may hold better plans than one with these maxima."""
-    low, _ = box.steady
-    under = float(np.nextafter(steady, -np.inf))
-    boxes = []
-    if low <= under:
-        middle = (low + under) / 2
-        boxes.append(_Box(box.program, (low, middle), box.all_reduce))
-        boxes.append(_Box(box.program, (middle, under), box.all_reduce))
-    less = float(np.nextafter(all_reduce, -np.inf))
-    if box.all_reduce[0] <= less:
-        middle = (box.all_reduce[0] + less) / 2
-        above = (max(low, steady), box.steady[1])
-        boxes.append(_Box(box.program, above, (box.all_reduce[0], middle)))
-        boxes.append(_Box(box.program, above, (middle, less)))
-    return boxes

@@ -8,9 +8,10 @@ import numpy as np
 
 from keras_het.planning.pipeline.candidates import Candidates
 from keras_het.planning.pipeline.device_orders import device_orders
-from keras_het.planning.pipeline.group_costs import KnownCosts, Problem
+from keras_het.planning.pipeline.group_costs import KnownCosts
 from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
 from keras_het.planning.pipeline.plan import readable_bytes
+from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import fits, stage_memory
 from keras_het.planning.pipeline.schedule import in_flight
 
@@ -68,7 +69,7 @@ def _first_that_fits(problem: Problem, more_bytes: float) -> Chain:
 def _lacking(problem: Problem, chain: Chain) -> list[tuple[int, float]]:
     """Return what the plan lacks with as much recomputation as it may use."""
     profile, devices = problem.profile, problem.devices
-    candidates = Candidates(problem, KnownCosts(problem))
+    candidates = Candidates(problem)
     stages = candidates.stages(chain)
     result = []
     for number, stage in enumerate(stages):

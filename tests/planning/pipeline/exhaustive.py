@@ -103,17 +103,19 @@ def transfer_numbers(problem, senders, takers, cut):
         (profile.cut_bytes[cut], senders, takers),
         (profile.gradient_bytes[cut], takers, senders),
     ):
-        loads: dict[object, float] = {}
+        fixed: dict[object, float] = {}
+        per_byte: dict[object, float] = {}
         for origin, target in itertools.product(origins, targets):
             hosts = devices.hosts[origin], devices.hosts[target]
             link = hosts if hosts[0] != hosts[1] else (origin, target, "inside")
-            seconds = 0.0
-            if num_bytes:
-                seconds = devices.latency_seconds[origin, target]
-                seconds += num_bytes / devices.bytes_per_second[origin, target]
-            loads[link] = loads.get(link, 0.0) + seconds / (len(senders) * len(takers))
-        latency += sum(loads.values())
-        steady = max(steady, (problem.micro_batches - 1) * max(loads.values()))
+            share = 1 / (len(senders) * len(takers))
+            waiting = devices.latency_seconds[origin, target] if num_bytes else 0.0
+            fixed[link] = fixed.get(link, 0.0) + share * waiting
+            rate = devices.bytes_per_second[origin, target]
+            per_byte[link] = per_byte.get(link, 0.0) + share / rate
+        latency += sum(fixed.values()) + num_bytes * sum(per_byte.values())
+        busiest = max(fixed.values()) + num_bytes * max(per_byte.values())
+        steady = max(steady, (problem.micro_batches - 1) * busiest)
     return steady, latency
 
 

@@ -5,8 +5,9 @@ import pytest
 from exhaustive import exhaustive
 from pipeline_plants import random_case
 
-from keras_het.planning.pipeline.group_costs import KnownCosts, Problem
+from keras_het.planning.pipeline.group_costs import KnownCosts
 from keras_het.planning.pipeline.least_latency import LeastLatency
+from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.search import search
 
 

@@ -1,0 +1,124 @@
+"""Which cuts and which orders of the devices the search looks at, for models with many units.
+
+A model with up to 32 places to cut is searched as it is. A larger one is first cut only where few
+bytes cross, at about equal distances in time, for all orders of the devices; then only near the
+cuts of the best chains, for their orders, closer and closer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from keras_het.planning.pipeline.device_orders import device_orders
+from keras_het.planning.pipeline.group_costs import KnownCosts
+from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
+from keras_het.planning.pipeline.problem import Problem
+from keras_het.planning.pipeline.search import Found, search
+
+_MOST_CUTS = 33
+_COARSE_BLOCKS = 24
+_COARSE_TOLERANCE = 0.01
+# How many of the best chains are looked at more closely.
+_REFINED = 6
+_REFINED_ORDERS = 2
+# Numbers that all runs of the dynamic program may read; the first count covers the fixed cost of a
+# call for each group.
+_CALL = 3_000
+_WORK = 1.2e9
+_EVALUATIONS_PER_ORDER = 16
+
+Order = tuple[int, ...]
+
+
+def find_chains(problem: Problem, tolerance: float) -> list[Chain]:
+    """Return chains of stages with little estimated time, the best first.
+
+    Args:
+        problem: what is planned.
+        tolerance: how much slower the best may be than the optimum, as a fraction; where the model
+            has more than 32 places to cut, than the optimum near the cuts of the coarse search.
+    """
+    orders = device_orders(problem.profile, problem.devices)
+    if problem.all_cuts or len(problem.cuts) <= _MOST_CUTS:
+        return [chain for _, _, chain in _search(problem, orders, tolerance)[0].chains]
+    level = dataclasses.replace(problem, cuts=_coarse_cuts(problem))
+    found, orders = _search(level, orders, max(tolerance, _COARSE_TOLERANCE))
+    ranked = _translated(found, level, problem, orders)
+    reach = len(problem.cuts) // _COARSE_BLOCKS
+    while ranked:
+        near = _near(problem, [chain for _, _, chain in ranked[:_REFINED]], reach)
+        level = dataclasses.replace(problem, cuts=near)
+        orders = list(dict.fromkeys(order for _, order, _ in ranked))[:_REFINED_ORDERS]
+        found, orders = _search(level, orders, tolerance, ranked[0][0])
+        ranked = sorted(ranked + _translated(found, level, problem, orders), key=lambda r: r[0])
+        if reach == 1:
+            break
+        reach = (reach + 1) // 2
+    return list(dict.fromkeys(chain for _, _, chain in ranked))
+
+
+def _search(
+    problem: Problem, orders: list[Order], tolerance: float, known: float = np.inf
+) -> tuple[Found, list[Order]]:
+    """Search as many orders as there is time for; return them too."""
+    most = int(np.clip(_WORK / _work(problem), 60, 20_000))
+    orders = orders[: max(1, most // _EVALUATIONS_PER_ORDER)]
+    costs = KnownCosts(problem)
+    programs = [LeastLatency(problem, order, costs) for order in orders]
+    return search(programs, tolerance, most, known), orders
+
+
+def _work(problem: Problem) -> float:
+    """Return about how many numbers the dynamic program reads in a run."""
+    number, most = problem.devices.num_devices, problem.micro_batches
+    sizes = range(1, min(number, most) + 1)
+    tables = sum(number - size + 1 for size in sizes)
+    if np.isfinite(problem.devices.memory_bytes).any() and problem.schedule == "1f1b":
+        tables = sum((number - size + 1) * (number - size + 2) // 2 for size in sizes)
+    return float(tables * (len(problem.cuts) ** 2 + _CALL))
+
+
+def _coarse_cuts(problem: Problem) -> tuple[int, ...]:
+    """Return cuts at about equal distances in time, each where the fewest bytes cross nearby."""
+    profile, cuts = problem.profile, np.asarray(problem.cuts)
+    seconds = (profile.forward_seconds + profile.backward_seconds).mean(axis=1)
+    done = np.append(0.0, np.cumsum(seconds))[cuts]
+    blocks = np.round(done / max(done[-1], 1e-30) * _COARSE_BLOCKS)
+    crossing = (profile.cut_bytes + profile.gradient_bytes)[cuts]
+    chosen = {0, profile.num_units}
+    for block in range(1, _COARSE_BLOCKS):
+        inside = np.flatnonzero(blocks == block)
+        if len(inside):
+            chosen.add(int(cuts[inside[crossing[inside].argmin()]]))
+    return tuple(sorted(chosen))
+
+
+def _near(problem: Problem, chains: Iterable[Chain], reach: int) -> tuple[int, ...]:
+    """Return cuts up to `reach` places from those of the chains, of the best chains first."""
+    last = len(problem.cuts) - 1
+    chosen = {0, last}
+    for chain in chains:
+        for step in (0, reach, -reach):
+            for stage in chain[1:]:
+                if len(chosen) < _MOST_CUTS:
+                    chosen.add(min(max(stage.row + step, 0), last))
+    return tuple(problem.cuts[row] for row in sorted(chosen))
+
+
+def _translated(
+    found: Found, level: Problem, problem: Problem, orders: list[Order]
+) -> list[tuple[float, Order, Chain]]:
+    """Return estimates, orders and chains, with rows and columns in the cuts of the problem."""
+    place = {cut: number for number, cut in enumerate(problem.cuts)}
+    rows = [place[cut] for cut in level.cuts]
+    result = []
+    for seconds, program, chain in found.chains:
+        moved = (
+            dataclasses.replace(stage, row=rows[stage.row], column=rows[stage.column])
+            for stage in chain
+        )
+        result.append((seconds, orders[program], tuple(moved)))
+    return result
