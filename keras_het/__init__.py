@@ -11,20 +11,32 @@ from keras_het.seen_versions import warn_of_unseen_versions
 if TYPE_CHECKING:
     from keras_het import callbacks, loader, planning
     from keras_het.strategy import HeterogeneousStrategy
+    from keras_het.strategy.pipeline import PipelineStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["HeterogeneousStrategy", "__version__", "callbacks", "loader", "planning"]
+__all__ = [
+    "HeterogeneousStrategy",
+    "PipelineStrategy",
+    "__version__",
+    "callbacks",
+    "loader",
+    "planning",
+]
 
 _MODULES = ("callbacks", "loader", "planning")
+_STRATEGIES = {
+    "HeterogeneousStrategy": "keras_het.strategy",
+    "PipelineStrategy": "keras_het.strategy.pipeline",
+}
 
 
 def __getattr__(name: str) -> Any:
     # TensorFlow takes seconds to import; the command line does not need it.
-    if name == "HeterogeneousStrategy":
+    if name in _STRATEGIES:
         check_keras_backend_before_import()
         warn_of_unseen_versions()
-        return importlib.import_module("keras_het.strategy").HeterogeneousStrategy
+        return getattr(importlib.import_module(_STRATEGIES[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"keras_het.{name}")
     raise AttributeError(f"module 'keras_het' has no attribute {name!r}")

@@ -22,6 +22,7 @@ ROOMS = [
     *("loader.advice", "loader.data_service", "loader.validation"),
     *("strategy.measure", "strategy.batches", "strategy.exact", "strategy.cluster"),
     *("summation", "strategy"),
+    *("strategy.pipeline.step", "strategy.pipeline.measurement", "strategy.pipeline"),
     *("asynchronous", "asynchronous.rules", "asynchronous.parameter_service"),
     *("asynchronous.exchange", "asynchronous.center", "asynchronous.hybrid", "asynchronous.roles"),
     "local_training",

@@ -302,7 +302,10 @@ def _in_session(original: Callable[..., Any], loop: str) -> Callable[..., Any]:
         if takes_callbacks:
             args, kwargs = _with_first(session, signature, args, kwargs)
         with session:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            if loop == "train_on_batch":
+                _has_trained(self)
+            return result
 
     call.is_session = True  # type: ignore[attr-defined]
     return call
@@ -324,8 +327,10 @@ def _with_first(
     listed = listed if isinstance(listed, (list, tuple)) else [listed]
     session.callbacks = [callback for callback in listed if callback is not None]
     takes_part = any(isinstance(each, SessionCallback) for each in session.callbacks)
-    if session.loop != "fit" or not takes_part:
+    is_in_parts = hasattr(session.model.distribute_strategy, "_has_trained")
+    if session.loop != "fit" or not (takes_part or is_in_parts):
         return args, kwargs
+    session.before_callbacks("on_epoch_end", lambda *_: _has_trained(session.model))
     first = _First(session)
     if isinstance(given, keras.callbacks.CallbackList):
         given.callbacks.insert(0, first)
@@ -333,6 +338,13 @@ def _with_first(
         return args, kwargs
     bound.arguments["callbacks"] = [first, *session.callbacks]
     return bound.args[1:], bound.kwargs
+
+
+def _has_trained(model: keras.Model) -> None:
+    """Let a strategy whose processes hold parts of the model put them together."""
+    has_trained = getattr(model.distribute_strategy, "_has_trained", None)
+    if has_trained is not None:
+        has_trained(model)
 
 
 def _step_property(loop: str, attribute: str) -> property:

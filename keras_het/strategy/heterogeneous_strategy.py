@@ -131,6 +131,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     # TensorFlow numbers collectives from here; every strategy of a process gets a separate range.
     _collective_key_base = 0
+    _extended_class = HeterogeneousExtended
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._peer_watch: PeerWatch | None = None
         seconds_left = wait_for_workers(membership, connect_seconds)
         super().__init__(
-            HeterogeneousExtended(
+            self._extended_class(
                 self,
                 cluster_resolver=membership.resolver,
                 communication_options=communication_options

@@ -1,0 +1,162 @@
+"""The module for private symbols of Keras's graphs of layers.
+
+``tests/test_private_api.py`` names every symbol; see `private_api`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import keras
+from keras.src.models.functional import Functional, operation_fn
+from keras.src.ops.node import Node
+from tensorflow.python.client import device_lib
+from tensorflow.python.ops import collective_ops
+
+from keras_het.private_api import (
+    BaseTrainer,
+    TensorFlowTrainer,
+    keras_seed_generator,
+    layers_with_state,
+)
+from keras_het.value_types import Nest
+
+Graph: TypeAlias = Functional
+__all__ = ["Graph", "Node", "collective_ops"]
+
+
+def graph_of(operation: object) -> Graph | None:
+    """Return the graph of layers that a model or nested model runs; None if it is Python code.
+
+    Args:
+        operation: a model, layer or operation.
+    """
+    if isinstance(operation, keras.Sequential):
+        is_stock = type(operation).call is keras.Sequential.call
+        return operation._functional if is_stock else None
+    is_stock = isinstance(operation, Functional) and type(operation).call is Functional.call
+    return operation if is_stock else None
+
+
+def nodes_of(graph: Graph) -> list[Node]:
+    """Return the calls of layers in a graph, each after those whose results it takes."""
+    depths = sorted(graph._nodes_by_depth, reverse=True)
+    return [node for depth in depths for node in graph._nodes_by_depth[depth]]
+
+
+def call_node(
+    node: Node, operation: Any, values: dict[int, Any], training: bool | None
+) -> list[Any]:
+    """Repeat the call of a layer on other tensors.
+
+    Args:
+        node: the call.
+        operation: its layer or operation.
+        values: tensors that replace the symbolic ones, by the ids of these.
+        training: argument of the layer, if it has such a one.
+
+    Returns:
+        The flat list of its results.
+    """
+    arguments, options = node.arguments.fill_in(values)
+    results = operation_fn(operation, training=training)(*arguments, **options)
+    return list(keras.tree.flatten(results))
+
+
+def flat_inputs(graph: Graph, inputs: Nest) -> list[Any]:
+    """Return the model's inputs as its graph takes them: flat, cast, of the expected rank.
+
+    Args:
+        graph: graph of the model.
+        inputs: what `fit` gives to the model.
+    """
+    policy = graph.dtype_policy
+    cast = [
+        policy.convert_input(value, graph.autocast, graph.input_dtype)
+        for value in keras.tree.flatten(inputs)
+    ]
+    inputs = keras.tree.pack_sequence_as(inputs, cast)
+    return list(graph._standardize_inputs(inputs))
+
+
+def packed_outputs(graph: Graph, outputs: list[Any]) -> Nest:
+    """Return flat outputs in the structure that the model returns."""
+    return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
+
+
+def compiled_loss(model: keras.Model) -> Callable[..., Any] | None:
+    """Return the model's function of all its losses, None without a loss."""
+    loss: Callable[..., Any] | None = model._compile_loss
+    return loss
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
+    """Return the metric under which `fit` reports the loss."""
+    return model._loss_tracker
+
+
+def seeds_of(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return the state of the random generators of a layer and those in it."""
+    return [
+        generator.state
+        for each in layers_with_state(layer)
+        for generator in getattr(each, "_seed_generators", [])
+        if isinstance(generator, keras_seed_generator.SeedGenerator)
+    ]
+
+
+def losses_of(model: keras.Model) -> list[keras.losses.Loss]:
+    """Return the compiled losses, one per output that has one; the loss must be built."""
+    flat = getattr(model._compile_loss, "_flat_losses", None) or []
+    return [loss for loss in flat if loss is not None]
+
+
+def variables_of_optimizer(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[tuple[keras.Variable, list[keras.Variable]]]:
+    """Return each variable that an optimizer updates, with what it keeps for it.
+
+    Args:
+        optimizer: a built optimizer, perhaps wrapping another one.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    kept = list(optimizer.variables)
+    pairs = []
+    for reference in optimizer._trainable_variables:
+        begin = reference.path.replace("/", "_") + "_"
+        pairs.append((reference, [v for v in kept if v.path.split("/")[-1].startswith(begin)]))
+    return pairs
+
+
+def know_variables_again(optimizer: keras.optimizers.Optimizer) -> None:
+    """Make an optimizer recognise variables that `private_api.recreate_variable` has changed."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer._trainable_variables_indices = {
+        optimizer._var_key(variable): i for i, variable in enumerate(optimizer._trainable_variables)
+    }
+
+
+def memory_limit(device: str) -> float:
+    """Return how many bytes TensorFlow may use on a GPU; infinite for a CPU.
+
+    Args:
+        device: name of a device of this process.
+    """
+    if "GPU" not in device.upper():
+        return float("inf")
+    for found in device_lib.list_local_devices():
+        if found.name.upper().endswith(device.upper().rpartition("DEVICE:")[2]):
+            return float(found.memory_limit)
+    return float("inf")
+
+
+def own_step_of(model: keras.Model) -> str | None:
+    """Return the name of a method of a model that replaces a part of Keras's own step, or None."""
+    for name in ("train_step", "test_step", "predict_step"):
+        if getattr(type(model), name) is not getattr(TensorFlowTrainer, name):
+            return name
+    for name in ("compute_loss", "_compute_loss"):
+        if getattr(type(model), name) is not getattr(BaseTrainer, name):
+            return name
+    return None

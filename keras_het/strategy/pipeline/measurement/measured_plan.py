@@ -1,0 +1,233 @@
+"""The plan of a model's pipeline, from what the processes measure; the same on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het import private_api
+from keras_het.planning.pipeline import Devices, ModelProfile, plan_pipeline, plan_with_cuts
+from keras_het.planning.pipeline.plan import PipelinePlan, Stage
+from keras_het.strategy.pipeline.measurement.links import measure_links
+from keras_het.strategy.pipeline.measurement.profiling import (
+    Measured,
+    cut_bytes,
+    measure,
+    unit_bytes,
+)
+from keras_het.strategy.pipeline.step.edges import Place
+from keras_het.strategy.pipeline.step.model_units import ModelUnits
+from keras_het.strategy.pipeline.step.transport import CollectiveTransport
+
+_plans = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """What the user asked of a plan.
+
+    Args:
+        plan: a whole plan, names of the layers after which to cut, or None.
+        micro_batches: number of micro-batches.
+        schedule: "1f1b" or "gpipe".
+        recompute: "auto", "never" or "always".
+        memory_bytes: limit of each device of this process; infinite for none.
+    """
+
+    plan: PipelinePlan | Sequence[str] | None
+    micro_batches: int
+    schedule: str
+    recompute: str
+    memory_bytes: tuple[float, ...]
+
+
+class Processes:
+    """What planning needs of the other processes.
+
+    Args:
+        places: place of each device of the plan.
+        process: number of this process.
+        transport: the way to the others, None if there are none.
+        gather: concatenates an array of every process.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        process: int,
+        transport: CollectiveTransport | None,
+        gather: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        self.places, self.process, self.transport = list(places), process, transport
+        self._gather = gather
+
+    @property
+    def own_devices(self) -> list[str]:
+        """Names of this process's devices."""
+        return [place.device for place in self.places if place.process == self.process]
+
+    def columns(self, own: np.ndarray) -> np.ndarray:
+        """Concatenate columns, one for each own device, of all processes.
+
+        Args:
+            own: float64 [rows, own devices].
+        """
+        if self.transport is None:
+            return own
+        counts = [sum(p.process == i for p in self.places) for i in range(self.transport.processes)]
+        padded = np.zeros([1, max(counts), len(own)])
+        padded[0, : own.shape[1]] = own.T
+        everyone = self._gather(padded)
+        return np.concatenate([everyone[i, :count] for i, count in enumerate(counts)]).T
+
+    def devices(self, memory_bytes: Sequence[float]) -> Devices:
+        """Return all devices and their links, measured.
+
+        Args:
+            memory_bytes: limit of each own device.
+        """
+        owners = [place.process for place in self.places]
+        memory = self.columns(np.array([memory_bytes], np.float64))[0]
+        rate, latency = np.full([1, 1], np.inf), np.zeros([1, 1])
+        if self.transport is not None:
+            rate, latency = measure_links(self.transport, self._gather)
+        names = [
+            place.device if self.transport is None else f"worker {place.process} {place.device}"
+            for place in self.places
+        ]
+        return Devices(
+            tuple(names), tuple(owners), rate[owners][:, owners], latency[owners][:, owners], memory
+        )
+
+
+def make_plan(
+    units: ModelUnits,
+    inputs: Sequence[tf.TensorSpec],
+    wishes: Wishes,
+    processes: Processes,
+    scale: Callable[[Measured], Measured] = lambda measured: measured,
+) -> PipelinePlan:
+    """Measure, and plan; all processes must call it, and get the same plan.
+
+    Args:
+        units: the model.
+        inputs: types of a micro-batch's flat inputs, all sizes known.
+        wishes: what the user asked.
+        processes: all of them.
+        scale: replaces times that emulated devices stretch.
+
+    Raises:
+        ValueError: on every process, if no plan is possible.
+    """
+    measured = scale(measure(units, inputs, processes.own_devices))
+    weights, state = unit_bytes(units, units.model.optimizer)
+    forward, backward = cut_bytes(units, measured.made_bytes)
+    profile = ModelProfile(
+        tuple(unit.name for unit in units.units),
+        processes.columns(measured.forward_seconds),
+        processes.columns(measured.backward_seconds),
+        measured.activation_bytes,
+        weights,
+        state,
+        forward,
+        backward,
+        units.together,
+    )
+    devices = processes.devices(wishes.memory_bytes)
+    if processes.transport is None:
+        return _plan(units, profile, devices, wishes)
+    return _agreed(lambda: _plan(units, profile, devices, wishes), processes.process == 0)
+
+
+def _plan(
+    units: ModelUnits, profile: ModelProfile, devices: Devices, wishes: Wishes
+) -> PipelinePlan:
+    arguments = wishes.micro_batches, wishes.schedule, wishes.recompute
+    if wishes.plan is None or isinstance(wishes.plan, PipelinePlan):
+        return plan_pipeline(profile, devices, *arguments)
+    cuts = [units.cut_behind(str(name)) for name in wishes.plan]
+    return plan_with_cuts(profile, devices, cuts, *arguments)
+
+
+def _agreed(plan: Callable[[], PipelinePlan], is_chief: bool) -> PipelinePlan:
+    """Let the chief plan for all: the same numbers need not round alike on different machines."""
+    name = f"keras_het/pipeline_plan_{next(_plans)}"
+    if is_chief:
+        try:
+            text = json.dumps({"plan": dataclasses.asdict(plan())})
+        except ValueError as error:
+            text = json.dumps({"error": str(error)})
+        private_api.tell_cluster(name, text)
+    told = private_api.wait_for_cluster(name)
+    if told is None:
+        raise RuntimeError(
+            "Worker 0 did not tell its plan of the pipeline: it has probably ended. See its output."
+        )
+    found = json.loads(told)
+    if "error" in found:
+        raise ValueError(found["error"])
+    return plan_from_dict(found["plan"])
+
+
+def plan_from_dict(values: dict[str, Any]) -> PipelinePlan:
+    """Return the plan of which `dataclasses.asdict` made a dictionary, read from JSON."""
+    stages = [
+        Stage(**{key: _as_tuple(value) for key, value in stage.items()})
+        for stage in values["stages"]
+    ]
+    others = {key: _as_tuple(value) for key, value in values.items()}
+    others["alternatives"] = tuple(map(tuple, values.get("alternatives", ())))
+    return PipelinePlan(**{**others, "stages": tuple(stages)})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def check_plan(plan: PipelinePlan, units: ModelUnits, num_devices: int) -> None:
+    """Refuse a user's plan that does not fit the model or the devices.
+
+    Args:
+        plan: the plan.
+        units: the model.
+        num_devices: number of devices of all processes.
+
+    Raises:
+        ValueError: says which part does not fit.
+    """
+    bounds = [0, *(stage.end for stage in plan.stages)]
+    begins = [stage.first for stage in plan.stages]
+    if begins != bounds[:-1] or bounds[-1] != len(units.units) or sorted(set(bounds)) != bounds:
+        raise ValueError(
+            f"The stages of a plan must have all {len(units.units)} layer calls of the model, in "
+            f"their order. Received: {[(s.first, s.end) for s in plan.stages]}. Give names of "
+            "layers to cut behind instead, as plan=['block_2'], or no plan."
+        )
+    for first, last in units.together:
+        if any(first < cut <= last for cut in bounds[1:-1]):
+            names = [units.units[i].name for i in (first, last)]
+            raise ValueError(
+                f"A weight would lie in two stages. Received: a cut between {names[0]} and "
+                f"{names[1]}, which share weights or state. Cut before or behind both."
+            )
+    for number, stage in enumerate(plan.stages):
+        unknown = [d for d in stage.devices if not 0 <= d < num_devices]
+        if unknown or not stage.devices or len(set(stage.devices)) != len(stage.devices):
+            raise ValueError(
+                f"Stage {number} needs different devices from 0 to {num_devices - 1}. Received: "
+                f"{list(stage.devices)}. Number the devices worker by worker."
+            )
+        if len(stage.routes) != plan.micro_batches or set(stage.routes) != set(
+            range(len(stage.devices))
+        ):
+            raise ValueError(
+                f"Stage {number} needs a replica for each of {plan.micro_batches} micro-batches, "
+                f"and one micro-batch at least for each of its {len(stage.devices)} replicas. "
+                f"Received: routes {list(stage.routes)}."
+            )

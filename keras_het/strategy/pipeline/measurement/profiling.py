@@ -1,0 +1,249 @@
+"""What each layer call of a model costs on each device of this process, measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_het import keras_graphs_adapter
+from keras_het.planning.bounded_shares import FloatArray
+from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token, Unit
+from keras_het.strategy.pipeline.step.segment import Segment, Values
+
+_RUNS = 5
+
+
+@dataclasses.dataclass
+class Measured:
+    """What this process measured, of L units on its own D devices, for one micro-batch.
+
+    Args:
+        forward_seconds: float64 [L, D].
+        backward_seconds: float64 [L, D].
+        activation_bytes: kept from forward to backward, float64 [L].
+        made_bytes: size of each tensor that a unit makes, by its number, with its mask.
+    """
+
+    forward_seconds: FloatArray
+    backward_seconds: FloatArray
+    activation_bytes: FloatArray
+    made_bytes: dict[Token, float]
+
+
+def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequence[str]) -> Measured:
+    """Run every layer call by itself, forward and backward, on each distinct device.
+
+    Times are medians, less what the call of an empty function takes. Values of no meaning are used:
+    random numbers, and ones for integers.
+
+    Args:
+        units: the model.
+        inputs: types of a micro-batch's flat inputs, all sizes known.
+        devices: names of the devices; of those of the same kind one is measured.
+    """
+    kinds = [_kind(device) for device in devices]
+    forward, backward, kept = ({} for _ in range(3))
+    made_bytes: dict[Token, float] = {}
+    for kind in dict.fromkeys(kinds):
+        device = devices[kinds.index(kind)]
+        with tf.device(device):
+            values = Values(dict(zip(units.inputs, map(_example, inputs), strict=True)))
+            overhead = _seconds(tf.function(lambda value: value), [tf.zeros([])], min)
+            timed = [_Measurement(unit, values, overhead) for unit in units.units]
+        forward[kind] = [each.forward for each in timed]
+        backward[kind] = [each.backward for each in timed]
+        needed = {token for each in timed for token in each.needed}
+        kept[kind] = [
+            each.inner_bytes + sum(_bytes(values.tensors[t]) for t in unit.outputs if t in needed)
+            for unit, each in zip(units.units, timed, strict=True)
+        ]
+        for token in units.maker:
+            mask = values.masks.get(token)
+            sizes = [_bytes(v) for v in (values.tensors[token], mask) if v is not None]
+            made_bytes[token] = float(sum(sizes))
+    return Measured(
+        np.array([forward[kind] for kind in kinds]).T,
+        np.array([backward[kind] for kind in kinds]).T,
+        np.array(kept[kinds[0]], np.float64),
+        made_bytes,
+    )
+
+
+class _Measurement:
+    """One layer call: its times, and what its backward pass needs from the forward pass."""
+
+    def __init__(self, unit: Unit, values: Values, overhead: float) -> None:
+        segment = Segment([unit])
+        variables = segment.trainable_variables
+        weights = [tf.identity(v.value) for v in variables]
+        state = {id(v): tf.identity(v.value) for v in segment.state}
+        taken = [values.tensors[token] for token in segment.taken]
+        masks = {token: values.masks[token] for token in segment.taken if token in values.masks}
+
+        def run(given: list[tf.Tensor], weights: list[tf.Tensor]) -> Values:
+            result = Values(dict(zip(segment.taken, given, strict=True)), dict(masks), dict(state))
+            segment.run(dict(zip(map(id, variables), weights, strict=True)), result, True)
+            return result
+
+        def forward(given: list[tf.Tensor], weights: list[tf.Tensor]) -> list[tf.Tensor]:
+            result = run(given, weights)
+            return [*(result.tensors[token] for token in segment.made), *result.means]
+
+        def both(given: list[tf.Tensor], weights: list[tf.Tensor]) -> list[tf.Tensor]:
+            with tf.GradientTape() as tape:
+                sources = [v for v in given if v.dtype.is_floating] + weights
+                tape.watch(sources)
+                made = forward(given, weights)
+                floats = [value for value in made if value.dtype.is_floating]
+            found = tape.gradient(floats, sources) if floats and sources else []
+            gradients = [tf.convert_to_tensor(g) for g in found if g is not None]
+            return gradients + made[: len(segment.made)]
+
+        self.forward = self._seconds(forward, taken, weights, overhead)
+        whole = tf.function(both, autograph=False)
+        self.backward = max(self._seconds(whole, taken, weights, overhead) - self.forward, 0.0)
+        graph = whole.get_concrete_function(taken, weights).graph
+        made = len(graph.outputs) - len(segment.made)
+        tokens = dict(zip(map(id, graph.inputs), segment.taken, strict=False))
+        outputs = [_origin(tensor) for tensor in graph.outputs[made:]]
+        tokens.update(zip(map(id, outputs), segment.made, strict=True))
+        needed = _needed_by_gradients(graph)
+        self.needed = {tokens[id(tensor)] for tensor in needed if id(tensor) in tokens}
+        others = {*tokens, *map(id, graph.inputs)}
+        inner = [t for t in needed if id(t) not in others and t.shape.is_fully_defined()]
+        self.inner_bytes = sum(_bytes(tensor) for tensor in inner)
+        done = run(taken, weights)
+        values.tensors.update((token, done.tensors[token]) for token in segment.made)
+        values.masks.update((t, done.masks[t]) for t in segment.made if t in done.masks)
+
+    def _seconds(
+        self,
+        function: Callable[..., object],
+        taken: list[tf.Tensor],
+        weights: list[tf.Tensor],
+        overhead: float,
+    ) -> float:
+        compiled = tf.function(function, autograph=False)
+        return max(_seconds(compiled, [taken, weights]) - overhead, 1e-7)
+
+
+def unit_bytes(
+    units: ModelUnits, optimizer: keras.optimizers.Optimizer | None
+) -> tuple[FloatArray, FloatArray]:
+    """Return the bytes of the weights of each unit, and of all it needs to train them.
+
+    A layer that is called several times counts at its first call.
+
+    Args:
+        units: the model.
+        optimizer: its optimizer; its slots count if it is built.
+
+    Returns:
+        Trainable weights; these with their gradients and slots, and other state; float64 [L] each.
+    """
+    is_built = optimizer is not None and bool(optimizer.built)
+    pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if is_built else []
+    slots = {id(variable): sum(_bytes(s.value) for s in kept) for variable, kept in pairs}
+    weights, state = np.zeros([2, len(units.units)])
+    seen: set[int] = set()
+    for i, unit in enumerate(units.units):
+        trained = {id(v) for v in (unit.layer.trainable_variables if unit.layer else [])}
+        for variable in unit.variables:
+            if id(variable) in seen:
+                continue
+            seen.add(id(variable))
+            size = _bytes(variable.value)
+            is_trained = id(variable) in trained
+            weights[i] += size if is_trained else 0
+            state[i] += (2 * size if is_trained else size) + slots.get(id(variable), 0)
+    return weights, state
+
+
+def cut_bytes(units: ModelUnits, made_bytes: dict[Token, float]) -> tuple[FloatArray, FloatArray]:
+    """Return the bytes that cross each cut, forward and backward, float64 [L + 1] each."""
+    number = len(units.units)
+    forward, backward = np.zeros([2, number + 1])
+    for token, maker in units.maker.items():
+        last = min(units.last_use.get(token, -1), number - 1)
+        dtype = tf.as_dtype(_symbolic(units, token).dtype)
+        for cut in range(maker + 1, last + 1):
+            forward[cut] += made_bytes[token]
+            backward[cut] += made_bytes[token] if dtype.is_floating else 0
+    return forward, backward
+
+
+def _symbolic(units: ModelUnits, token: Token) -> keras.KerasTensor:
+    unit = units.units[units.maker[token]]
+    return unit.node.outputs[unit.outputs.index(token)]
+
+
+def _kind(device: str) -> str:
+    """Return what tells a device from others: the model of a GPU; all logical CPUs are alike."""
+    name = device.upper()
+    for physical in tf.config.list_physical_devices("GPU"):
+        if name.endswith(physical.name.rpartition("device:")[2].upper()):
+            details = tf.config.experimental.get_device_details(physical)
+            return str(details.get("device_name", physical.name))
+    return name.split(":")[-2] if ":" in name else name
+
+
+def _example(spec: tf.TensorSpec) -> tf.Tensor:
+    if spec.dtype.is_floating:
+        return tf.cast(tf.random.stateless_uniform(spec.shape, [1, 2]), spec.dtype)
+    return tf.ones(spec.shape, spec.dtype)
+
+
+def _bytes(value: tf.Tensor | tf.Variable) -> float:
+    return float(value.dtype.size * (value.shape.num_elements() or 0))
+
+
+def _seconds(
+    function: Callable[..., object],
+    arguments: list[object],
+    of: Callable[[list[float]], float] = statistics.median,
+) -> float:
+    _wait_for(function(*arguments))
+    times = []
+    for _ in range(_RUNS):
+        begin = time.perf_counter()
+        _wait_for(function(*arguments))
+        times.append(time.perf_counter() - begin)
+    return of(times)
+
+
+def _wait_for(result: object) -> None:
+    """Wait for a device that works in the background."""
+    for value in itertools.islice(reversed(tf.nest.flatten(result)), 1):
+        np.asarray(value)
+
+
+def _needed_by_gradients(graph: tf.Graph) -> list[tf.Tensor]:
+    """Return what operations of gradients take from those of the forward pass.
+
+    Args:
+        graph: a traced function, forward and backward.
+    """
+    found = {}
+    for operation in graph.get_operations():
+        for tensor in operation.inputs if _is_of_gradient(operation) else ():
+            if not _is_of_gradient(tensor.op) and tensor.op.type != "Const":
+                found[id(_origin(tensor))] = _origin(tensor)
+    return list(found.values())
+
+
+def _is_of_gradient(operation: tf.Operation) -> bool:
+    return "gradient_tape" in operation.name
+
+
+def _origin(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the tensor that this one is the same memory as."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor

@@ -1,0 +1,258 @@
+"""The public strategy for models in stages: `model.fit` across devices that hold a part each."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_het import keras_graphs_adapter, private_api
+from keras_het.planning import ReplicaLayout
+from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.planning.pipeline.recomputation import check_recompute
+from keras_het.planning.pipeline.schedule import check_micro_batches, check_schedule
+from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
+from keras_het.strategy.membership import choose_devices
+from keras_het.strategy.pipeline.extended import PipelineExtended
+from keras_het.strategy.pipeline.gathered_state import gather_state
+from keras_het.strategy.pipeline.measurement.measured_plan import (
+    Processes,
+    Wishes,
+    check_plan,
+    make_plan,
+)
+from keras_het.strategy.pipeline.placement import place
+from keras_het.strategy.pipeline.refusals import check_can_be_cut
+from keras_het.strategy.pipeline.step.edges import Place
+from keras_het.strategy.pipeline.step.model_units import ModelUnits
+from keras_het.strategy.pipeline.step.pipeline import Pipeline
+from keras_het.strategy.pipeline.step.process_group import ProcessGroup
+from keras_het.strategy.pipeline.step.transport import GROUPS, CollectiveTransport
+from keras_het.value_types import Nest
+
+_NAME_BYTES = 64
+_FIRST_GROUP = 5_000_000
+
+
+class PipelineStrategy(HeterogeneousStrategy):
+    r"""Training of one model whose layers lie on several devices, with the numbers of one device.
+
+    The model is cut into stages. A batch goes through them in M micro-batches, several of which are
+    under way at the same time; a stage may have several devices, which take different
+    micro-batches. A step is synchronous and changes the weights as one device would on the whole
+    batch of B rows:
+
+    .. math:: g = \sum_{m=1}^{M} \frac{b_m}{B} \nabla L_m, \qquad \sum_m b_m = B.
+
+    Use it like any `tf.distribute.Strategy`, around stock Keras code. Every process reads whole
+    batches. Layers that look at a whole batch see micro-batches: BatchNormalization normalizes each
+    by itself, and Dropout draws for each, as under any data parallelism.
+
+    Stages, their devices and the layers to recompute are chosen in the first step, from measured
+    times and links, so that a step is short and fits into memory. The choice may be a single stage
+    on all devices, which is data parallelism, or one device alone.
+
+    Args:
+        plan: names of the layers after which to cut, or a whole `keras_het.planning.pipeline`
+            `PipelinePlan`. Default: chosen from measurements.
+        micro_batches: number of micro-batches of a step, M; 1 to 4 for each device are usual.
+        devices: names of this process's devices, such as ["GPU:0", "GPU:1"]. Default: all GPUs, or
+            all (logical) CPUs without a GPU.
+        memory_bytes: what the model may use on each device of this process, in bytes: one number,
+            or one per device. Default: what TensorFlow may use of a GPU; no limit for CPUs.
+        recompute: "auto" computes layers again in the backward pass where memory would not do
+            otherwise; "never", or "always".
+        schedule: "1f1b", with few micro-batches in memory, or "gpipe", all forward passes first.
+            With a loss that is no mean over samples (masked outputs, a user's own function) all
+            forward passes come first in any case.
+        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`. Default: `TF_CONFIG`.
+        connect_seconds: how long to wait for workers that have not started yet, in seconds.
+        peer_timeout_seconds: how long a worker may be silent before it counts as lost, in seconds.
+            Default: `KERAS_HET_PEER_TIMEOUT_SECONDS` in the environment, or 30.
+
+    Raises:
+        ValueError: for arguments that are not valid; in the first step, for models that cannot be
+            cut, and if no plan fits into memory.
+
+    Example:
+        >>> import keras, keras_het
+        >>> strategy = keras_het.PipelineStrategy(micro_batches=8)
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+
+    References:
+        Zhang et al., "Optimizing execution for pipelined-based distributed deep learning in a
+        heterogeneously networked GPU cluster", CCPE 32(23), 2020; Fan et al., "DAPPLE", PPoPP 2021.
+    """
+
+    _extended_class = PipelineExtended
+
+    def __init__(
+        self,
+        plan: PipelinePlan | Sequence[str] | None = None,
+        micro_batches: int = 8,
+        devices: Sequence[str] | None = None,
+        memory_bytes: float | Sequence[float] | None = None,
+        recompute: str = "auto",
+        schedule: str = "1f1b",
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        connect_seconds: float = 300.0,
+        peer_timeout_seconds: float | None = None,
+    ) -> None:
+        check_micro_batches(micro_batches)
+        check_schedule(schedule)
+        check_recompute(recompute)
+        super().__init__(
+            devices=["CPU:0"],
+            cluster_resolver=cluster_resolver,
+            connect_seconds=connect_seconds,
+            peer_timeout_seconds=peer_timeout_seconds,
+        )
+        self._own_devices = choose_devices(devices, 1)
+        limits = _limits(memory_bytes, self._own_devices)
+        self._wishes = Wishes(plan, micro_batches, schedule, recompute, limits)
+        self._places = self._find_places()
+        self._pipelines: weakref.WeakKeyDictionary[keras.Model, Pipeline]
+        self._pipelines = weakref.WeakKeyDictionary()
+        self._num_pipelines = 0
+
+    def _new_group(self) -> ProcessGroup | None:
+        """Return the processes for one more pipeline, with messages of its own."""
+        if self.num_workers == 1 or self._stop_request is None:
+            return None
+        first = _FIRST_GROUP + self._collective_key_base + GROUPS * self._num_pipelines
+        self._num_pipelines += 1
+        transport = CollectiveTransport(self.worker_index, self.num_workers, first)
+        return ProcessGroup(transport, self.extended.sum_over_workers, self._stop_request)
+
+    def _find_places(self) -> list[Place]:
+        """Return the devices of all processes, worker by worker."""
+        if self.num_workers == 1:
+            return [Place(0, name) for name in self._own_devices]
+        counts = self.extended.gather_over_workers(np.array([len(self._own_devices)]))
+        most = int(counts.max())
+        names = np.zeros([1, most, _NAME_BYTES], np.int32)
+        for i, name in enumerate(self._own_devices):
+            names[0, i, : len(name)] = list(name.encode())
+        everyone = self.extended.gather_over_workers(names)
+        return [
+            Place(process, bytes(everyone[process, i][everyone[process, i] > 0].tolist()).decode())
+            for process, count in enumerate(counts)
+            for i in range(int(count))
+        ]
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """1: a step is one step of one device, as far as Keras and the optimizer see."""
+        return 1
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """One replica: every process reads the whole batch."""
+        return ReplicaLayout((1,), 0)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers (processes)."""
+        return self.extended.layout.num_workers
+
+    @property
+    def worker_index(self) -> int:
+        """This worker's index; 0 is the chief."""
+        return self.extended.layout.worker_index
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """The plan of the model that was trained last, None before the first."""
+        pipelines = list(self._pipelines.values())
+        return pipelines[-1].plan if pipelines else None
+
+    def run(
+        self,
+        fn: Callable[..., Nest],
+        args: Sequence[Nest] = (),
+        kwargs: Mapping[str, Nest] | None = None,
+        options: tf.distribute.RunOptions | None = None,
+    ) -> Nest:
+        """Run a step of Keras through the pipeline.
+
+        Args:
+            fn: Keras's train, test or predict step.
+            args: the whole batch.
+            kwargs: none.
+            options: `tf.distribute.RunOptions`; accepted for compatibility.
+
+        Raises:
+            ValueError: for any other function, which has no layers to cut.
+        """
+        step = private_api.undecorated_step(fn)
+        kind = private_api.keras_step_kind(step) if args and not kwargs else None
+        if kind is None:
+            raise ValueError(
+                "A pipeline runs the steps of Keras, whose layers it can cut. Received: "
+                f"strategy.run of {getattr(fn, '__name__', fn)}. Use model.fit, evaluate, predict "
+                "or train_on_batch, or keras_het.HeterogeneousStrategy for a custom loop."
+            )
+        model = private_api.model_of_prediction(step)
+        if self._stop_request is not None:
+            self._stop_request.watch_steps(model, f"{kind}_function", self.num_workers > 1)
+        data = tf.nest.map_structure(_whole_batch, args[0], expand_composites=False)
+        pipeline = self._pipeline_of(model, data)
+        run = {"train": pipeline.train_step, "test": pipeline.test_step}
+        return run.get(kind, pipeline.predict_step)(data)
+
+    def _pipeline_of(self, model: keras.Model, data: Nest) -> Pipeline:
+        if model not in self._pipelines:
+            with tf.init_scope():
+                units = ModelUnits(model)
+                check_can_be_cut(units)
+                group = self._new_group()
+                plan = self._plan_for(units, data, None if group is None else group.transport)
+                pipeline = Pipeline(units, plan, self._places, self._new_group())
+                place(self.extended, pipeline.stages, pipeline.homes(), model.optimizer)
+            self._pipelines[model] = pipeline
+        return self._pipelines[model]
+
+    def _plan_for(
+        self, units: ModelUnits, data: Nest, transport: CollectiveTransport | None
+    ) -> PipelinePlan:
+        """Return the user's plan, or one from measurements on a micro-batch of these types."""
+        if isinstance(self._wishes.plan, PipelinePlan):
+            check_plan(self._wishes.plan, units, len(self._places))
+            return self._wishes.plan
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        rows = max(1, -(-sum(self.latest_shares) // self._wishes.micro_batches))
+        specs = [
+            tf.TensorSpec([rows, *(size or rows for size in value.shape[1:])], value.dtype)
+            for value in tf.nest.flatten(inputs)
+        ]
+        gather = self.extended.gather_over_workers
+        processes = Processes(self._places, self.worker_index, transport, gather)
+        return make_plan(units, specs, self._wishes, processes)
+
+    def _has_trained(self, model: keras.Model) -> None:
+        """Give every process the whole model; all of them must call it after the same step."""
+        pipeline = self._pipelines.get(model)
+        if pipeline is not None and pipeline.group is not None:
+            self._name_lost_workers(gather_state)(pipeline, pipeline.group)
+
+
+def _whole_batch(value: Nest) -> Nest:
+    return value.host_values[0] if hasattr(value, "host_values") else value
+
+
+def _limits(given: float | Sequence[float] | None, devices: Sequence[str]) -> tuple[float, ...]:
+    """Return the memory limit of each device of this process, infinite for none."""
+    if given is None:
+        return tuple(keras_graphs_adapter.memory_limit(device) for device in devices)
+    limits = [given] * len(devices) if isinstance(given, (int, float)) else list(given)
+    if len(limits) != len(devices) or not all(limit > 0 for limit in limits):
+        raise ValueError(
+            "memory_bytes must be a positive number of bytes, or one for each of this process's "
+            f"{len(devices)} devices {list(devices)}. Received: {given!r}."
+        )
+    return tuple(map(float, limits))

@@ -1,0 +1,62 @@
+"""What cannot be trained in a pipeline, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import keras
+
+from keras_het import keras_graphs_adapter, private_api
+from keras_het.strategy.pipeline.step.model_units import ModelUnits
+
+_ELSEWHERE = "train it under keras_het.HeterogeneousStrategy"
+
+
+def check_can_be_cut(units: ModelUnits) -> None:
+    """Refuse a model whose step in stages would not be that of one device.
+
+    Args:
+        units: the model.
+
+    Raises:
+        ValueError: says what was received, and what to do.
+    """
+    model = units.model
+    if method := keras_graphs_adapter.own_step_of(model):
+        raise ValueError(
+            f"A pipeline replaces Keras's own step, and would not run {method}. Received: "
+            f"{type(model).__name__}, which overrides it. Leave the method out, or {_ELSEWHERE}."
+        )
+    for name, is_set in (
+        ("run_eagerly=True", model.run_eagerly),
+        ("jit_compile=True", model.jit_compile),
+        (f"steps_per_execution={model.steps_per_execution}", model.steps_per_execution != 1),
+    ):
+        if is_set:
+            raise ValueError(
+                "A pipeline's step is one graph over several devices, built once. Received: "
+                f"model.compile({name}). Leave that argument out"
+                + (", or set jit_compile=False." if name.startswith("jit") else ".")
+            )
+    for layer in _layers(units):
+        _check_layer(layer)
+
+
+def _layers(units: ModelUnits) -> Iterable[keras.layers.Layer]:
+    found = {id(unit.layer): unit.layer for unit in units.units if unit.layer is not None}
+    return [part for layer in found.values() for part in private_api.layers_with_state(layer)]
+
+
+def _check_layer(layer: keras.layers.Layer) -> None:
+    if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
+        raise ValueError(
+            "A stateful layer continues with the rows of the batch before, which a pipeline cuts "
+            f"into micro-batches. Received: {type(layer).__name__} {layer.name!r} with "
+            f"stateful=True. Set stateful=False, or {_ELSEWHERE}."
+        )
+    if getattr(layer, "synchronized", False):
+        raise ValueError(
+            "Synchronized batch normalization needs all micro-batches at once. Received: "
+            f"{type(layer).__name__} {layer.name!r} with synchronized=True. Set it to False (each "
+            "micro-batch is then normalized by itself), or use LayerNormalization."
+        )

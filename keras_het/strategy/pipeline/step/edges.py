@@ -1,0 +1,160 @@
+"""Which tensors a step moves between which places, and the number of each message."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
+from keras_het.strategy.pipeline.step.stage import Stage
+
+HEAD = -1
+"""Takes the model's outputs as a stage does, for the gradient of the loss."""
+
+
+class Place(NamedTuple):
+    """A device of a process.
+
+    Args:
+        process: number of the process.
+        device: name of the device there.
+    """
+
+    process: int
+    device: str
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor before the step runs.
+
+    Args:
+        dtype: type of its elements.
+        rank: number of its dimensions.
+        mask_rank: that of its mask, None without one.
+    """
+
+    dtype: tf.DType
+    rank: int
+    mask_rank: int | None
+
+
+class Message(NamedTuple):
+    """A tensor that goes from one process to another.
+
+    Args:
+        kind: "tensor", "mask" or "gradient".
+        token: number of the tensor.
+        micro_batch: number of the micro-batch.
+        reader: process that receives a tensor or mask; stage (or `HEAD`) that sends a gradient.
+    """
+
+    kind: str
+    token: Token
+    micro_batch: int
+    reader: int
+
+
+class Edges:
+    """The ways of tensors between stages.
+
+    Args:
+        units: the model.
+        stages: its stages.
+        plan: the plan.
+        places: place of each device of the plan.
+    """
+
+    def __init__(
+        self,
+        units: ModelUnits,
+        stages: Sequence[Stage],
+        plan: PipelinePlan,
+        places: Sequence[Place],
+    ) -> None:
+        self._units, self._stages, self._plan = units, list(stages), plan
+        self._places = list(places)
+        self.maker = {token: s for s, stage in enumerate(stages) for token in stage.sent}
+        self.readers = {
+            token: [s for s, stage in enumerate(stages) if s > maker and token in stage.taken]
+            for token, maker in self.maker.items()
+        }
+        self.outputs = [token for token in units.outputs if token in self.maker]
+
+    @property
+    def collector(self) -> Place:
+        """Where the outputs of all micro-batches come together."""
+        return self.replica(len(self._stages) - 1, 0)
+
+    def replica(self, stage: int, replica: int) -> Place:
+        """Return the place of a stage's replica."""
+        return self._places[self._plan.stages[stage].devices[replica]]
+
+    def place(self, stage: int, micro_batch: int) -> Place:
+        """Return where a stage runs a micro-batch."""
+        return self.replica(stage, self._plan.stages[stage].routes[micro_batch])
+
+    def head(self, micro_batch: int, is_additive: bool) -> Place:
+        """Return where the gradient of the loss of a micro-batch arises."""
+        last = len(self._stages) - 1
+        return self.place(last, micro_batch) if is_additive else self.collector
+
+    def processes_of(self, stage: int) -> list[int]:
+        """Return the processes that hold a stage, that of its first replica first."""
+        devices = self._plan.stages[stage].devices
+        return list(dict.fromkeys(self._places[device].process for device in devices))
+
+    def messages(
+        self, specs: dict[Token, Spec], training: bool, is_additive: bool
+    ) -> Iterator[tuple[Message, int, int, int]]:
+        """Yield each message of a step with its source, its target and its number between them.
+
+        Every process yields the same.
+
+        Args:
+            specs: types of the tensors.
+            training: whether gradients come back.
+            is_additive: whether each micro-batch has its own gradient of the loss.
+        """
+        numbers: dict[tuple[int, int], Iterator[int]] = collections.defaultdict(itertools.count)
+        for token in sorted(self.maker):
+            for m in range(self._plan.micro_batches):
+                home = self.place(self.maker[token], m).process
+                for process in sorted(self._processes_reading(token, m, training, is_additive)):
+                    if process == home:
+                        continue
+                    kinds = ["tensor"] if specs[token].mask_rank is None else ["tensor", "mask"]
+                    for kind in kinds:
+                        number = next(numbers[home, process])
+                        yield Message(kind, token, m, process), home, process, number
+                for reader in self.answering(token, specs[token].dtype) if training else ():
+                    process = self.process_of_reader(reader, m, is_additive)
+                    if process != home:
+                        number = next(numbers[process, home])
+                        yield Message("gradient", token, m, reader), process, home, number
+
+    def answering(self, token: Token, dtype: tf.DType) -> list[int]:
+        """Return the stages (and `HEAD`) that a gradient of a tensor comes from."""
+        if not dtype.is_floating:
+            return []
+        return [*self.readers[token], *([HEAD] if token in self.outputs else [])]
+
+    def process_of_reader(self, reader: int, micro_batch: int, is_additive: bool) -> int:
+        """Return the process of a stage (or `HEAD`) for a micro-batch."""
+        if reader == HEAD:
+            return self.head(micro_batch, is_additive).process
+        return self.place(reader, micro_batch).process
+
+    def _processes_reading(
+        self, token: Token, micro_batch: int, training: bool, is_additive: bool
+    ) -> set[int]:
+        processes = {self.place(s, micro_batch).process for s in self.readers[token]}
+        if token in self.outputs:
+            processes.add(self.collector.process)
+            if training:
+                processes.add(self.head(micro_batch, is_additive).process)
+        return processes

@@ -1,0 +1,148 @@
+"""Gradients of the loss with respect to the model's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from keras_het import keras_graphs_adapter, private_api
+from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
+from keras_het.strategy.pipeline.step.model_units import ModelUnits
+from keras_het.value_types import Nest
+
+# Keras's own whose value for a sample depends on the other samples
+_COUPLED = ("Circle", "Dice", "Tversky", "circle", "dice", "tversky")
+
+
+class LossHead:
+    """The loss behind a pipeline's last stage.
+
+    If the loss is a mean over samples, each micro-batch goes back as soon as it is through;
+    otherwise (masks, sample weights in the divisor, a user's own function) the gradient is taken of
+    the whole batch's loss, when all micro-batches are through.
+
+    Args:
+        units: the model.
+        batches: the batch in parts.
+        targets: the user's y.
+        sample_weight: the user's weights, or None.
+
+    Attributes:
+        is_additive: whether the loss is a mean over samples.
+        done: micro-batches whose gradients exist.
+    """
+
+    def __init__(
+        self,
+        units: ModelUnits,
+        batches: MicroBatches,
+        targets: Nest,
+        sample_weight: Nest,
+    ) -> None:
+        self._units, self._batches = units, batches
+        self._targets, self._sample_weight = targets, sample_weight
+        self._model = units.model
+        has_masks = any(getattr(t, "_keras_mask", None) is not None for t in units.graph.outputs)
+        self.is_additive = not has_masks and is_mean_over_samples(self._model)
+        self.done: set[int] = set()
+
+    def scale(self, value: tf.Tensor) -> tf.Tensor:
+        """Scale a gradient as the optimizer scales the loss, against underflow."""
+        return self._model.optimizer.scale_loss(value)
+
+    def of_micro_batch(self, number: int, outputs: list[tf.Tensor]) -> list[tf.Tensor | None]:
+        """Return the gradients of a micro-batch's part of the loss.
+
+        Args:
+            number: number of the micro-batch.
+            outputs: the model's flat outputs for it.
+        """
+        self.done.add(number)
+        targets = self._batches.part(number, self._targets)
+        weight = self._sample_weight
+        weights = None if weight is None else self._batches.part(number, weight)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            watched = [value for value in outputs if value.dtype.is_floating]
+            tape.watch(watched)
+            loss = _detached_loss(self._model, self._units, targets, outputs, weights)
+        part = tf.cast(self._batches.weight(number), loss.dtype)
+        return self._gradients(tape, loss, self.scale(part), outputs)
+
+    def of_whole_batch(
+        self, outputs: dict[int, list[tf.Tensor]], masks: dict[int, list[tf.Tensor | None]]
+    ) -> dict[int, list[tf.Tensor | None]]:
+        """Return the gradients of the batch's loss, by micro-batch.
+
+        Args:
+            outputs: the model's flat outputs of each micro-batch, by number.
+            masks: their masks.
+        """
+        self.done.update(outputs)
+        whole = join(self._batches, outputs, masks)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([value for value in whole if value.dtype.is_floating])
+            loss = _detached_loss(
+                self._model, self._units, self._targets, whole, self._sample_weight
+            )
+        found = self._gradients(tape, loss, self.scale(tf.ones([], loss.dtype)), whole)
+        result = {}
+        for number in outputs:
+            begin, end = self._batches.offset(number)
+            result[number] = [
+                None if g is None else self._batches.filled_up(number, g[begin:end]) for g in found
+            ]
+        return result
+
+    def _gradients(
+        self, tape: tf.GradientTape, loss: tf.Tensor, seed: tf.Tensor, outputs: list[tf.Tensor]
+    ) -> list[tf.Tensor | None]:
+        floats = [value for value in outputs if value.dtype.is_floating]
+        found = iter(tape.gradient(loss, floats, output_gradients=seed))
+        return [next(found) if value.dtype.is_floating else None for value in outputs]
+
+
+def join(
+    batches: MicroBatches,
+    outputs: dict[int, list[tf.Tensor]],
+    masks: dict[int, list[tf.Tensor | None]],
+) -> list[tf.Tensor]:
+    """Put the outputs of all micro-batches together, with their masks.
+
+    Args:
+        batches: the batch in parts.
+        outputs: the model's flat outputs of each micro-batch, by number.
+        masks: their masks.
+    """
+    numbers = sorted(outputs)
+    whole = []
+    for i in range(len(outputs[numbers[0]])):
+        joined = tf.concat([batches.counted(m, outputs[m][i]) for m in numbers], 0)
+        if masks[numbers[0]][i] is not None:
+            joined._keras_mask = tf.concat([batches.counted(m, masks[m][i]) for m in numbers], 0)
+        whole.append(joined)
+    return whole
+
+
+def is_mean_over_samples(model: keras.Model) -> bool:
+    """Tell whether the compiled loss of a batch is the weighted mean of its parts' losses."""
+    losses = keras_graphs_adapter.losses_of(model)
+    return bool(losses) and all(
+        getattr(loss, "reduction", None) in ("sum_over_batch_size", "mean")
+        and private_api.is_of_keras(loss)
+        and type(loss).__name__ not in _COUPLED
+        and getattr(getattr(loss, "fn", None), "__name__", "") not in _COUPLED
+        for loss in losses
+    )
+
+
+def _detached_loss(
+    model: keras.Model, units: ModelUnits, targets: Nest, outputs: list[tf.Tensor], weights: Nest
+) -> tf.Tensor:
+    """Return the compiled loss without counting it in the metrics of single outputs."""
+    compiled: Callable[..., tf.Tensor] | None = keras_graphs_adapter.compiled_loss(model)
+    packed = keras_graphs_adapter.packed_outputs(units.graph, outputs)
+    with keras.StatelessScope():
+        loss = None if compiled is None else compiled(targets, packed, weights)
+    return tf.zeros([], keras.config.floatx()) if loss is None else loss

@@ -1,0 +1,72 @@
+r"""A batch in M consecutive parts, and how much each counts.
+
+Micro-batch m has the rows from :math:`\lfloor Bm/M \rfloor` to :math:`\lfloor B(m+1)/M \rfloor`,
+and its weight is its part of all B rows. A batch of fewer rows than micro-batches fills up with
+rows that count nothing, because a layer need not accept an empty batch.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from keras_het.value_types import Nest
+
+
+class MicroBatches:
+    """The parts of one batch, in the graph.
+
+    Args:
+        batch: structure of tensors with B rows.
+        count: number of micro-batches, M.
+    """
+
+    def __init__(self, batch: Nest, count: int) -> None:
+        self._batch, self.count = batch, count
+        self.rows = _rows(tf.nest.flatten(batch)[0])
+        self._bounds = [self.rows * m // count for m in range(count + 1)]
+
+    def part(self, number: int, of: Nest) -> Nest:
+        """Return the rows of a micro-batch, at least one.
+
+        Args:
+            number: its number.
+            of: structure of tensors with B rows.
+        """
+        begin = self._bounds[number]
+        end = tf.maximum(self._bounds[number + 1], begin + 1)
+        return tf.nest.map_structure(lambda value: value[begin:end], of)
+
+    def counted(self, number: int, of: Nest) -> Nest:
+        """Return those rows of a micro-batch's results that belong to the batch.
+
+        Args:
+            number: its number.
+            of: structure of tensors with the rows of `part`.
+        """
+        size = self._bounds[number + 1] - self._bounds[number]
+        return tf.nest.map_structure(lambda value: value[:size], of)
+
+    def filled_up(self, number: int, of: tf.Tensor) -> tf.Tensor:
+        """Undo `counted` for a gradient: rows that count nothing get zeros.
+
+        Args:
+            number: its number.
+            of: tensor with the rows of `counted`.
+        """
+        size = self._bounds[number + 1] - self._bounds[number]
+        missing = tf.maximum(1 - size, 0)
+        return tf.concat([of, tf.zeros(tf.concat([[missing], tf.shape(of)[1:]], 0), of.dtype)], 0)
+
+    def offset(self, number: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the first row of a micro-batch and the row behind its last one that counts."""
+        return self._bounds[number], self._bounds[number + 1]
+
+    def weight(self, number: int) -> tf.Tensor:
+        """Return the micro-batch's part of the batch's rows, float64 scalar."""
+        size = self._bounds[number + 1] - self._bounds[number]
+        return tf.cast(size, tf.float64) / tf.cast(self.rows, tf.float64)
+
+
+def _rows(value: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
+    rows = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
+    return tf.cast(rows, tf.int32)

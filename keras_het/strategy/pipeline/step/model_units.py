@@ -1,0 +1,169 @@
+"""A Keras model as a list of layer calls that can be cut anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from keras_het import keras_graphs_adapter
+
+Token = int
+"""Number of a tensor that travels between layer calls."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """One call of a layer, or of an operation of `keras.ops`.
+
+    Args:
+        operation: the layer or operation.
+        node: its call in the model's graph.
+        inputs: number of each tensor it takes, by the id of the symbolic one.
+        outputs: numbers of its results.
+    """
+
+    operation: Any
+    node: keras_graphs_adapter.Node
+    inputs: dict[int, Token]
+    outputs: list[Token]
+
+    @property
+    def name(self) -> str:
+        """Name of the layer or operation."""
+        return str(self.operation.name)
+
+    @property
+    def layer(self) -> keras.layers.Layer | None:
+        """The layer, None for an operation that has no state."""
+        return self.operation if isinstance(self.operation, keras.layers.Layer) else None
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Weights and state of the layer."""
+        return [] if self.layer is None else list(self.layer.variables)
+
+
+class ModelUnits:
+    """Layer calls of a model in an order in which each follows those that it depends on.
+
+    A nested Functional or Sequential model is replaced by its layer calls. Any prefix of the list
+    may be a stage.
+
+    Args:
+        model: a Functional or Sequential `keras.Model`, built.
+
+    Attributes:
+        model: the same.
+        graph: its graph of layers.
+        units: the layer calls, L of them.
+        inputs: numbers of the model's inputs.
+        outputs: numbers of its outputs.
+
+    Raises:
+        ValueError: if the model's `call` is Python code, which cannot be cut.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        graph = keras_graphs_adapter.graph_of(model)
+        if graph is None:
+            is_unbuilt = isinstance(model, keras.Sequential) and not model.built
+            received = f"{type(model).__name__} {model.name!r}, " + (
+                "a Sequential model without an input shape"
+                if is_unbuilt
+                else "whose call() is Python code"
+            )
+            remedy = (
+                "Begin it with keras.Input(shape)."
+                if is_unbuilt
+                else "Build it with keras.Model(inputs, outputs) or keras.Sequential, or train it "
+                "under keras_het.HeterogeneousStrategy."
+            )
+            raise ValueError(
+                "A pipeline needs a Functional or Sequential model, whose graph of layers it can "
+                f"cut. Received: {received}. {remedy}"
+            )
+        self.model, self.graph = model, graph
+        self.units: list[Unit] = []
+        tokens = itertools.count()
+        self.inputs: list[Token] = [next(tokens) for _ in graph.inputs]
+        made = self._expand(
+            graph, dict(zip(map(id, graph.inputs), self.inputs, strict=True)), tokens
+        )
+        self.outputs: list[Token] = [made[id(tensor)] for tensor in graph.outputs]
+
+    def _expand(
+        self, graph: keras_graphs_adapter.Graph, made: dict[int, Token], tokens: Iterator[Token]
+    ) -> dict[int, Token]:
+        for node in keras_graphs_adapter.nodes_of(graph):
+            if node.is_input or any(id(tensor) not in made for tensor in node.input_tensors):
+                continue
+            inner = keras_graphs_adapter.graph_of(node.operation)
+            if inner is not None:
+                given = [made[id(tensor)] for tensor in node.input_tensors]
+                within = self._expand(
+                    inner, dict(zip(map(id, inner.inputs), given, strict=True)), tokens
+                )
+                results = [within[id(tensor)] for tensor in inner.outputs]
+            else:
+                results = [next(tokens) for _ in node.outputs]
+                taken = {id(tensor): made[id(tensor)] for tensor in node.input_tensors}
+                self.units.append(Unit(node.operation, node, taken, results))
+            made.update(zip(map(id, node.outputs), results, strict=True))
+        return made
+
+    @functools.cached_property
+    def maker(self) -> dict[Token, int]:
+        """The unit that makes each tensor, inputs left out."""
+        return {token: i for i, unit in enumerate(self.units) for token in unit.outputs}
+
+    @functools.cached_property
+    def last_use(self) -> dict[Token, int]:
+        """The last unit that takes each tensor; L for the model's outputs."""
+        uses = {token: i for i, unit in enumerate(self.units) for token in unit.inputs.values()}
+        return uses | dict.fromkeys(self.outputs, len(self.units))
+
+    def crossing(self, cut: int) -> list[Token]:
+        """Return the tensors that cross a cut; the model's inputs never do.
+
+        Args:
+            cut: number of the first unit behind it.
+        """
+        return [
+            token
+            for token, unit in self.maker.items()
+            if unit < cut <= self.last_use.get(token, -1)
+        ]
+
+    @functools.cached_property
+    def together(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (first, last) of units that share weights or state and need one stage."""
+        first: dict[int, int] = {}
+        pairs = set()
+        for i, unit in enumerate(self.units):
+            for variable in unit.variables:
+                if first.setdefault(id(variable), i) != i:
+                    pairs.add((first[id(variable)], i))
+        return tuple(sorted(pairs))
+
+    def cut_behind(self, name: str) -> int:
+        """Return the cut behind the last call of a layer.
+
+        Args:
+            name: name of the layer; of a nested model, the cut is behind all of it.
+
+        Raises:
+            ValueError: if the model has no such layer.
+        """
+        found = [i for i, unit in enumerate(self.units) if unit.name == name]
+        if not found:
+            names = ", ".join(dict.fromkeys(unit.name for unit in self.units))
+            raise ValueError(
+                "A cut is given as the name of the layer before it. Received: "
+                f"{name!r}, which is not among the model's layers. Choose among: {names}."
+            )
+        return found[-1] + 1

@@ -1,0 +1,384 @@
+"""The forward and backward passes of one step, as this process runs them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.planning.pipeline.schedule import stage_order
+from keras_het.strategy.pipeline.step.edges import HEAD, Edges, Message, Place
+from keras_het.strategy.pipeline.step.loss_head import LossHead
+from keras_het.strategy.pipeline.step.messages import Messages
+from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
+from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
+from keras_het.strategy.pipeline.step.stage import PassResult, Stage
+from keras_het.value_types import Summand
+
+_COLLECTOR = -2
+
+
+@dataclasses.dataclass
+class _Given:
+    """Tensors at the place where a stage, the loss or the collector takes them, and their masks."""
+
+    tensors: dict[Token, tf.Tensor] = dataclasses.field(default_factory=dict)
+    masks: dict[Token, tf.Tensor] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A forward pass that waits for its backward pass."""
+
+    tape: tf.GradientTape
+    received: dict[Token, tf.Tensor]
+    result: PassResult
+
+
+class PassGraph:
+    """Builds this process's passes of one step into the graph that is being traced.
+
+    A device runs its passes in the order of the schedule; transfers start as soon as their value
+    exists.
+
+    Args:
+        units: the model.
+        stages: its stages.
+        plan: the plan.
+        edges: the ways of tensors between stages.
+        messages: what this process exchanges with others.
+
+    Attributes:
+        gradients: for each stage that this process holds, those of its weights.
+        losses: of the layers, weighted, for this process's micro-batches.
+        outputs: the model's flat outputs of each micro-batch, by number, at the collector.
+        output_masks: their masks.
+    """
+
+    def __init__(
+        self,
+        units: ModelUnits,
+        stages: Sequence[Stage],
+        plan: PipelinePlan,
+        edges: Edges,
+        messages: Messages,
+    ) -> None:
+        self._units, self._stages, self._plan = units, list(stages), plan
+        self._edges, self._messages, self._process = edges, messages, messages.process
+        self.gradients: dict[int, list[Summand | None]] = {}
+        self.losses: list[tf.Tensor] = []
+        self.outputs: dict[int, list[tf.Tensor]] = {}
+        self.output_masks: dict[int, list[tf.Tensor | None]] = {}
+
+    def run(
+        self,
+        batches: MicroBatches,
+        inputs: Callable[[int], list[tf.Tensor]],
+        head: LossHead | None,
+    ) -> None:
+        """Build all passes; the attributes hold the results.
+
+        Args:
+            batches: the batch in parts.
+            inputs: returns the model's flat inputs of a micro-batch.
+            head: gradients of the loss; None for forward passes only.
+        """
+        self._batches, self._head = batches, head
+        self._inputs = [
+            dict(zip(self._units.inputs, inputs(m), strict=True))
+            for m in range(self._plan.micro_batches)
+        ]
+        here = [
+            (s, r)
+            for s, stage in enumerate(self._plan.stages)
+            for r in range(len(stage.devices))
+            if self._edges.replica(s, r).process == self._process
+        ]
+        self._homes = {s: self._edges.replica(s, r).device for s, r in reversed(here)}
+        self._weights = {(s, r): self._weights_on(s, r) for s, r in here}
+        self._state_before = {s: self._state_of(s) for s in self._homes}
+        self._state_after: dict[int, dict[int, list[tf.Tensor]]] = {s: {} for s in self._homes}
+        self._given: dict[tuple[int, int], _Given] = collections.defaultdict(_Given)
+        self._returned: dict[tuple[int, int], dict[Token, list[tf.Tensor]]]
+        self._returned = collections.defaultdict(lambda: collections.defaultdict(list))
+        self._answers: dict[tuple[int, int], set[tuple[Token, int]]] = collections.defaultdict(set)
+        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._sums: dict[int, list[list[Summand | None]]] = collections.defaultdict(list)
+        self._last: dict[tuple[int, int], tf.Operation] = {}
+        for message, value, mask in self._messages.receive(self._training, self._is_additive):
+            token, number = message.token, message.micro_batch
+            if message.kind == "gradient":
+                self._answer(self._edges.maker[token], token, number, message.reader, value)
+            else:
+                self._deliver(token, number, value, mask)
+        schedule = self._plan.schedule if self._is_additive else "gpipe"
+        self._build({place: self._passes(*place, schedule) for place in here})
+        self.gradients = {s: self._total_gradients(s) for s in self._homes}
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that this process holds."""
+        return list(self._homes)
+
+    @property
+    def _loss(self) -> LossHead:
+        if self._head is None:
+            raise RuntimeError("Passes without a loss have no backward pass.")
+        return self._head
+
+    @property
+    def _training(self) -> bool:
+        return self._head is not None
+
+    @property
+    def _is_additive(self) -> bool:
+        return self._head is None or self._head.is_additive
+
+    def _weights_on(self, stage: int, replica: int) -> list[tf.Tensor]:
+        """Read the stage's weights; a further replica gets a copy for the time of the step."""
+        with tf.device(self._edges.replica(stage, replica).device):
+            return [tf.identity(variable.value) for variable in self._stages[stage].weights]
+
+    def _state_of(self, stage: int) -> list[tf.Tensor]:
+        with tf.device(self._homes[stage]):
+            return [tf.identity(variable.value) for variable in self._stages[stage].state]
+
+    # ---------------------------------------------------------------- order of the passes
+
+    def _passes(
+        self, stage: int, replica: int, schedule: str
+    ) -> collections.deque[tuple[str, int]]:
+        order = stage_order(self._plan.stages, stage, replica, schedule)
+        return collections.deque(p for p in order if self._training or p[0] == "forward")
+
+    def _build(self, queues: dict[tuple[int, int], collections.deque[tuple[str, int]]]) -> None:
+        """Build the passes of all devices, each as soon as what it takes exists."""
+        while any(queues.values()):
+            if not any([self._advance(place, queue) for place, queue in queues.items()]):
+                left = {place: list(queue) for place, queue in queues.items()}
+                raise RuntimeError(
+                    f"The passes of this plan wait for each other. Received: {left} left over, of "
+                    f"the plan\n{self._plan}\nThis is a defect of keras_het; please report it."
+                )
+
+    def _advance(self, at: tuple[int, int], queue: collections.deque[tuple[str, int]]) -> bool:
+        stage, replica = at
+        if not queue or not self._is_ready(stage, *queue[0]):
+            return False
+        kind, number = queue.popleft()
+        after = [self._last[at]] if at in self._last else []
+        run = self._forward if kind == "forward" else self._backward
+        with tf.device(self._edges.replica(stage, replica).device):
+            self._last[at] = run(stage, replica, number, after)
+        return True
+
+    def _is_ready(self, stage: int, kind: str, number: int) -> bool:
+        own = self._stages[stage]
+        if kind == "forward":
+            given = self._given[stage, number].tensors
+            return all(token in given or token in self._units.inputs for token in own.taken)
+        made = self._pending[stage, number].result.tensors
+        expected = {
+            (token, reader)
+            for token in own.sent
+            for reader in self._edges.answering(token, made[token].dtype)
+        }
+        return expected <= self._answers[stage, number]
+
+    # ---------------------------------------------------------------- forward
+
+    def _forward(
+        self, stage: int, replica: int, number: int, after: list[tf.Operation]
+    ) -> tf.Operation:
+        own, given = self._stages[stage], self._given[stage, number]
+        inputs = self._inputs[number]
+        given.tensors.update((t, tf.identity(inputs[t])) for t in own.taken if t in inputs)
+        received = {
+            token: given.tensors[token]
+            for token in own.taken
+            if token not in inputs and given.tensors[token].dtype.is_floating
+        }
+        weights, before = self._weights[stage, replica], self._state_before[stage]
+        state = own.state_of_micro_batch(before, number)
+        with (
+            tf.control_dependencies(after),
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
+            if self._training:
+                tape.watch([*received.values(), *weights])
+            result = own.forward(weights, state, given.tensors, given.masks, self._training)
+        self._state_after[stage][number] = result.state
+        if self._training:
+            self._pending[stage, number] = _Pending(tape, received, result)
+        weight = self._batches.weight(number)
+        self.losses.append(result.means * tf.cast(weight, result.means.dtype))
+        self.losses.append(result.sums * tf.cast(weight > 0, result.sums.dtype))
+        for token, tensor in result.tensors.items():
+            self._deliver(token, number, tensor, result.masks.get(token))
+            self._messages.send_everywhere(token, number, tensor, result.masks.get(token))
+        # all of them: a function that TensorFlow has inlined does not end as one
+        return tf.group(*result.tensors.values(), *result.state, result.means, result.sums)
+
+    def _deliver(
+        self, token: Token, number: int, tensor: tf.Tensor, mask: tf.Tensor | None
+    ) -> None:
+        """Move a tensor to the places in this process that take it."""
+        takers = {s: self._edges.place(s, number) for s in self._edges.readers[token]}
+        if token in self._edges.outputs:
+            takers[_COLLECTOR] = self._edges.collector
+            if self._training:
+                takers[HEAD] = self._edges.head(number, self._is_additive)
+        for taker, place in takers.items():
+            if place.process != self._process:
+                continue
+            given = self._given[taker, number]
+            with tf.device(place.device):
+                given.tensors[token] = tf.identity(tensor)
+                if mask is not None:
+                    given.masks[token] = tf.identity(mask)
+            if taker in (HEAD, _COLLECTOR):
+                self._take_outputs(taker, number, place)
+
+    def _take_outputs(self, taker: int, number: int, place: Place) -> None:
+        """Go on with the model's outputs of a micro-batch when all of them are there."""
+        given = self._given[taker, number]
+        if not all(token in given.tensors for token in self._edges.outputs):
+            return
+        known = {**self._inputs[number], **given.tensors}
+        outputs = [known[token] for token in self._units.outputs]
+        if taker == _COLLECTOR:
+            self.outputs[number] = outputs
+            self.output_masks[number] = [given.masks.get(t) for t in self._units.outputs]
+        elif self._is_additive:
+            with tf.device(place.device):
+                self._return_from_head(number, self._loss.of_micro_batch(number, outputs))
+        if self._training and not self._is_additive and self._has_whole_batch():
+            with tf.device(place.device):
+                found = self._loss.of_whole_batch(self.outputs, self.output_masks)
+                for each, gradients in found.items():
+                    self._return_from_head(each, gradients)
+
+    def _has_whole_batch(self) -> bool:
+        return len(self.outputs) == self._plan.micro_batches and not self._loss.done
+
+    def _return_from_head(self, number: int, gradients: list[tf.Tensor | None]) -> None:
+        for token, gradient in zip(self._units.outputs, gradients, strict=True):
+            if token in self._edges.maker:
+                like = self._given[_COLLECTOR if not self._is_additive else HEAD, number]
+                self._return(token, number, HEAD, gradient, like.tensors[token])
+
+    # ---------------------------------------------------------------- backward
+
+    def _backward(
+        self, stage: int, replica: int, number: int, after: list[tf.Operation]
+    ) -> tf.Operation:
+        own, weight = self._stages[stage], self._batches.weight(number)
+        pending = self._pending.pop((stage, number))
+        result, returned = pending.result, self._returned[stage, number]
+        means, sums = result.means, result.sums
+        targets, seeds = [means, sums], [tf.cast(weight, means.dtype)]
+        # rows that only fill up must not count in a sum
+        seeds.append(tf.cast(weight > 0, sums.dtype))
+        seeds = [self._loss.scale(seed) for seed in seeds]
+        for token in own.sent:
+            if returned[token]:
+                targets.append(result.tensors[token])
+                seeds.append(tf.add_n(returned[token]))
+        sources = [*pending.received.values(), *self._weights[stage, replica]]
+        with tf.control_dependencies([*after, *seeds]):
+            # each seed after the pass before: otherwise TensorFlow may begin with some of it
+            seeds = [tf.identity(seed) for seed in seeds]
+        found = pending.tape.gradient(targets, sources, output_gradients=seeds)
+        for (token, tensor), gradient in zip(pending.received.items(), found, strict=False):
+            self._return(token, number, stage, gradient, tensor)
+        self._sums[stage].append(found[len(pending.received) :])
+        ends = [g.values if isinstance(g, tf.IndexedSlices) else g for g in found if g is not None]
+        return tf.group(*ends, *after)
+
+    def _return(
+        self,
+        token: Token,
+        number: int,
+        reader: int,
+        gradient: tf.Tensor | None,
+        like: tf.Tensor,
+    ) -> None:
+        """Give the gradient of a tensor to the stage that made it.
+
+        Args:
+            token: number of the tensor.
+            number: number of the micro-batch.
+            reader: the stage (or `HEAD`) that the gradient comes from.
+            gradient: None if nothing there depends on the tensor.
+            like: the tensor.
+        """
+        if reader != HEAD and reader not in self._edges.readers[token]:
+            return
+        maker = self._edges.maker[token]
+        home = self._edges.place(maker, number)
+        if home.process == self._process:
+            self._answer(maker, token, number, reader, gradient)
+            return
+        if like.dtype.is_floating:
+            value = tf.zeros_like(like) if gradient is None else tf.convert_to_tensor(gradient)
+            self._messages.send(Message("gradient", token, number, reader), value)
+
+    def _answer(
+        self, maker: int, token: Token, number: int, reader: int, gradient: tf.Tensor | None
+    ) -> None:
+        self._answers[maker, number].add((token, reader))
+        if gradient is not None:
+            with tf.device(self._edges.place(maker, number).device):
+                moved = tf.identity(tf.convert_to_tensor(gradient))
+            self._returned[maker, number][token].append(moved)
+
+    def _total_gradients(self, stage: int) -> list[Summand | None]:
+        """Add up the gradients of this process's replicas of a stage, and of regularizers."""
+        own = self._stages[stage]
+        first = next(r for s, r in self._weights if s == stage)
+        weights = self._weights[stage, first]
+        is_owner = self._edges.processes_of(stage)[0] == self._process
+        with tf.device(self._homes[stage]):
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(weights)
+                losses = own.regularization(weights) if is_owner else []
+            self.losses.extend(losses)
+            if not self._training:
+                return []
+            parts = list(self._sums[stage])
+            if losses:
+                seeds = [self._loss.scale(tf.ones([], loss.dtype)) for loss in losses]
+                parts.append(tape.gradient(losses, weights, output_gradients=seeds))
+            return [add_gradients([part[i] for part in parts]) for i in range(len(weights))]
+
+    def state_after(self, stage: int) -> dict[int, tf.Tensor]:
+        """Return what a stage's layers assign in this process's micro-batches, by place."""
+        with tf.device(self._homes[stage]):
+            return self._stages[stage].state_of_step(
+                self._state_before[stage], self._state_after[stage], self._batches.weight
+            )
+
+
+def add_gradients(parts: Sequence[Summand | None]) -> Summand | None:
+    """Add gradients of one weight; None if the loss does not depend on it.
+
+    Sparse ones are put one after the other: Keras takes the norm of their rows for clipping
+    without adding rows of the same number first.
+
+    Args:
+        parts: gradients.
+    """
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    if all(isinstance(part, tf.IndexedSlices) for part in found):
+        return tf.IndexedSlices(
+            tf.concat([part.values for part in found], 0),
+            tf.concat([part.indices for part in found], 0),
+            found[0].dense_shape,
+        )
+    dense = [tf.convert_to_tensor(part) for part in found]
+    return tf.add_n(dense) if len(dense) > 1 else dense[0]

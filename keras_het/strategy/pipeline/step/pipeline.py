@@ -1,0 +1,255 @@
+"""A model in a pipeline: its train, test and predict steps."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from keras_het import keras_graphs_adapter
+from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.strategy.pipeline.step.edges import Edges, Place, Spec
+from keras_het.strategy.pipeline.step.loss_head import LossHead, join
+from keras_het.strategy.pipeline.step.messages import Messages
+from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
+from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
+from keras_het.strategy.pipeline.step.pass_graph import PassGraph
+from keras_het.strategy.pipeline.step.process_group import ProcessGroup
+from keras_het.strategy.pipeline.step.stage import Stage
+from keras_het.strategy.pipeline.step.update import apply_own_gradients, square_norm
+from keras_het.value_types import Nest, Summand
+
+_KINDS = ("train", "test", "predict")
+# TensorFlow remembers the type of each message
+_MESSAGES_PER_KIND = 500_000
+
+
+class Pipeline:
+    """A model cut into stages.
+
+    Args:
+        units: the model.
+        plan: its stages.
+        places: place of each device of the plan.
+        group: the processes, None for one.
+
+    Attributes:
+        stages: the stages.
+        edges: the ways of tensors between them.
+        group: the processes, None for one.
+        gather: the traced function of `gather_state`, None before its first call.
+    """
+
+    def __init__(
+        self,
+        units: ModelUnits,
+        plan: PipelinePlan,
+        places: Sequence[Place],
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.units, self.plan, self.group = units, plan, group
+        transport = None if group is None else group.transport
+        self._transport = transport
+        self.gather: Callable[[], None] | None = None
+        self.stages = [Stage(units, planned) for planned in plan.stages]
+        self.edges = Edges(units, self.stages, plan, places)
+        self._process = 0 if group is None else group.process
+
+    def homes(self) -> list[str]:
+        """Return where this process keeps each stage's variables: the host without a replica."""
+        result = []
+        for number, stage in enumerate(self.plan.stages):
+            places = [self.edges.replica(number, r) for r in range(len(stage.devices))]
+            own = [place.device for place in places if place.process == self._process]
+            result.append(own[0] if own else "CPU:0")
+        return result
+
+    @property
+    def _is_collector(self) -> bool:
+        return self.edges.collector.process == self._process
+
+    def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
+        """Run Keras's train step; returns the logs.
+
+        Args:
+            data: the whole batch, as Keras's own step takes it.
+        """
+        inputs, targets, weight = keras.utils.unpack_x_y_sample_weight(data)
+        passes = self._run("train", inputs, targets, weight)
+        self._sum_over_replicas(passes)
+        own = [
+            g
+            for stage, gradients in passes.gradients.items()
+            if self.edges.processes_of(stage)[0] == self._process
+            for g in gradients
+        ]
+        with tf.device("CPU:0"):
+            square = square_norm(own) if self.group is not None else None
+        square = self._count_loss(passes, targets, weight, square)
+        self._update(passes, square)
+        return self._logs(inputs, targets, weight)
+
+    def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
+        """Run Keras's test step; returns the logs.
+
+        Args:
+            data: the whole batch, as Keras's own step takes it.
+        """
+        inputs, targets, weight = keras.utils.unpack_x_y_sample_weight(data)
+        passes = self._run("test", inputs, targets, weight)
+        self._count_loss(passes, targets, weight, None)
+        return self._logs(inputs, targets, weight)
+
+    def predict_step(self, data: Nest) -> Nest:
+        """Return the model's outputs, on every process.
+
+        Args:
+            data: the whole batch, as Keras's own step takes it.
+        """
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self._run("predict", inputs)
+        whole = self._whole if self._is_collector else None
+        if self.group is not None:
+            self.group.sum_of_step([])
+            like = [tf.TensorSpec(t.shape, t.dtype) for t in self.units.graph.outputs]
+            whole = self.group.share_outputs(whole, like, self.edges.collector.process)
+        with tf.control_dependencies(self._messages.sends):
+            whole = [tf.identity(value) for value in whole or []]
+        return keras_graphs_adapter.packed_outputs(self.units.graph, whole)
+
+    def _run(self, kind: str, inputs: Nest, targets: Nest = None, weight: Nest = None) -> PassGraph:
+        """Build the passes, and assign the state that they leave."""
+        self._batches = batches = MicroBatches(inputs, self.plan.micro_batches)
+        head = LossHead(self.units, batches, targets, weight) if kind == "train" else None
+        flat = keras_graphs_adapter.flat_inputs(self.units.graph, inputs)
+        specs = self._specs(flat) if self._transport is not None else {}
+        number = _KINDS.index(kind)
+        first = number * _MESSAGES_PER_KIND
+        self._messages = Messages(self.edges, self._transport, specs, first)
+        passes = PassGraph(self.units, self.stages, self.plan, self.edges, self._messages)
+        passes.run(batches, lambda number: batches.part(number, flat), head)
+        if self._is_collector:
+            with tf.device(self.edges.collector.device):
+                self._whole = join(batches, passes.outputs, passes.output_masks)
+        for stage in passes.stages:
+            self._assign_state(passes, stage, number)
+        return passes
+
+    @functools.cached_property
+    def _known_specs(self) -> dict[Token, Spec]:
+        return {}
+
+    def _specs(self, inputs: list[tf.Tensor]) -> dict[Token, Spec]:
+        """Return types of the tensors between stages, from a trace that never runs."""
+        known = self._known_specs
+
+        def trace(*values: tf.Tensor) -> tf.Tensor:
+            tensors = dict(zip(self.units.inputs, values, strict=True))
+            masks: dict[Token, tf.Tensor] = {}
+            for stage in self.stages:
+                weights = [tf.convert_to_tensor(v.value) for v in stage.weights]
+                state = [tf.convert_to_tensor(v.value) for v in stage.state]
+                result = stage.forward(weights, state, tensors, masks, False)
+                tensors.update(result.tensors)
+                masks.update(result.masks)
+            for token, value in tensors.items():
+                mask = masks.get(token)
+                mask_rank = None if mask is None else mask.shape.rank
+                known[token] = Spec(value.dtype, value.shape.rank, mask_rank)
+            return tf.zeros([])
+
+        if not known:
+            specs = [tf.TensorSpec([None, *v.shape[1:]], v.dtype) for v in inputs]
+            with tf.init_scope():
+                tf.function(trace, autograph=False).get_concrete_function(*specs)
+        return known
+
+    def _sum_over_replicas(self, passes: PassGraph) -> None:
+        """Add up gradients of stages that several processes hold."""
+        for stage, gradients in passes.gradients.items():
+            processes = self.edges.processes_of(stage)
+            if self.group is not None and len(processes) > 1:
+                passes.gradients[stage] = self.group.sum_gradients(gradients, processes, stage)
+
+    def _assign_state(self, passes: PassGraph, stage: int, kind: int) -> None:
+        """Give a stage's layers the state after the step, the same in all of its processes."""
+        own, processes = self.stages[stage], self.edges.processes_of(stage)
+        state = passes.state_after(stage)
+        means = [i for i in state if own.is_mean(i)]
+        if self._transport is not None and len(processes) > 1 and means:
+            values = [state[i] for i in means]
+            sums = self._transport.sum(values, processes, stage, 1 + kind)
+            state.update(zip(means, sums, strict=True))
+        for i, value in state.items():
+            own.state[i].assign(value)
+
+    def _count_loss(
+        self, passes: PassGraph, targets: Nest, weight: Nest, square: tf.Tensor | None
+    ) -> tf.Tensor | None:
+        """Report the loss of the whole batch as one device does.
+
+        Returns:
+            The sum of `square` over all processes.
+        """
+        model = self.units.model
+        losses = list(passes.losses)
+        if self._is_collector:
+            compiled = keras_graphs_adapter.compiled_loss(model)
+            with tf.device(self.edges.collector.device):
+                outputs = keras_graphs_adapter.packed_outputs(self.units.graph, self._whole)
+                loss = None if compiled is None else compiled(targets, outputs, weight)
+            losses = [*([] if loss is None else [loss]), *losses]
+        with tf.device("CPU:0"):
+            dtype = losses[0].dtype if losses else keras.config.floatx()
+            total = tf.add_n([tf.cast(each, dtype) for each in losses] or [tf.zeros([], dtype)])
+            if self.group is not None:
+                sent = [tf.cast(total, tf.float64)]
+                sent += [] if square is None else [square]
+                sums = self.group.sum_of_step(sent)
+                total, square = tf.cast(sums[0], dtype), sums[-1]
+        keras_graphs_adapter.loss_tracker(model).update_state(
+            total, sample_weight=self._batches.rows
+        )
+        return square
+
+    def _update(self, passes: PassGraph, square: tf.Tensor | None) -> None:
+        model = self.units.model
+        gradients: dict[int, Summand | None] = {
+            id(variable): gradient
+            for stage, found in passes.gradients.items()
+            for variable, gradient in zip(self.stages[stage].weights, found, strict=True)
+        }
+        if not model.trainable_weights:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        elif square is None:
+            model.optimizer.apply_gradients(
+                [(gradients.get(id(v)), v) for v in model.trainable_weights]
+            )
+        else:
+            own = [
+                (gradients[id(v)], v)
+                for v in model.trainable_weights
+                if gradients.get(id(v)) is not None
+            ]
+            apply_own_gradients(model.optimizer, own, square)
+
+    def _logs(self, inputs: Nest, targets: Nest, weight: Nest) -> dict[str, tf.Tensor]:
+        """Update the metrics where the outputs are, and give all processes their state."""
+        model = self.units.model
+        logs = None
+        if self._is_collector:
+            with tf.device(self.edges.collector.device):
+                outputs = keras_graphs_adapter.packed_outputs(self.units.graph, self._whole)
+                logs = model.compute_metrics(inputs, targets, outputs, sample_weight=weight)
+        if self.group is not None:
+            tracker = keras_graphs_adapter.loss_tracker(model)
+            state = [
+                v for metric in model.metrics if metric is not tracker for v in metric.variables
+            ]
+            self.group.share_state(state, self.edges.collector.process)
+            logs = model.get_metrics_result() if logs is None else logs
+        with tf.control_dependencies(self._messages.sends):
+            return {name: tf.identity(value) for name, value in (logs or {}).items()}

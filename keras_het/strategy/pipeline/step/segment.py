@@ -1,0 +1,199 @@
+"""Consecutive layer calls as a pure function of tensors: weights and state in, state out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from keras_het import keras_graphs_adapter
+from keras_het.strategy.pipeline.step.model_units import Token, Unit
+
+
+@dataclasses.dataclass
+class Values:
+    """What layer calls read and make.
+
+    Args:
+        tensors: by their numbers.
+        masks: masks of some of them, likewise.
+        state: state of layers by variable id, as the calls so far have left it.
+        means: scalars given to `add_loss`, and activity regularizers: means over the samples.
+        sums: sums of the vectors given to `add_loss`, which have one value per sample.
+    """
+
+    tensors: dict[Token, tf.Tensor] = dataclasses.field(default_factory=dict)
+    masks: dict[Token, tf.Tensor] = dataclasses.field(default_factory=dict)
+    state: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    means: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    sums: list[tf.Tensor] = dataclasses.field(default_factory=list)
+
+
+class Segment(keras.layers.Layer):
+    """Consecutive layer calls.
+
+    It is a layer because Keras forgets what a layer gave to `add_loss` when the layer is called
+    again, unless both calls lie within that of an outer layer.
+
+    Args:
+        units: the layer calls.
+
+    Attributes:
+        parts: the layers.
+        made: numbers of the tensors they make.
+        taken: numbers of those they take from outside.
+        assigned: ids of the state that they have assigned in any trace.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        super().__init__(autocast=False)
+        self._units = list(units)
+        layers = {id(unit.layer): unit.layer for unit in units if unit.layer is not None}
+        self.parts = list(layers.values())
+        self.made = [token for unit in units for token in unit.outputs]
+        inside = set(self.made)
+        taken = (token for unit in units for token in unit.inputs.values())
+        self.taken = list(dict.fromkeys(token for token in taken if token not in inside))
+        self.assigned: set[int] = set()
+        self.supports_masking = True
+        self.built = True
+
+    @property
+    def state(self) -> list[keras.Variable]:
+        """The variables that its layers may assign when they are called."""
+        return list(self.non_trainable_variables)
+
+    def call(
+        self,
+        tensors: list[tf.Tensor],
+        masks: list[tf.Tensor | None],
+        training: bool | None = None,
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+        """Run the layer calls.
+
+        Args:
+            tensors: values of `taken`.
+            masks: their masks, None for those without.
+            training: argument of the layers.
+
+        Returns:
+            The values of `made`, and their masks.
+        """
+        values = {}
+        for token, tensor, mask in zip(self.taken, tensors, masks, strict=True):
+            values[token] = _with_mask(tensor, mask)
+        for unit in self._units:
+            arguments = {key: values[token] for key, token in unit.inputs.items()}
+            results = keras_graphs_adapter.call_node(unit.node, unit.operation, arguments, training)
+            values.update(zip(unit.outputs, results, strict=True))
+        made = [values[token] for token in self.made]
+        return [tf.identity(value) for value in made], [_mask_of(value) for value in made]
+
+    def run(self, weights: dict[int, tf.Tensor], values: Values, training: bool) -> None:
+        """Run the layer calls on given weights and state, and add the results to `values`.
+
+        Args:
+            weights: tensors of the trainable variables, by variable id.
+            values: has what the calls take.
+            training: argument of the layers.
+        """
+        given = [
+            *((v, weights[id(v)]) for v in self.trainable_variables),
+            *((v, values.state[id(v)]) for v in self.state),
+        ]
+        with keras.StatelessScope(given, collect_losses=True) as scope:
+            made, masks = self(
+                [values.tensors[token] for token in self.taken],
+                [values.masks.get(token) for token in self.taken],
+                training=training,
+            )
+        values.tensors.update(zip(self.made, made, strict=True))
+        values.masks.update(
+            (token, mask) for token, mask in zip(self.made, masks, strict=True) if mask is not None
+        )
+        for variable in self.state:
+            value = scope.get_current_value(variable)
+            if value is not values.state[id(variable)]:
+                self.assigned.add(id(variable))
+            values.state[id(variable)] = tf.convert_to_tensor(value)
+        for loss in scope.losses:
+            (values.sums if loss.shape.rank else values.means).append(tf.reduce_sum(loss))
+
+    def run_twice(self, weights: dict[int, tf.Tensor], values: Values, training: bool) -> None:
+        """Do what `run` does, but keep only what the calls take: the gradient repeats them.
+
+        The calls are pure functions, so dropout and batch normalization see the same again.
+
+        Args:
+            weights: as in `run`.
+            values: as in `run`.
+            training: as in `run`.
+        """
+        variables = self.trainable_variables
+        floats = [token for token in self.taken if values.tensors[token].dtype.is_floating]
+        given = Values(dict(values.tensors), dict(values.masks), dict(values.state))
+        shape: list[Values] = []
+
+        def forward(*arguments: tf.Tensor) -> list[tf.Tensor]:
+            result = Values(dict(given.tensors), dict(given.masks), dict(given.state))
+            result.tensors.update(zip(floats, arguments, strict=False))
+            own = dict(zip(map(id, variables), arguments[len(floats) :], strict=True))
+            self.run(own, result, training)
+            shape[:] = [result]
+            return [
+                *(result.tensors[token] for token in self.made),
+                *(result.masks[token] for token in self.made if token in result.masks),
+                *(result.state[id(variable)] for variable in self.state),
+                *result.means,
+                *result.sums,
+            ]
+
+        @tf.custom_gradient
+        def remembers_inputs(*arguments: tf.Tensor) -> object:
+            results = forward(*arguments)
+
+            def backward(*gradients: tf.Tensor) -> list[tf.Tensor | None]:
+                targets = [g for g in gradients if g is not None]
+                with tf.control_dependencies(targets):
+                    again = [tf.identity(argument) for argument in arguments]
+                    with tf.GradientTape(watch_accessed_variables=False) as tape:
+                        tape.watch(again)
+                        repeated = forward(*again)
+                chosen = [i for i, value in enumerate(repeated) if value.dtype.is_floating]
+                return list(
+                    tape.gradient(
+                        [repeated[i] for i in chosen],
+                        again,
+                        output_gradients=[gradients[i] for i in chosen],
+                        unconnected_gradients="zero",
+                    )
+                )
+
+            return results, backward
+
+        results = iter(
+            remembers_inputs(
+                *(values.tensors[token] for token in floats), *(weights[id(v)] for v in variables)
+            )
+        )
+        (result,) = shape
+        values.tensors.update((token, next(results)) for token in self.made)
+        values.masks.update((t, next(results)) for t in self.made if t in result.masks)
+        values.state.update((id(variable), next(results)) for variable in self.state)
+        values.means.extend(next(results) for _ in result.means)
+        values.sums.extend(next(results) for _ in result.sums)
+
+
+def _with_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    if mask is None:
+        return tensor
+    tensor = tf.identity(tensor)
+    tensor._keras_mask = mask
+    return tensor
+
+
+def _mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    mask: tf.Tensor | None = getattr(tensor, "_keras_mask", None)
+    return mask

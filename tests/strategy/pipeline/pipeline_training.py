@@ -1,0 +1,101 @@
+"""Trains one model on one device and in a pipeline, in float64, and compares everything."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+import keras_het
+from keras_het.planning.pipeline import PipelinePlan, Stage
+
+DEVICES = ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
+ROWS = 38  # the last batch of 12 has 2: fewer than micro-batches
+
+
+@contextlib.contextmanager
+def floatx(name: str) -> Iterator[None]:
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(name)
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
+def plan_of(
+    bounds: Sequence[int],
+    replicas: Sequence[Sequence[int]],
+    routes: Sequence[Sequence[int]],
+    schedule: str = "1f1b",
+    recomputed: Sequence[Sequence[int]] = (),
+) -> PipelinePlan:
+    """A plan of stages between bounds."""
+    again = [*map(tuple, recomputed), *[()] * len(replicas)]
+    stages = tuple(
+        Stage(first, end, tuple(devices), tuple(route), tuple(units))
+        for first, end, devices, route, units in zip(
+            bounds, bounds[1:], replicas, routes, again, strict=False
+        )
+    )
+    return PipelinePlan(stages, len(routes[0]), schedule, 0.0, (0.0,) * len(DEVICES))
+
+
+@dataclasses.dataclass
+class Outcome:
+    """All that a user can see of a training."""
+
+    model: keras.Model
+    history: dict[str, list[float]]
+    evaluation: Any
+    predictions: Any
+
+    @property
+    def weights(self) -> list[np.ndarray]:
+        return [np.array(value) for value in self.model.get_weights()]
+
+    @property
+    def optimizer(self) -> list[np.ndarray]:
+        return [np.array(value) for value in self.model.optimizer.variables]
+
+
+def train(
+    build: Callable[[], keras.Model],
+    data: tuple[Any, Any, Any],
+    strategy: keras_het.PipelineStrategy | None = None,
+    **options: Any,
+) -> Outcome:
+    """Build, fit, evaluate and predict."""
+    x, y, weight = data
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        keras.utils.set_random_seed(3)
+        model = build()
+    options = {"sample_weight": weight, "epochs": 2, "shuffle": False, **options}
+    history = model.fit(
+        x, y, batch_size=12, verbose=0, validation_data=(x, y), validation_batch_size=20, **options
+    ).history
+    evaluation = model.evaluate(x, y, batch_size=20, verbose=0)
+    return Outcome(model, history, evaluation, model.predict(x, batch_size=20, verbose=0))
+
+
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-9) -> None:
+    """Weights, optimizer state, logs and predictions are those of one device."""
+    for name in ("weights", "optimizer"):
+        for one, other in zip(getattr(found, name), getattr(expected, name), strict=True):
+            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance, err_msg=name)
+    assert found.history.keys() == expected.history.keys()
+    for key, values in expected.history.items():
+        np.testing.assert_allclose(
+            found.history[key], values, rtol=tolerance, atol=tolerance, err_msg=key
+        )
+    np.testing.assert_allclose(found.evaluation, expected.evaluation, rtol=tolerance)
+    for one, other in zip(
+        keras.tree.flatten(found.predictions), keras.tree.flatten(expected.predictions), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,88 @@
+"""Fit, evaluate and predict in a pipeline have the numbers of one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import pytest
+from pipeline_models import MODELS
+from pipeline_training import DEVICES, Outcome, assert_same, floatx, plan_of, train
+
+import keras_het
+from keras_het.planning.pipeline import PipelinePlan
+from keras_het.strategy.pipeline.step.model_units import ModelUnits
+
+
+@pytest.fixture(autouse=True)
+def exact_numbers(cpu_devices: Any) -> Iterator[None]:
+    with floatx("float64"):
+        yield
+
+
+@functools.cache
+def on_one_device(name: str) -> Outcome:
+    build, data = MODELS[name]
+    return train(build, data())
+
+
+def plans(name: str) -> dict[str, PipelinePlan]:
+    """Three stages; two stages of two unequal replicas; one stage on three devices."""
+    units = ModelUnits(on_one_device(name).model)
+    end, shared = len(units.units), units.together
+    cuts = [c for c in range(1, end) if not any(a < c <= b for a, b in shared)]
+    first, second = cuts[len(cuts) // 3], cuts[-1]
+    one = (0,) * 4
+    return {
+        "three stages": plan_of([0, first, second, end], [[0], [1], [2]], [one] * 3),
+        "replicas": plan_of([0, first, end], [[3, 1], [0, 2]], [(0, 1, 1, 0), (0, 0, 0, 1)]),
+        "one stage": plan_of([0, end], [[0, 2, 3]], [(0, 1, 2, 0)]),
+        "recomputed": plan_of(
+            [0, first, end],
+            [[0], [1, 2]],
+            [one, (0, 1, 0, 1)],
+            recomputed=[range(first), [end - 1]],
+        ),
+        "gpipe": plan_of([0, second, end], [[0], [1]], [one] * 2, "gpipe"),
+        "whole batches": plan_of([0, first, end], [[0], [1]], [(0,)] * 2),
+    }
+
+
+@pytest.mark.parametrize("layout", ["three stages", "replicas"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pipeline_trains_as_one_device(name: str, layout: str) -> None:
+    check(name, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["one stage", "recomputed", "gpipe", "whole batches"])
+@pytest.mark.parametrize("name", MODELS)
+def test_other_plans_train_as_one_device(name: str, layout: str) -> None:
+    check(name, layout)
+
+
+def check(name: str, layout: str) -> None:
+    expected = on_one_device(name)
+    plan = plans(name)[layout]
+    strategy = keras_het.PipelineStrategy(plan, plan.micro_batches, DEVICES)
+    build, data = MODELS[name]
+    assert_same(train(build, data(), strategy), expected)
+    assert strategy.plan is plan
+
+
+def test_a_measured_plan_trains_as_one_device() -> None:
+    strategy = keras_het.PipelineStrategy(micro_batches=3, devices=DEVICES)
+    build, data = MODELS["convnet"]
+    assert_same(train(build, data(), strategy), on_one_device("convnet"))
+    text = str(strategy.plan)
+    assert "predicted step" in text and "data parallelism on all devices" in text
+
+
+def test_the_user_names_the_layers_to_cut_behind() -> None:
+    strategy = keras_het.PipelineStrategy(["embedding", "lstm"], 4, DEVICES)
+    build, data = MODELS["masked"]
+    keras.backend.clear_session()
+    assert_same(train(build, data(), strategy), on_one_device("masked"))
+    assert strategy.plan is not None and len(strategy.plan.stages) == 3
