@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from keras_het.planning.pipeline.least_latency import Chain, ChainStage, Group
+from keras_het.planning.pipeline.moves import neighbours
 from keras_het.planning.pipeline.plan import PipelinePlan, Stage
 from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import cheapest_recomputation, fits, stage_memory
@@ -15,7 +16,9 @@ from keras_het.planning.pipeline.schedule import in_flight, routes
 from keras_het.planning.pipeline.simulation import simulate
 
 AHEAD_PER_CUT = (0, 1, 2)
-_ROUNDS = 4
+# More micro-batches in flight need memory: a step must become shorter by 1 %.
+_WORTH_MEMORY = 0.99
+_STARTS = 3
 
 
 class Candidates:
@@ -27,6 +30,7 @@ class Candidates:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
+        self._choices: dict[tuple[int, int, Group, tuple[int, ...]], tuple[int, ...] | None] = {}
         self._known: dict[tuple[tuple[int, int, Group], ...], PipelinePlan | None] = {}
 
     def best(self) -> PipelinePlan | None:
@@ -46,9 +50,14 @@ class Candidates:
         if key not in self._known:
             if self._problem.schedule != "1f1b" or len(chain) == 1:
                 ahead = (0,)
-            tried = (self._plan(chain, self.stages(chain, more)) for more in ahead)
-            plans = [plan for plan in tried if plan is not None]
-            self._known[key] = min(plans, key=lambda plan: plan.step_seconds, default=None)
+            best: PipelinePlan | None = None
+            for more in ahead:
+                plan = self._plan(chain, self.stages(chain, more))
+                if plan is not None and (
+                    best is None or plan.step_seconds < _WORTH_MEMORY * best.step_seconds
+                ):
+                    best = plan
+            self._known[key] = best
         return self._known[key]
 
     def add_one_stage(self, group: Iterable[int]) -> PipelinePlan | None:
@@ -60,28 +69,30 @@ class Candidates:
         chosen = tuple(sorted(members[position] for position in used))
         return self.add((ChainStage(0, len(self._problem.cuts) - 1, chosen, len(chosen)),))
 
-    def improve(self, chains: Iterable[Chain]) -> None:
-        """Move cuts of the fastest of some chains to neighbouring places, one at a time.
+    def improve(self, chains: Iterable[Chain], most_plans: int) -> None:
+        """Change the fastest of some chains a little, as long as the simulated step gets shorter.
 
-        As long as the simulated step becomes shorter.
+        Args:
+            chains: those that have been added are looked at.
+            most_plans: end after so many new plans.
         """
         known = [(plan, chain) for chain in chains if (plan := self._known.get(_key(chain)))]
-        if not known:
-            return
-        plan, chain = min(known, key=lambda pair: pair[0].step_seconds)
-        first = plan.stages[0].ahead
-        usual = sum(len(stage.devices) for stage in plan.stages) - 1
-        more = (first - usual) // (len(chain) - 1) if first is not None else 0
-        for _ in range(_ROUNDS):
-            before = plan
-            for number in range(1, len(chain)):
-                for moved in _moved(chain, number):
-                    other = self.add(moved, (more,))
-                    if other is not None and other.step_seconds < plan.step_seconds:
-                        chain, plan = moved, other
-                        break
-            if plan is before:
-                return
+        known.sort(key=lambda pair: pair[0].step_seconds)
+        for plan, chain in known[:_STARTS]:
+            limit = len(self._known) + most_plans // min(len(known), _STARTS)
+            self._descend(plan, chain, limit)
+
+    def _descend(self, plan: PipelinePlan, chain: Chain, limit: int) -> None:
+        improved = True
+        while improved:
+            improved = False
+            for moved in neighbours(chain, self._problem.devices.num_devices):
+                if len(self._known) >= limit:
+                    return
+                other = self.add(moved)
+                if other is not None and other.step_seconds < plan.step_seconds:
+                    chain, plan, improved = moved, other, True
+                    break
 
     def stages(self, chain: Chain, ahead_per_cut: int = 0) -> tuple[Stage, ...]:
         """Return the stages of a chain, without recomputation."""
@@ -120,8 +131,11 @@ class Candidates:
                 in_flight(stages, number, replica, problem.schedule)
                 for replica in range(len(stage.devices))
             ]
-            units = self._recomputed(stage, held)
-            if units is None:
+            choice = (stage.first, stage.end, stage.devices, tuple(held))
+            if choice not in self._choices:
+                self._choices[choice] = self._recomputed(stage, held)
+            units = self._choices[choice]
+            if units is None or 0 in held:
                 return None
             chosen.append(dataclasses.replace(stage, recomputed=units))
             for device, d in zip(stage.devices, held, strict=True):
@@ -141,12 +155,3 @@ class Candidates:
 
 def _key(chain: Chain) -> tuple[tuple[int, int, Group], ...]:
     return tuple((stage.row, stage.column, stage.group) for stage in chain)
-
-
-def _moved(chain: Chain, number: int) -> Iterator[Chain]:
-    """Return the chain with the cut before a stage moved."""
-    before, after = chain[number - 1], chain[number]
-    for row in (after.row - 1, after.row + 1):
-        if before.row < row < after.column:
-            stages = dataclasses.replace(before, column=row), dataclasses.replace(after, row=row)
-            yield (*chain[: number - 1], *stages, *chain[number + 1 :])

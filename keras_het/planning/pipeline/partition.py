@@ -18,8 +18,10 @@ from keras_het.planning.pipeline.refinement import find_chains
 from keras_het.planning.pipeline.schedule import check_micro_batches, check_schedule
 from keras_het.planning.pipeline.shortage import explain_shortage
 
-# How many of the fastest chains are simulated.
-_SIMULATED = 8
+# How many of the fastest chains are simulated, and how many plans near them; for large ones fewer.
+_SIMULATED = (5, 24)
+_NEAR = (30, 400)
+_SIMULATED_PASSES = 2e4
 
 
 def plan_pipeline(
@@ -127,10 +129,11 @@ def _checked(problem: Problem) -> Problem:
 def _plan(problem: Problem, tolerance: float) -> PipelinePlan:
     candidates = Candidates(problem)
     chains = find_chains(problem, tolerance)
-    for chain in chains[:_SIMULATED]:
+    plans = _SIMULATED_PASSES / (problem.micro_batches * len(chains[0])) if chains else 0
+    for chain in chains[: int(np.clip(plans / 8, *_SIMULATED))]:
         candidates.add(chain)
     if chains and not problem.all_cuts:
-        candidates.improve(chains)
+        candidates.improve(chains, int(np.clip(plans, *_NEAR)))
     alternatives = () if problem.all_cuts else _without_pipeline(problem, candidates)
     best = candidates.best()
     if best is None:

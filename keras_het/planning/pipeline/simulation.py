@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
+from typing import NamedTuple
 
 from keras_het.planning.pipeline.devices import Devices, Link
 from keras_het.planning.pipeline.model_profile import ModelProfile
@@ -14,11 +15,10 @@ from keras_het.planning.pipeline.schedule import stage_order
 COMPUTE = ("forward", "backward", "recompute")
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that takes time.
 
-    Args:
+    Attributes:
         kind: "forward", "backward", "recompute", "transfer" or "all_reduce".
         micro_batch: its number; -1 in an all-reduce.
         stage: number of the stage; of a transfer, that of the sender.

@@ -1,13 +1,25 @@
 """The partition: optimal against trying everything, and honest about what does not fit."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from exhaustive import exhaustive
-from pipeline_plants import random_case
+from exhaustive import chains, exhaustive
+from pipeline_plants import even_devices, even_profile, random_case
 
+from keras_het.planning.pipeline import (
+    ModelProfile,
+    in_flight,
+    plan_pipeline,
+    plan_with_cuts,
+    simulate,
+)
+from keras_het.planning.pipeline.candidates import Candidates
+from keras_het.planning.pipeline.device_orders import device_orders
 from keras_het.planning.pipeline.group_costs import KnownCosts
-from keras_het.planning.pipeline.least_latency import LeastLatency
+from keras_het.planning.pipeline.least_latency import ChainStage, LeastLatency
 from keras_het.planning.pipeline.problem import Problem
+from keras_het.planning.pipeline.recomputation import stage_memory
 from keras_het.planning.pipeline.search import search
 
 
@@ -46,3 +58,284 @@ def check(seed):
 def test_the_estimate_is_the_least_of_all(part):
     fit = sum(check(seed) for seed in range(part * 60, part * 60 + 60))
     assert fit > 40
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_twelve_units_on_eight_devices_are_within_a_percent(limited, seed):
+    """Every bound on stages and all-reduce that changes anything is tried for the reference."""
+    profile, devices = random_case(np.random.default_rng(seed), 12, 8, limited)
+    problem = Problem(profile, devices, 8, "1f1b", "auto", profile.allowed_cuts())
+    order = device_orders(profile, devices)[0]
+    exact, found = least_estimate(problem, order), least_estimate(problem, order, 0.002)
+    assert bool(exact.chains) == bool(found.chains)
+    if exact.chains:
+        best = every_bound(problem, order)
+        assert exact.chains[0][0] == pytest.approx(best, rel=1e-9)
+        assert best <= found.chains[0][0] <= best * 1.01
+
+
+def every_bound(problem, order):
+    """Least estimate by one run of the dynamic program for each bound on the busiest stage."""
+    program = LeastLatency(problem, order, KnownCosts(problem))
+    best, beta = np.inf, np.inf
+    while True:
+        rho, top = np.inf, None
+        while True:
+            _, chain = program.solve(beta, rho)
+            if not chain:
+                break
+            if not program.exact(chain):
+                continue
+            cost = program.cost(chain)
+            best = min(best, cost.seconds)
+            top = cost.steady if top is None else max(top, cost.steady)
+            rho = np.nextafter(cost.all_reduce, -np.inf)
+        if top is None:
+            return best
+        beta = np.nextafter(top, -np.inf)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_plan_keeps_its_promises(seed):
+    random = np.random.default_rng(seed)
+    profile, devices = random_case(random, 7, 5, limited=seed % 2 == 1)
+    schedule = "gpipe" if seed % 4 == 3 else "1f1b"
+    try:
+        plan = plan_pipeline(profile, devices, 6, schedule)
+    except ValueError as error:
+        assert "lacks" in str(error)
+        return
+    timeline = simulate(profile, devices, plan)
+    assert plan.step_seconds == pytest.approx(timeline.step_seconds)
+    assert all(seconds >= plan.step_seconds * (1 - 1e-9) for _, seconds in plan.alternatives)
+    assert [stage.first for stage in plan.stages[1:]] == [stage.end for stage in plan.stages[:-1]]
+    assert (plan.stages[0].first, plan.stages[-1].end) == (0, 7)
+    used = [device for stage in plan.stages for device in stage.devices]
+    assert len(used) == len(set(used))
+    for position, stage in enumerate(plan.stages):
+        assert len(stage.routes) == 6
+        assert set(stage.routes) == set(range(len(stage.devices)))
+        for replica, device in enumerate(stage.devices):
+            d = in_flight(plan.stages, position, replica, schedule)
+            held = stage_memory(profile, stage.first, stage.end, d, stage.recomputed)
+            assert plan.memory_bytes[device] == pytest.approx(held)
+            assert held <= devices.memory_bytes[device] * (1 + 1e-8)
+
+
+def simulated_best(problem):
+    """The least simulated step of all chains, for every order of the hosts."""
+    candidates = Candidates(problem)
+    for order in device_orders(problem.profile, problem.devices):
+        for chain in chains(problem.cuts, order):
+            candidates.add(
+                tuple(
+                    ChainStage(problem.cuts.index(first), problem.cuts.index(end), group, 0)
+                    for first, end, group in chain
+                )
+            )
+    return candidates.best()
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 3))])
+def test_plans_are_close_to_the_best_simulated_ones(part):
+    ratios = []
+    for seed in range(part * 12, part * 12 + 12):
+        random = np.random.default_rng(seed)
+        profile, devices = random_case(random, 5, 4, limited=seed % 2 == 1)
+        micro_batches = int(random.integers(2, 9))
+        problem = Problem(profile, devices, micro_batches, "1f1b", "auto", profile.allowed_cuts())
+        best = simulated_best(problem)
+        if best is None:
+            with pytest.raises(ValueError, match="No plan fits"):
+                plan_pipeline(profile, devices, micro_batches)
+            continue
+        plan = plan_pipeline(profile, devices, micro_batches)
+        ratios.append(plan.step_seconds / best.step_seconds)
+    assert len(ratios) >= 8
+    assert np.mean(ratios) < 1.02
+    assert max(ratios) < 1.15
+
+
+def test_one_stage_is_estimated_exactly():
+    for seed in range(20):
+        profile, devices = random_case(np.random.default_rng(seed), 4, 3, False)
+        problem = Problem(profile, devices, 7, "1f1b", "auto", profile.allowed_cuts())
+        program = LeastLatency(problem, (0, 1, 2), KnownCosts(problem))
+        plan = Candidates(problem).add_one_stage([0, 1, 2])
+        if plan is None or len(plan.stages[0].devices) < 3:
+            continue
+        chain = (ChainStage(0, len(problem.cuts) - 1, (0, 1, 2), 3),)
+        assert program.cost(chain).seconds == pytest.approx(plan.step_seconds)
+
+
+def test_small_weights_and_wide_activations_are_not_pipelined():
+    profile = even_profile(6, 4, cut=100.0, weights=0.01)
+    plan = plan_pipeline(profile, even_devices(4), 8)
+    assert not plan.is_pipeline
+    assert plan.stages[0].devices == (0, 1, 2, 3)
+    assert plan.step_seconds == dict(plan.alternatives)["data parallelism on all devices"]
+
+
+def test_large_weights_and_thin_cuts_are_pipelined():
+    profile = even_profile(8, 4, cut=0.01, weights=100.0)
+    plan = plan_pipeline(profile, even_devices(4), 16)
+    assert [len(stage.devices) for stage in plan.stages] == [1, 1, 1, 1]
+    assert [stage.end - stage.first for stage in plan.stages] == [2, 2, 2, 2]
+
+
+def test_useless_links_leave_one_device():
+    profile = even_profile(4, 3, cut=1e6, weights=1e6)
+    plan = plan_pipeline(profile, even_devices(3), 4)
+    assert [stage.devices for stage in plan.stages] == [(0,)]
+    assert "not used: worker 1 GPU:1, worker 2 GPU:2" in str(plan)
+
+
+def test_a_slow_device_is_left_out():
+    profile = even_profile(4, 3, cut=0.001, weights=10.0)
+    slow = np.array([1.0, 1.0, 50.0])
+    profile = ModelProfile(
+        profile.names,
+        profile.forward_seconds * slow,
+        profile.backward_seconds * slow,
+        *(profile.activation_bytes, profile.weight_bytes, profile.state_bytes),
+        *(profile.cut_bytes, profile.gradient_bytes),
+    )
+    plan = plan_pipeline(profile, even_devices(3), 8)
+    assert sorted(device for stage in plan.stages for device in stage.devices) == [0, 1]
+
+
+def test_units_that_share_weights_stay_together():
+    profile = dataclasses.replace(even_profile(6, 3, cut=0.01, weights=50.0), together=((1, 4),))
+    assert profile.allowed_cuts() == (0, 1, 5, 6)
+    plan = plan_pipeline(profile, even_devices(3), 12)
+    assert {stage.first for stage in plan.stages} <= {0, 1, 5}
+    with pytest.raises(ValueError, match=r"from layer_1 to layer_4 share weights.*before layer_3"):
+        plan_with_cuts(profile, even_devices(3), [3], 12)
+
+
+def test_memory_makes_stages_recompute():
+    profile = even_profile(4, 2, cut=0.01, weights=50.0)
+    free = plan_pipeline(profile, even_devices(2), 8)
+    assert free.memory_bytes == (300 + 2 * 2, 300 + 2)
+    tight = plan_pipeline(profile, even_devices(2, memory=303.5), 8)
+    assert [len(stage.recomputed) for stage in tight.stages] == [1, 0]
+    assert tight.step_seconds > free.step_seconds
+    with pytest.raises(ValueError, match=r'lacks 0.5 B.*recompute="auto"'):
+        plan_pipeline(profile, even_devices(2, memory=303.5), 8, recompute="never")
+    every = plan_pipeline(profile, even_devices(2), 8, recompute="always")
+    assert all(stage.recomputed == tuple(range(stage.first, stage.end)) for stage in every.stages)
+
+
+def test_no_plan_says_which_device_lacks_what():
+    profile = even_profile(4, 2, cut=0.01, weights=50.0)
+    with pytest.raises(
+        ValueError,
+        match="No plan fits.*Received: 4 units, 2 devices.*"
+        r"worker 1 GPU:1 lacks 202 B \(202 bytes\). Use smaller micro-batches",
+    ):
+        plan_with_cuts(profile, even_devices(2, memory=(400.0, 100.0)), [2], 8)
+
+
+@pytest.mark.parametrize("cuts", [[2], [1, 4], [1, 2, 3]])
+def test_named_cuts_are_kept(cuts):
+    profile, devices = random_case(np.random.default_rng(5), 6, 5, False)
+    plan = plan_with_cuts(profile, devices, cuts, 6)
+    assert [stage.first for stage in plan.stages] == [0, *cuts]
+    assert plan.step_seconds >= plan_pipeline(profile, devices, 6).step_seconds * (1 - 1e-9)
+
+
+def test_many_units_are_searched_more_and_more_closely():
+    profile = even_profile(90, 3, cut=0.01, weights=5.0)
+    plan = plan_pipeline(profile, even_devices(3), 12)
+    assert [len(stage.devices) for stage in plan.stages] == [1, 1, 1]
+    assert plan.step_seconds < 1.01 * (12 + 2) * 30
+
+
+def test_slow_links_let_more_micro_batches_go_ahead():
+    profile = even_profile(4, 2, cut=1.5, weights=500.0)
+    plan = plan_pipeline(profile, even_devices(2), 16)
+    assert len(plan.stages) == 2
+    usual = dataclasses.replace(
+        plan, stages=tuple(dataclasses.replace(s, ahead=None) for s in plan.stages)
+    )
+    assert plan.stages[0].ahead is not None
+    usual_seconds = simulate(profile, even_devices(2), usual).step_seconds
+    assert plan.step_seconds < 0.85 * usual_seconds
+
+
+def test_the_table_names_layers_devices_and_alternatives():
+    profile = even_profile(4, 2, cut=0.01, weights=50.0)
+    lines = str(plan_pipeline(profile, even_devices(2, memory=303.5), 8)).splitlines()
+    assert lines[0].split() == [
+        "stage",
+        "layers",
+        "devices",
+        "micro-batches",
+        "recomputed",
+        "memory",
+    ]
+    assert "layer_0 .. layer_1  worker 0 GPU:0" in lines[1]
+    assert lines[3].startswith("predicted step: ")
+    assert lines[4].strip() == "data parallelism on all devices: does not fit"
+    assert lines[5].strip() == "one device: does not fit"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batches": 0}, "micro_batches must be a whole number.*Received: 0"),
+        ({"schedule": "none"}, "schedule must be.*Received: 'none'"),
+        ({"recompute": "some"}, "recompute must be.*Received: 'some'"),
+        ({"devices": even_devices(3)}, "a column for each device. Received: 2 columns, 3 devices"),
+    ],
+)
+def test_mistakes_are_named(change, message):
+    arguments = {"profile": even_profile(3, 2), "devices": even_devices(2), "micro_batches": 4}
+    with pytest.raises(ValueError, match=message):
+        plan_pipeline(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        ([2, 1], r"Cuts must rise, from 1 to 2. Received: \[2, 1\]"),
+        ([3], "Cuts must rise"),
+        ([1, 2], "Every stage needs a device of its own. Received: 3 stages, 2 devices"),
+    ],
+)
+def test_wrong_cuts_are_named(cuts, message):
+    with pytest.raises(ValueError, match=message):
+        plan_with_cuts(even_profile(3, 2), even_devices(2), cuts, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"names": ()}, "at least one unit"),
+        ({"forward_seconds": np.ones(3)}, r"forward_seconds must have a row.*shape \(3,\)"),
+        ({"backward_seconds": np.ones((3, 1))}, "the same devices. Received: 2 and 1"),
+        ({"cut_bytes": np.ones(3)}, "cut_bytes must have 4 numbers.*both ends included"),
+        ({"activation_bytes": -np.ones(3)}, "finite and not negative. Received: -1.0"),
+        ({"together": ((1, 3),)}, r"from 0 to 2. Received: together=\(\(1, 3\),\)"),
+    ],
+)
+def test_wrong_profiles_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(even_profile(3, 2), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"names": ()}, "needs a device"),
+        ({"hosts": (0,)}, r"number of its host. Received: hosts=\(0,\)"),
+        ({"memory_bytes": np.ones(3)}, r"memory_bytes must have shape \(2,\)"),
+        ({"latency_seconds": -np.ones((2, 2))}, "must not be negative or NaN"),
+        ({"bytes_per_second": np.zeros((2, 2))}, "must reach every other one"),
+    ],
+)
+def test_wrong_devices_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(even_devices(2), **change)
