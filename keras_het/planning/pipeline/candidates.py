@@ -83,13 +83,16 @@ class Candidates:
             self._descend(plan, chain, limit)
 
     def _descend(self, plan: PipelinePlan, chain: Chain, limit: int) -> None:
+        first, used = plan.stages[0], sum(len(stage.devices) for stage in plan.stages)
+        more = 0 if first.ahead is None else (first.ahead - used + 1) // (len(chain) - 1)
+        ahead = tuple({0, more})
         improved = True
         while improved:
             improved = False
             for moved in neighbours(chain, self._problem.devices.num_devices):
                 if len(self._known) >= limit:
                     return
-                other = self.add(moved)
+                other = self.add(moved, ahead)
                 if other is not None and other.step_seconds < plan.step_seconds:
                     chain, plan, improved = moved, other, True
                     break

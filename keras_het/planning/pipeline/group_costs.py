@@ -22,9 +22,9 @@ from __future__ import annotations
 import numpy as np
 
 from keras_het.planning.bounded_shares import FloatArray, IntArray
-from keras_het.planning.pipeline.least_recomputation import LeastRecomputation
 from keras_het.planning.pipeline.problem import TINY, Problem
 from keras_het.planning.pipeline.recomputation import (
+    LeastRecomputation,
     cheapest_recomputation,
     needed_savings,
 )
@@ -194,6 +194,11 @@ class KnownCosts:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._known: dict[tuple[int, ...], GroupCosts] = {}
+
+    @property
+    def number(self) -> int:
+        """How many groups have been asked for."""
+        return len(self._known)
 
     def __call__(self, group: tuple[int, ...]) -> GroupCosts:
         """Return the costs of stages on a group of devices."""

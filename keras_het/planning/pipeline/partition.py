@@ -16,7 +16,7 @@ from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import check_recompute
 from keras_het.planning.pipeline.refinement import find_chains
 from keras_het.planning.pipeline.schedule import check_micro_batches, check_schedule
-from keras_het.planning.pipeline.shortage import explain_shortage
+from keras_het.planning.pipeline.shortage import explain_shortage, least_short
 
 # How many of the fastest chains are simulated, and how many plans near them; for large ones fewer.
 _SIMULATED = (5, 24)
@@ -137,7 +137,11 @@ def _plan(problem: Problem, tolerance: float) -> PipelinePlan:
     alternatives = () if problem.all_cuts else _without_pipeline(problem, candidates)
     best = candidates.best()
     if best is None:
-        raise ValueError(explain_shortage(problem))
+        # The estimates of memory are upper bounds: what lacks least may fit after all.
+        level, chain = least_short(problem)
+        best = Candidates(level).add(chain)
+        if best is None:
+            raise ValueError(explain_shortage(level, chain))
     return dataclasses.replace(best, alternatives=alternatives)
 
 

@@ -1,6 +1,6 @@
 """Which cuts and which orders of the devices the search looks at, for models with many units.
 
-A model with up to 32 places to cut is searched as it is. A larger one is first cut only where few
+A model with up to 31 places to cut is searched as it is. A larger one is first cut only where few
 bytes cross, at about equal distances in time, for all orders of the devices; then only near the
 cuts of the best chains, for their orders, closer and closer.
 """
@@ -27,8 +27,10 @@ _REFINED_ORDERS = 2
 # Numbers that all runs of the dynamic program may read; the first count covers the fixed cost of a
 # call for each group.
 _CALL = 3_000
-_WORK = 1.2e9
+_WORK = 2e9
 _EVALUATIONS_PER_ORDER = 16
+# Groups of devices whose costs are computed, times units.
+_MOST_UNITS_OF_GROUPS = 8e4
 
 Order = tuple[int, ...]
 
@@ -39,25 +41,28 @@ def find_chains(problem: Problem, tolerance: float) -> list[Chain]:
     Args:
         problem: what is planned.
         tolerance: how much slower the best may be than the optimum, as a fraction; where the model
-            has more than 32 places to cut, than the optimum near the cuts of the coarse search.
+            has more than 31 places to cut, than the optimum near the cuts of the coarse search.
     """
     orders = device_orders(problem.profile, problem.devices)
     if problem.all_cuts or len(problem.cuts) <= _MOST_CUTS:
         return [chain for _, _, chain in _search(problem, orders, tolerance)[0].chains]
-    level = dataclasses.replace(problem, cuts=_coarse_cuts(problem))
+    level = dataclasses.replace(problem, cuts=coarse_cuts(problem))
     found, orders = _search(level, orders, max(tolerance, _COARSE_TOLERANCE))
     ranked = _translated(found, level, problem, orders)
+    if not ranked:
+        # Memory may need cuts in between.
+        found, orders = _search(problem, orders[:_REFINED_ORDERS], tolerance)
+        return [chain for _, _, chain in found.chains]
     reach = len(problem.cuts) // _COARSE_BLOCKS
-    while ranked:
+    while True:
         near = _near(problem, [chain for _, _, chain in ranked[:_REFINED]], reach)
         level = dataclasses.replace(problem, cuts=near)
         orders = list(dict.fromkeys(order for _, order, _ in ranked))[:_REFINED_ORDERS]
         found, orders = _search(level, orders, tolerance, ranked[0][0])
         ranked = sorted(ranked + _translated(found, level, problem, orders), key=lambda r: r[0])
         if reach == 1:
-            break
+            return list(dict.fromkeys(chain for _, _, chain in ranked))
         reach = (reach + 1) // 2
-    return list(dict.fromkeys(chain for _, _, chain in ranked))
 
 
 def _search(
@@ -65,24 +70,33 @@ def _search(
 ) -> tuple[Found, list[Order]]:
     """Search as many orders as there is time for; return them too."""
     most = int(np.clip(_WORK / _work(problem), 60, 20_000))
-    orders = orders[: max(1, most // _EVALUATIONS_PER_ORDER)]
     costs = KnownCosts(problem)
-    programs = [LeastLatency(problem, order, costs) for order in orders]
-    return search(programs, tolerance, most, known), orders
+    programs: list[LeastLatency] = []
+    for order in orders[: max(1, most // _EVALUATIONS_PER_ORDER)]:
+        if costs.number * problem.profile.num_units > _MOST_UNITS_OF_GROUPS:
+            break
+        programs.append(LeastLatency(problem, order, costs))
+    return search(programs, tolerance, most, known), orders[: len(programs)]
 
 
 def _work(problem: Problem) -> float:
     """Return about how many numbers the dynamic program reads in a run."""
     number, most = problem.devices.num_devices, problem.micro_batches
     sizes = range(1, min(number, most) + 1)
-    tables = sum(number - size + 1 for size in sizes)
+    groups = tables = sum(number - size + 1 for size in sizes)
     if np.isfinite(problem.devices.memory_bytes).any() and problem.schedule == "1f1b":
         tables = sum((number - size + 1) * (number - size + 2) // 2 for size in sizes)
-    return float(tables * (len(problem.cuts) ** 2 + _CALL))
+    cuts = len(problem.cuts)
+    return float(tables * (cuts**2 + _CALL) + groups * tables * cuts / 2)
 
 
-def _coarse_cuts(problem: Problem) -> tuple[int, ...]:
-    """Return cuts at about equal distances in time, each where the fewest bytes cross nearby."""
+def coarse_cuts(problem: Problem) -> tuple[int, ...]:
+    """Return cuts at about equal distances in time, each where the fewest bytes cross nearby.
+
+    A problem with few cuts, or whose cuts were all named, keeps them.
+    """
+    if problem.all_cuts or len(problem.cuts) <= _MOST_CUTS:
+        return problem.cuts
     profile, cuts = problem.profile, np.asarray(problem.cuts)
     seconds = (profile.forward_seconds + profile.backward_seconds).mean(axis=1)
     done = np.append(0.0, np.cumsum(seconds))[cuts]

@@ -13,45 +13,55 @@ from keras_het.planning.pipeline.least_latency import Chain, LeastLatency
 from keras_het.planning.pipeline.plan import readable_bytes
 from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import fits, stage_memory
+from keras_het.planning.pipeline.refinement import coarse_cuts
 from keras_het.planning.pipeline.schedule import in_flight
 
-_HALVINGS = 12
+_HALVINGS = 10
+_MOST_NAMED = 4
 
 
-def explain_shortage(problem: Problem) -> str:
-    """Return the message for a problem without a plan that fits."""
-    lacking = ", ".join(
-        f"{problem.devices.names[device]} lacks {readable_bytes(missing)} ({missing:.0f} bytes)"
-        for device, missing in shortage(problem)
-    )
-    smaller = "smaller micro-batches"
-    if problem.recompute == "never":
-        smaller += ', recompute="auto"'
-    if problem.schedule == "gpipe":
-        smaller += ', schedule="1f1b"'
-    return (
-        f"No plan fits into the memory of the devices. Received: "
-        f"{problem.profile.num_units} units, {problem.devices.num_devices} devices; in the plan "
-        f"that lacks least, {lacking}. Use {smaller}, a smaller model or more devices."
-    )
-
-
-def shortage(problem: Problem) -> list[tuple[int, float]]:
-    """Return (device, bytes that it lacks) for the plan that needs the least more on every device.
+def least_short(problem: Problem) -> tuple[Problem, Chain]:
+    """Return the stages that need the least more memory on every device.
 
     The least addition is found by halving, up to 1/1000 of what the model takes on one device, for
-    the first order of the devices.
+    the first order of the devices and, of a model with many units, few cuts.
+
+    Returns:
+        The problem with these cuts, and the chain.
     """
+    level = dataclasses.replace(problem, cuts=coarse_cuts(problem))
     profile = problem.profile
     low, high = 0.0, stage_memory(profile, 0, profile.num_units, problem.micro_batches)
-    chain = _first_that_fits(problem, 2 * high)
+    chain = _first_that_fits(level, 2 * high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if other := _first_that_fits(problem, middle):
+        if other := _first_that_fits(level, middle):
             chain, high = other, middle
         else:
             low = middle
-    return _lacking(problem, chain)
+    return level, chain
+
+
+def explain_shortage(problem: Problem, chain: Chain) -> str:
+    """Return the message that even these stages do not fit."""
+    lacking = sorted(_lacking(problem, chain), key=lambda pair: -pair[1])
+    parts = [
+        f"{problem.devices.names[device]} lacks {readable_bytes(missing)} ({missing:.0f} bytes)"
+        for device, missing in lacking[:_MOST_NAMED]
+    ]
+    if len(lacking) > _MOST_NAMED:
+        parts.append(f"{len(lacking) - _MOST_NAMED} others lack less")
+    advice = ["smaller micro-batches"]
+    if problem.recompute == "never":
+        advice.append('recompute="auto"')
+    if problem.schedule == "gpipe":
+        advice.append('schedule="1f1b"')
+    return (
+        "No plan fits into the memory of the devices. Received: "
+        f"{problem.profile.num_units} units, {problem.devices.num_devices} devices; in the plan "
+        f"that lacks least, {', '.join(parts) or 'no recomputation makes every replica fit'}. "
+        f"Use {', '.join(advice)}, a smaller model or more devices."
+    )
 
 
 def _first_that_fits(problem: Problem, more_bytes: float) -> Chain:
@@ -82,4 +92,4 @@ def _lacking(problem: Problem, chain: Chain) -> list[tuple[int, float]]:
             )
             if not fits(needed, float(devices.memory_bytes[device])):
                 result.append((device, needed - float(devices.memory_bytes[device])))
-    return sorted(result)
+    return result

@@ -7,8 +7,11 @@ import pytest
 from pipeline_plants import even_profile, random_profile
 
 from keras_het.planning.pipeline import ModelProfile, Stage, in_flight, routes, stage_order
-from keras_het.planning.pipeline.least_recomputation import LeastRecomputation
-from keras_het.planning.pipeline.recomputation import cheapest_recomputation, stage_memory
+from keras_het.planning.pipeline.recomputation import (
+    LeastRecomputation,
+    cheapest_recomputation,
+    stage_memory,
+)
 
 
 def replayed_peak(profile, stages, position, replica):
