@@ -1,6 +1,7 @@
 """The partition: optimal against trying everything, and honest about what does not fit."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from keras_het.planning.pipeline.candidates import Candidates
 from keras_het.planning.pipeline.device_orders import device_orders
 from keras_het.planning.pipeline.group_costs import KnownCosts
 from keras_het.planning.pipeline.least_latency import ChainStage, LeastLatency
+from keras_het.planning.pipeline.moves import neighbours
 from keras_het.planning.pipeline.problem import Problem
 from keras_het.planning.pipeline.recomputation import stage_memory
+from keras_het.planning.pipeline.refinement import find_chains
 from keras_het.planning.pipeline.search import search
 
 
@@ -251,6 +254,51 @@ def test_many_units_are_searched_more_and_more_closely():
     plan = plan_pipeline(profile, even_devices(3), 12)
     assert [len(stage.devices) for stage in plan.stages] == [1, 1, 1]
     assert plan.step_seconds < 1.01 * (12 + 2) * 30
+
+
+def cost_of(program, chain):
+    """The estimate of a chain, infinite if it does not follow the program's order."""
+    try:
+        program.exact(chain)
+        return program.cost(chain).seconds
+    except (ValueError, IndexError):
+        return np.inf
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_looking_more_closely_finds_what_all_cuts_have(seed):
+    profile, devices = random_case(np.random.default_rng(seed), 80, 3, limited=seed % 2 == 1)
+    problem = Problem(profile, devices, 8, "1f1b", "auto", profile.allowed_cuts())
+    orders = device_orders(profile, devices)
+    programs = [LeastLatency(problem, order, KnownCosts(problem)) for order in orders]
+    every = search(programs, 0.002)
+    chain = find_chains(problem, 0.002)[0]
+    estimate = min(cost_of(program, chain) for program in programs)
+    assert every.bound <= estimate * (1 + 1e-9)
+    assert estimate <= 1.01 * every.chains[0][0]
+
+
+def test_the_local_search_balances_stages():
+    profile, devices = even_profile(6, 2, cut=0.001, weights=100.0), even_devices(2)
+    problem = Problem(profile, devices, 8, "1f1b", "auto", profile.allowed_cuts())
+    candidates = Candidates(problem)
+    start = (ChainStage(0, 1, (0,), 2), ChainStage(1, 6, (1,), 1))
+    candidates.add(start)
+    candidates.improve([start], 100)
+    assert [stage.first for stage in candidates.best().stages] == [0, 3]
+
+
+def test_neighbours_are_whole_chains():
+    chain = (ChainStage(0, 2, (1, 3), 4), ChainStage(2, 3, (0,), 2), ChainStage(3, 6, (4,), 1))
+    found = list(neighbours(chain, 6))
+    assert chain not in found
+    assert len({tuple((s.row, s.group) for s in other) for other in found}) == len(found)
+    for other in found:
+        assert (other[0].row, other[-1].column) == (0, 6)
+        assert all(a.column == b.row for a, b in itertools.pairwise(other))
+        assert all(stage.row < stage.column and stage.group for stage in other)
+        devices = [device for stage in other for device in stage.group]
+        assert len(devices) == len(set(devices)) and set(devices) <= set(range(6))
 
 
 def test_slow_links_let_more_micro_batches_go_ahead():
