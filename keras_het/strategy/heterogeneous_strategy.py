@@ -129,8 +129,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
     heterogeneous multi-GPU cluster", Cluster Computing 23, 2020; `tf.distribute`.
     """
 
-    # TensorFlow numbers collectives from here; every strategy of a process gets a separate range.
-    _collective_key_base = 0
+    _collective_key_base = 0  # TensorFlow numbers collectives from here
     _extended_class = HeterogeneousExtended
 
     def __init__(
@@ -174,7 +173,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         self._data_path = DataPath(self, share_weights(shares, self.layout))
         self._compute_times = ComputeTimes(self.layout)
         self._training_state = TrainingState()
-        warn_of_emulated_devices(self._emulated_devices, len(self.layout.local_replicas))
+        self._warn_of_emulation(len(self.layout.local_replicas))
         if self.num_workers > 1:
             agreement.check_agreement(self.extended, self.shares, summation)
             agreement.share_random_seed(self.extended)
@@ -215,6 +214,9 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             f"<HeterogeneousStrategy: worker {self.worker_index} of {self.num_workers}, devices "
             f"[{devices}] here, shares [{shares}]>"
         )
+
+    def _warn_of_emulation(self, num_devices: int) -> None:
+        warn_of_emulated_devices(self._emulated_devices, num_devices)
 
     def _begin_watching(self, membership: Membership, patience_seconds: float) -> None:
         stop_signals.install(private_api.abort_collectives)

@@ -24,9 +24,11 @@ from keras_het.strategy.pipeline.measurement.measured_plan import (
     check_plan,
     make_plan,
 )
+from keras_het.strategy.pipeline.measurement.profiling import measure, slowed
 from keras_het.strategy.pipeline.placement import place
 from keras_het.strategy.pipeline.refusals import check_can_be_cut
 from keras_het.strategy.pipeline.step.edges import Place
+from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
 from keras_het.strategy.pipeline.step.pipeline import Pipeline
 from keras_het.strategy.pipeline.step.process_group import ProcessGroup
@@ -113,6 +115,7 @@ class PipelineStrategy(HeterogeneousStrategy):
             peer_timeout_seconds=peer_timeout_seconds,
         )
         self._own_devices = choose_devices(devices, 1)
+        super()._warn_of_emulation(len(self._own_devices))
         limits = _limits(memory_bytes, self._own_devices)
         self._wishes = Wishes(plan, micro_batches, schedule, recompute, limits)
         self._places = self._find_places()
@@ -144,6 +147,9 @@ class PipelineStrategy(HeterogeneousStrategy):
             for process, count in enumerate(counts)
             for i in range(int(count))
         ]
+
+    def _warn_of_emulation(self, num_devices: int) -> None:
+        """Wait until the devices of the pipeline are known."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -211,28 +217,40 @@ class PipelineStrategy(HeterogeneousStrategy):
                 units = ModelUnits(model)
                 check_can_be_cut(units)
                 group = self._new_group()
-                plan = self._plan_for(units, data, None if group is None else group.transport)
-                pipeline = Pipeline(units, plan, self._places, self._new_group())
+                transport = None if group is None else group.transport
+                plan, emulation = self._plan_for(units, data, transport)
+                pipeline = Pipeline(units, plan, self._places, self._new_group(), emulation)
                 place(self.extended, pipeline.stages, pipeline.homes(), model.optimizer)
             self._pipelines[model] = pipeline
         return self._pipelines[model]
 
     def _plan_for(
         self, units: ModelUnits, data: Nest, transport: CollectiveTransport | None
-    ) -> PipelinePlan:
+    ) -> tuple[PipelinePlan, Emulation | None]:
         """Return the user's plan, or one from measurements on a micro-batch of these types."""
-        if isinstance(self._wishes.plan, PipelinePlan):
-            check_plan(self._wishes.plan, units, len(self._places))
-            return self._wishes.plan
+        given = self._wishes.plan
+        if isinstance(given, PipelinePlan):
+            check_plan(given, units, len(self._places))
+            if self._emulated_devices is None:
+                return given, None
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         rows = max(1, -(-sum(self.latest_shares) // self._wishes.micro_batches))
         specs = [
             tf.TensorSpec([rows, *(size or rows for size in value.shape[1:])], value.dtype)
-            for value in tf.nest.flatten(inputs)
+            for value in keras_graphs_adapter.flat_inputs(units.graph, inputs)
         ]
+        devices, emulation = self._own_devices, None
+        measured = measure(units, specs, devices)
+        if self._emulated_devices is not None:
+            emulated = dict(zip(devices, self._emulated_devices, strict=True))
+            times = measured.forward_seconds[:, 0], measured.backward_seconds[:, 0]
+            emulation = Emulation(emulated, *times)
+            measured = slowed(measured, emulation, devices, rows)
+        if isinstance(given, PipelinePlan):
+            return given, emulation
         gather = self.extended.gather_over_workers
         processes = Processes(self._places, self.worker_index, transport, gather)
-        return make_plan(units, specs, self._wishes, processes)
+        return make_plan(units, measured, self._wishes, processes), emulation
 
     def _has_trained(self, model: keras.Model) -> None:
         """Give every process the whole model; all of them must call it after the same step."""

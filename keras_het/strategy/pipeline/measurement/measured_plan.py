@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.planning.pipeline import Devices, ModelProfile, plan_pipeline, plan_with_cuts
@@ -18,7 +17,6 @@ from keras_het.strategy.pipeline.measurement.links import measure_links
 from keras_het.strategy.pipeline.measurement.profiling import (
     Measured,
     cut_bytes,
-    measure,
     unit_bytes,
 )
 from keras_het.strategy.pipeline.step.edges import Place
@@ -107,25 +105,19 @@ class Processes:
 
 
 def make_plan(
-    units: ModelUnits,
-    inputs: Sequence[tf.TensorSpec],
-    wishes: Wishes,
-    processes: Processes,
-    scale: Callable[[Measured], Measured] = lambda measured: measured,
+    units: ModelUnits, measured: Measured, wishes: Wishes, processes: Processes
 ) -> PipelinePlan:
-    """Measure, and plan; all processes must call it, and get the same plan.
+    """Measure the links, and plan; all processes must call it, and get the same plan.
 
     Args:
         units: the model.
-        inputs: types of a micro-batch's flat inputs, all sizes known.
+        measured: what this process measured of its devices.
         wishes: what the user asked.
         processes: all of them.
-        scale: replaces times that emulated devices stretch.
 
     Raises:
         ValueError: on every process, if no plan is possible.
     """
-    measured = scale(measure(units, inputs, processes.own_devices))
     weights, state = unit_bytes(units, units.model.optimizer)
     forward, backward = cut_bytes(units, measured.made_bytes)
     profile = ModelProfile(

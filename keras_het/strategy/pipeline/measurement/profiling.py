@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_het import keras_graphs_adapter
 from keras_het.planning.bounded_shares import FloatArray
+from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token, Unit
 from keras_het.strategy.pipeline.step.segment import Segment, Values
 
@@ -73,6 +74,24 @@ def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequenc
         np.array([backward[kind] for kind in kinds]).T,
         np.array(kept[kinds[0]], np.float64),
         made_bytes,
+    )
+
+
+def slowed(measured: Measured, emulation: Emulation, devices: Sequence[str], rows: int) -> Measured:
+    """Return what emulated devices take.
+
+    Args:
+        measured: what the device that runs them takes.
+        emulation: the emulated devices.
+        devices: names of this process's devices.
+        rows: samples of a micro-batch.
+    """
+    each = [emulation.seconds_per_sample(device) for device in devices]
+    forward, backward = (rows * np.array([times[i] for times in each]).T for i in range(2))
+    return dataclasses.replace(
+        measured,
+        forward_seconds=np.maximum(measured.forward_seconds, forward),
+        backward_seconds=np.maximum(measured.backward_seconds, backward),
     )
 
 

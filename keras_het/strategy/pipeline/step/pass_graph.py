@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_het.planning.pipeline.plan import PipelinePlan
 from keras_het.planning.pipeline.schedule import stage_order
 from keras_het.strategy.pipeline.step.edges import HEAD, Edges, Message, Place
+from keras_het.strategy.pipeline.step.emulated_pass import EmulatedPass, Emulation
 from keras_het.strategy.pipeline.step.loss_head import LossHead
 from keras_het.strategy.pipeline.step.messages import Messages
 from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
@@ -50,6 +51,7 @@ class PassGraph:
         plan: the plan.
         edges: the ways of tensors between stages.
         messages: what this process exchanges with others.
+        emulation: times of emulated devices, None for real ones.
 
     Attributes:
         gradients: for each stage that this process holds, those of its weights.
@@ -65,9 +67,11 @@ class PassGraph:
         plan: PipelinePlan,
         edges: Edges,
         messages: Messages,
+        emulation: Emulation | None = None,
     ) -> None:
         self._units, self._stages, self._plan = units, list(stages), plan
         self._edges, self._messages, self._process = edges, messages, messages.process
+        self._emulation = emulation
         self.gradients: dict[int, list[Summand | None]] = {}
         self.losses: list[tf.Tensor] = []
         self.outputs: dict[int, list[tf.Tensor]] = {}
@@ -203,6 +207,7 @@ class PassGraph:
         }
         weights, before = self._weights[stage, replica], self._state_before[stage]
         state = own.state_of_micro_batch(before, number)
+        emulated = self._emulated("forward", stage, replica, number, list(received.values()), after)
         with (
             tf.control_dependencies(after),
             tf.GradientTape(watch_accessed_variables=False) as tape,
@@ -216,11 +221,29 @@ class PassGraph:
         weight = self._batches.weight(number)
         self.losses.append(result.means * tf.cast(weight, result.means.dtype))
         self.losses.append(result.sums * tf.cast(weight > 0, result.sums.dtype))
-        for token, tensor in result.tensors.items():
+        sent = list(result.tensors.values())
+        if emulated is not None:
+            sent = emulated.end(sent or [result.means])[: len(sent)]
+        for token, tensor in zip(result.tensors, sent, strict=True):
             self._deliver(token, number, tensor, result.masks.get(token))
             self._messages.send_everywhere(token, number, tensor, result.masks.get(token))
         # all of them: a function that TensorFlow has inlined does not end as one
-        return tf.group(*result.tensors.values(), *result.state, result.means, result.sums)
+        return tf.group(*sent, *result.state, result.means, result.sums)
+
+    def _emulated(
+        self,
+        kind: str,
+        stage: int,
+        replica: int,
+        number: int,
+        inputs: list[tf.Tensor],
+        after: list[tf.Operation],
+    ) -> EmulatedPass | None:
+        if self._emulation is None:
+            return None
+        begin, end = self._batches.offset(number)
+        device, planned = self._edges.replica(stage, replica).device, self._plan.stages[stage]
+        return self._emulation.begin(device, planned, kind, end - begin, inputs, after)
 
     def _deliver(
         self, token: Token, number: int, tensor: tf.Tensor, mask: tf.Tensor | None
@@ -291,7 +314,13 @@ class PassGraph:
         with tf.control_dependencies([*after, *seeds]):
             # each seed after the pass before: otherwise TensorFlow may begin with some of it
             seeds = [tf.identity(seed) for seed in seeds]
+        emulated = self._emulated("backward", stage, replica, number, seeds, after)
         found = pending.tape.gradient(targets, sources, output_gradients=seeds)
+        if emulated is not None:
+            flat = tf.nest.flatten(found, expand_composites=True)
+            there = iter(emulated.end([value for value in flat if value is not None]))
+            flat = [None if value is None else next(there) for value in flat]
+            found = tf.nest.pack_sequence_as(found, flat, expand_composites=True)
         for (token, tensor), gradient in zip(pending.received.items(), found, strict=False):
             self._return(token, number, stage, gradient, tensor)
         self._sums[stage].append(found[len(pending.received) :])

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_het import keras_graphs_adapter
 from keras_het.planning.pipeline.plan import PipelinePlan
 from keras_het.strategy.pipeline.step.edges import Edges, Place, Spec
+from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.loss_head import LossHead, join
 from keras_het.strategy.pipeline.step.messages import Messages
 from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
@@ -35,6 +36,7 @@ class Pipeline:
         plan: its stages.
         places: place of each device of the plan.
         group: the processes, None for one.
+        emulation: times of emulated devices, None for real ones.
 
     Attributes:
         stages: the stages.
@@ -49,10 +51,11 @@ class Pipeline:
         plan: PipelinePlan,
         places: Sequence[Place],
         group: ProcessGroup | None = None,
+        emulation: Emulation | None = None,
     ) -> None:
         self.units, self.plan, self.group = units, plan, group
         transport = None if group is None else group.transport
-        self._transport = transport
+        self._transport, self._emulation = transport, emulation
         self.gather: Callable[[], None] | None = None
         self.stages = [Stage(units, planned) for planned in plan.stages]
         self.edges = Edges(units, self.stages, plan, places)
@@ -129,7 +132,9 @@ class Pipeline:
         number = _KINDS.index(kind)
         first = number * _MESSAGES_PER_KIND
         self._messages = Messages(self.edges, self._transport, specs, first)
-        passes = PassGraph(self.units, self.stages, self.plan, self.edges, self._messages)
+        passes = PassGraph(
+            self.units, self.stages, self.plan, self.edges, self._messages, self._emulation
+        )
         passes.run(batches, lambda number: batches.part(number, flat), head)
         if self._is_collector:
             with tf.device(self.edges.collector.device):
