@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_het import keras_graphs_adapter, private_api
 from keras_het.planning import ReplicaLayout
-from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.planning.pipeline import PipelinePlan, Timeline
 from keras_het.planning.pipeline.recomputation import check_recompute
 from keras_het.planning.pipeline.schedule import check_micro_batches, check_schedule
 from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
@@ -122,6 +122,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         self._pipelines: weakref.WeakKeyDictionary[keras.Model, Pipeline]
         self._pipelines = weakref.WeakKeyDictionary()
         self._num_pipelines = 0
+        self._timeline: Timeline | None = None
 
     def _new_group(self) -> ProcessGroup | None:
         """Return the processes for one more pipeline, with messages of its own."""
@@ -172,6 +173,11 @@ class PipelineStrategy(HeterogeneousStrategy):
         return self.extended.layout.worker_index
 
     @property
+    def timeline(self) -> Timeline | None:
+        """The passes of one step of the latest plan, as predicted; None before the first step."""
+        return self._timeline
+
+    @property
     def plan(self) -> PipelinePlan | None:
         """The plan of the model that was trained last, None before the first."""
         pipelines = list(self._pipelines.values())
@@ -216,23 +222,17 @@ class PipelineStrategy(HeterogeneousStrategy):
             with tf.init_scope():
                 units = ModelUnits(model)
                 check_can_be_cut(units)
-                group = self._new_group()
-                transport = None if group is None else group.transport
-                plan, emulation = self._plan_for(units, data, transport)
+                plan, emulation = self._make_plan(units, data)
                 pipeline = Pipeline(units, plan, self._places, self._new_group(), emulation)
                 place(self.extended, pipeline.stages, pipeline.homes(), model.optimizer)
             self._pipelines[model] = pipeline
         return self._pipelines[model]
 
-    def _plan_for(
-        self, units: ModelUnits, data: Nest, transport: CollectiveTransport | None
-    ) -> tuple[PipelinePlan, Emulation | None]:
-        """Return the user's plan, or one from measurements on a micro-batch of these types."""
+    def _make_plan(self, units: ModelUnits, data: Nest) -> tuple[PipelinePlan, Emulation | None]:
+        """Plan from measurements on a micro-batch of these types; a user's plan is only checked."""
         given = self._wishes.plan
         if isinstance(given, PipelinePlan):
             check_plan(given, units, len(self._places))
-            if self._emulated_devices is None:
-                return given, None
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         rows = max(1, -(-sum(self.latest_shares) // self._wishes.micro_batches))
         specs = [
@@ -246,11 +246,12 @@ class PipelineStrategy(HeterogeneousStrategy):
             times = measured.forward_seconds[:, 0], measured.backward_seconds[:, 0]
             emulation = Emulation(emulated, *times)
             measured = slowed(measured, emulation, devices, rows)
-        if isinstance(given, PipelinePlan):
-            return given, emulation
+        group = self._new_group()
+        transport = None if group is None else group.transport
         gather = self.extended.gather_over_workers
         processes = Processes(self._places, self.worker_index, transport, gather)
-        return make_plan(units, measured, self._wishes, processes), emulation
+        plan, self._timeline = make_plan(units, measured, self._wishes, processes)
+        return plan, emulation
 
     def _has_trained(self, model: keras.Model) -> None:
         """Give every process the whole model; all of them must call it after the same step."""

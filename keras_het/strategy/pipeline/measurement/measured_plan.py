@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from keras_het import private_api
-from keras_het.planning.pipeline import Devices, ModelProfile, plan_pipeline, plan_with_cuts
+from keras_het.planning.pipeline import (
+    Devices,
+    ModelProfile,
+    Timeline,
+    plan_pipeline,
+    plan_with_cuts,
+    simulate,
+)
 from keras_het.planning.pipeline.plan import PipelinePlan, Stage
 from keras_het.strategy.pipeline.measurement.links import measure_links
 from keras_het.strategy.pipeline.measurement.profiling import (
@@ -106,7 +113,7 @@ class Processes:
 
 def make_plan(
     units: ModelUnits, measured: Measured, wishes: Wishes, processes: Processes
-) -> PipelinePlan:
+) -> tuple[PipelinePlan, Timeline]:
     """Measure the links, and plan; all processes must call it, and get the same plan.
 
     Args:
@@ -114,6 +121,9 @@ def make_plan(
         measured: what this process measured of its devices.
         wishes: what the user asked.
         processes: all of them.
+
+    Returns:
+        The plan, and the passes of one step as predicted.
 
     Raises:
         ValueError: on every process, if no plan is possible.
@@ -132,16 +142,21 @@ def make_plan(
         units.together,
     )
     devices = processes.devices(wishes.memory_bytes)
-    if processes.transport is None:
-        return _plan(units, profile, devices, wishes)
-    return _agreed(lambda: _plan(units, profile, devices, wishes), processes.process == 0)
+    plan = (
+        _plan(units, profile, devices, wishes)
+        if processes.transport is None
+        else _agreed(lambda: _plan(units, profile, devices, wishes), processes.process == 0)
+    )
+    return plan, simulate(profile, devices, plan)
 
 
 def _plan(
     units: ModelUnits, profile: ModelProfile, devices: Devices, wishes: Wishes
 ) -> PipelinePlan:
     arguments = wishes.micro_batches, wishes.schedule, wishes.recompute
-    if wishes.plan is None or isinstance(wishes.plan, PipelinePlan):
+    if isinstance(wishes.plan, PipelinePlan):
+        return wishes.plan
+    if wishes.plan is None:
         return plan_pipeline(profile, devices, *arguments)
     cuts = [units.cut_behind(str(name)) for name in wishes.plan]
     return plan_with_cuts(profile, devices, cuts, *arguments)
