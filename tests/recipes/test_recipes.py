@@ -158,6 +158,17 @@ def test_slow_device_writes_a_log_of_each_run(tmp_path: Path) -> None:
     assert names == {"balanced/telemetry", "even/telemetry"}
 
 
+def test_pipeline_trains_what_fits_no_device(tmp_path: Path) -> None:
+    text = run(RECIPES / "pipeline.py", "--epochs", 1, cwd=tmp_path)
+    assert "one device: does not fit" in text
+    assert numbers(r"(?m)^(\d)  .* CPU:\d", text) == [0, 1, 2]
+
+
+def test_pipeline_says_what_one_device_lacks(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"CPU:0 lacks [\d.]+ MB"):
+        run(RECIPES / "pipeline.py", "--devices", 1, cwd=tmp_path)
+
+
 def test_custom_training_loop_gives_the_losses_of_one_device(tmp_path: Path) -> None:
     recipe = RECIPES / "custom_training_loop.py"
     pattern = r"epoch \d: loss ([\d.]+)"

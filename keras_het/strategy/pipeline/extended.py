@@ -33,7 +33,7 @@ class PipelineExtended(HeterogeneousExtended):
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> Any:
         place = kwargs.pop("colocate_with", None)
-        with tf.device(self._target) if place is None else tf.compat.v1.colocate_with(place):
+        with tf.device(self._target if place is None else place.device):
             return next_creator(**kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:

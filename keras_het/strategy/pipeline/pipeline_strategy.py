@@ -219,25 +219,28 @@ class PipelineStrategy(HeterogeneousStrategy):
 
     def _pipeline_of(self, model: keras.Model, data: Nest) -> Pipeline:
         if model not in self._pipelines:
+            units = ModelUnits(model)
+            check_can_be_cut(units)
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            inputs = keras_graphs_adapter.flat_inputs(units.graph, inputs)
             with tf.init_scope():
-                units = ModelUnits(model)
-                check_can_be_cut(units)
-                plan, emulation = self._make_plan(units, data)
+                plan, emulation = self._make_plan(units, inputs)
                 pipeline = Pipeline(units, plan, self._places, self._new_group(), emulation)
                 place(self.extended, pipeline.stages, pipeline.homes(), model.optimizer)
             self._pipelines[model] = pipeline
         return self._pipelines[model]
 
-    def _make_plan(self, units: ModelUnits, data: Nest) -> tuple[PipelinePlan, Emulation | None]:
+    def _make_plan(
+        self, units: ModelUnits, inputs: list[tf.Tensor]
+    ) -> tuple[PipelinePlan, Emulation | None]:
         """Plan from measurements on a micro-batch of these types; a user's plan is only checked."""
         given = self._wishes.plan
         if isinstance(given, PipelinePlan):
             check_plan(given, units, len(self._places))
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         rows = max(1, -(-sum(self.latest_shares) // self._wishes.micro_batches))
         specs = [
             tf.TensorSpec([rows, *(size or rows for size in value.shape[1:])], value.dtype)
-            for value in keras_graphs_adapter.flat_inputs(units.graph, inputs)
+            for value in inputs
         ]
         devices, emulation = self._own_devices, None
         measured = measure(units, specs, devices)

@@ -80,6 +80,15 @@ def test_a_measured_plan_trains_as_one_device() -> None:
     assert "predicted step" in text and "data parallelism on all devices" in text
 
 
+def test_inputs_are_converted_as_on_one_device() -> None:
+    build, data = MODELS["own_loss"]
+    x, y, _ = data()
+    columns = x.astype("int32")[..., None], y, None
+    expected = train(build, columns, epochs=1)
+    strategy = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES[:2])
+    assert_same(train(build, columns, strategy, epochs=1), expected)
+
+
 def test_the_user_names_the_layers_to_cut_behind() -> None:
     strategy = keras_het.PipelineStrategy(["embedding", "lstm"], 4, DEVICES)
     build, data = MODELS["masked"]
