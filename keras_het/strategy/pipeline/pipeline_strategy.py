@@ -35,7 +35,7 @@ from keras_het.strategy.pipeline.step.process_group import ProcessGroup
 from keras_het.strategy.pipeline.step.transport import GROUPS, CollectiveTransport
 from keras_het.value_types import Nest
 
-_NAME_BYTES = 64
+_BLOCK = 4096
 _FIRST_GROUP = 5_000_000
 
 
@@ -137,17 +137,25 @@ class PipelineStrategy(HeterogeneousStrategy):
         """Return the devices of all processes, worker by worker."""
         if self.num_workers == 1:
             return [Place(0, name) for name in self._own_devices]
-        counts = self.extended.gather_over_workers(np.array([len(self._own_devices)]))
-        most = int(counts.max())
-        names = np.zeros([1, most, _NAME_BYTES], np.int32)
-        for i, name in enumerate(self._own_devices):
-            names[0, i, : len(name)] = list(name.encode())
-        everyone = self.extended.gather_over_workers(names)
+        text = ",".join(self._own_devices).encode()
+        codes = np.zeros([1, _BLOCK])
+        codes[0, : len(text)] = list(text)
         return [
-            Place(process, bytes(everyone[process, i][everyone[process, i] > 0].tolist()).decode())
-            for process, count in enumerate(counts)
-            for i in range(int(count))
+            Place(process, name)
+            for process, row in enumerate(self._gather(codes))
+            for name in bytes(row[row > 0].astype(int).tolist()).decode().split(",")
         ]
+
+    def _gather(self, values: np.ndarray) -> np.ndarray:
+        """Concatenate an array of every process; of few sizes, since each is traced.
+
+        Args:
+            values: float64 [1, ...], the same shape on all processes.
+        """
+        padded = np.zeros([1, -(-values.size // _BLOCK) * _BLOCK])
+        padded[0, : values.size] = values.ravel()
+        everyone = self.extended.gather_over_workers(padded)
+        return everyone[:, : values.size].reshape([-1, *values.shape[1:]])
 
     def _warn_of_emulation(self, num_devices: int) -> None:
         """Wait until the devices of the pipeline are known."""
@@ -251,8 +259,7 @@ class PipelineStrategy(HeterogeneousStrategy):
             measured = slowed(measured, emulation, devices, rows)
         group = self._new_group()
         transport = None if group is None else group.transport
-        gather = self.extended.gather_over_workers
-        processes = Processes(self._places, self.worker_index, transport, gather)
+        processes = Processes(self._places, self.worker_index, transport, self._gather)
         plan, self._timeline = make_plan(units, measured, self._wishes, processes)
         return plan, emulation
 

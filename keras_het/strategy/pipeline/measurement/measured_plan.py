@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_het import private_api
+from keras_het.planning.bounded_shares import FloatArray
 from keras_het.planning.pipeline import (
     Devices,
     ModelProfile,
@@ -91,14 +92,13 @@ class Processes:
         everyone = self._gather(padded)
         return np.concatenate([everyone[i, :count] for i, count in enumerate(counts)]).T
 
-    def devices(self, memory_bytes: Sequence[float]) -> Devices:
+    def devices(self, memory: FloatArray) -> Devices:
         """Return all devices and their links, measured.
 
         Args:
-            memory_bytes: limit of each own device.
+            memory: limit of each device in bytes, float64 [D].
         """
         owners = [place.process for place in self.places]
-        memory = self.columns(np.array([memory_bytes], np.float64))[0]
         rate, latency = np.full([1, 1], np.inf), np.zeros([1, 1])
         if self.transport is not None:
             rate, latency = measure_links(self.transport, self._gather)
@@ -130,10 +130,15 @@ def make_plan(
     """
     weights, state = unit_bytes(units, units.model.optimizer)
     forward, backward = cut_bytes(units, measured.made_bytes)
+    memory = np.array([wishes.memory_bytes])
+    columns = processes.columns(
+        np.concatenate([measured.forward_seconds, measured.backward_seconds, memory])
+    )
+    number = len(units.units)
     profile = ModelProfile(
         tuple(unit.name for unit in units.units),
-        processes.columns(measured.forward_seconds),
-        processes.columns(measured.backward_seconds),
+        columns[:number],
+        columns[number : 2 * number],
         measured.activation_bytes,
         weights,
         state,
@@ -141,7 +146,7 @@ def make_plan(
         backward,
         units.together,
     )
-    devices = processes.devices(wishes.memory_bytes)
+    devices = processes.devices(columns[-1])
     plan = (
         _plan(units, profile, devices, wishes)
         if processes.transport is None
