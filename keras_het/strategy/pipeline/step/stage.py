@@ -79,7 +79,11 @@ class Stage:
     @functools.cached_property
     def _functions(self) -> dict[bool, Callable[..., Nest]]:
         return {
-            training: tf.function(functools.partial(self._run, training=training), autograph=False)
+            training: tf.function(
+                functools.partial(self._run, training=training),
+                autograph=False,
+                experimental_attributes={"_noinline": True},
+            )
             for training in (True, False)
         }
 
