@@ -93,7 +93,8 @@ def _link(situation: Situation) -> Iterable[Suspect]:
             text = f"exchange {why}: {host.why}"
             yield Suspect(host.kind, devices, nothing, saved, text, worker)
             return
-    # Which worker's link it is cannot be seen: a late end delays all replicas of the next step.
+    # Which worker's link it is cannot be seen: who gets the sum late begins the next step late, and
+    # the others wait for it there as long as it has waited here.
     yield Suspect("link", (), nothing, saved, why)
 
 

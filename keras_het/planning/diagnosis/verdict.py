@@ -28,9 +28,13 @@ CAUSES = (
 """Kinds of causes: "host" is a lack of CPUs, "other" the time of callbacks and Python."""
 SILENT = 0.1
 """Fraction of a step below which a cause is not named."""
+LEAST = 0.03
+"""The same for a cause beside others: named if they cost `SILENT` together, and not without it."""
 CRITICAL = 0.2
 """Fraction of a step above which a cause is critical; between the two it is a note."""
 EXPLAINED = 0.8
+"""Fraction of the excess that the causes explain together, or the verdict says what is left."""
+MOSTLY = 0.5
 """Fraction of the excess that the causes must explain together, or none is named."""
 MOST_LINES = 3
 _LOOKS_LIKE_LACK_OF_CPUS = {
@@ -107,8 +111,9 @@ def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
     and its share of the step is this cost over the step's time. Noise makes devices wait for each
     other, too: the cost is the smaller of the mean over steps and of that between mean times.
     Shares of several causes may add up to more than 1, as steps wait for the last one only.
-    Suspects that cost less than a tenth of the step are left out. The rest are causes if they
-    explain 80 % of the excess: of the step's time over T(S), and over the best earlier steps.
+    Suspects that cost less than a tenth of the step are left out, unless the others explain less
+    than 80 % of the excess: of the step's time over T(S), and over the best earlier steps. If all
+    explain less, the verdict says how much is left, and if it is more than half, names no cause.
 
     Args:
         recording: the recording.
@@ -150,17 +155,22 @@ def _verdict(situation: Situation) -> Verdict:
     suspects = find_suspects(situation)
     costs = _costs(situation, suspects)
     order = sorted(range(len(suspects)), key=lambda index: -costs[index])
-    named = [suspects[index] for index in order if costs[index] >= SILENT]
-    missing = _missing(situation, named)
-    unexplained = _unexplained(situation, suspects, named)
-    if unexplained:
-        return Verdict((), (), (*missing, unexplained))
-    causes = tuple(
-        _cause(situation, suspects[index], costs[index])
-        for index in order
-        if costs[index] >= SILENT
-    )
+    number = sum(cost >= SILENT for cost in costs)
+    named = [suspects[index] for index in order]
+    gap = _gap(situation, suspects, named[:number])
+    # What is left may be several causes that cost less than that each.
+    while gap and number < len(order) and costs[order[number]] >= LEAST:
+        number += 1
+        gap = _gap(situation, suspects, named[:number])
+    missing = _missing(situation, named[:number])
+    if gap:
+        missing.append(_unexplained(situation, gap))
+        if gap.explained < MOSTLY * gap.excess or max(costs, default=0.0) < SILENT:
+            return Verdict((), (), tuple(missing))
+    causes = tuple(_cause(situation, suspects[index], costs[index]) for index in order[:number])
     lines = [f"{cause.text} {cause.advice}" for cause in causes[:MOST_LINES]]
+    if gap:
+        lines = [*lines[: MOST_LINES - 1], f"There is more: {missing[-1]}."]
     if not lines:
         lines.append(f"Nothing to do: no cause takes {SILENT * 100:.0f} % of a step.")
     return Verdict(tuple(lines), causes, tuple(missing))
@@ -177,37 +187,51 @@ def _costs(situation: Situation, suspects: Sequence[Suspect]) -> list[float]:
     return costs
 
 
-def _unexplained(
+@dataclasses.dataclass(frozen=True)
+class _Gap:
+    """Seconds of each step that are more than necessary, and how many of them causes explain."""
+
+    explained: float
+    excess: float
+
+
+def _gap(
     situation: Situation, suspects: Sequence[Suspect], named: Sequence[Suspect]
-) -> str:
-    """Return what the causes leave unexplained, empty if they explain enough."""
+) -> _Gap | None:
+    """Return what causes leave unexplained, None if they explain enough."""
     by_step, by_mean = seconds_without(situation, ())
     repaired_by_step, repaired_by_mean = seconds_without(situation, suspects)
     named_by_step, named_by_mean = seconds_without(situation, named)
-    checks = [
+    gaps = [
         min(
-            (by_step - named_by_step, by_step - repaired_by_step),
-            (by_mean - named_by_mean, by_mean - repaired_by_mean),
-            key=lambda check: check[1],
+            _Gap(by_step - named_by_step, by_step - repaired_by_step),
+            _Gap(by_mean - named_by_mean, by_mean - repaired_by_mean),
+            key=lambda gap: gap.excess,
         )
     ]
     least, now = situation.least_seconds, situation.usual_seconds
     if now > _LONGER_THAN_BEST * least:
         # Suspects may explain this and yet cost little, where noise makes steps as long.
-        checks.append((by_mean - repaired_by_mean, now - _NOT_LUCK * least))
-    for explained, excess in checks:
-        if excess >= SILENT * situation.step_seconds and explained < EXPLAINED * excess:
-            found = (
-                f"{excess * 1e3:.3g} ms of each step are more than necessary, and what is known "
-                f"explains {max(explained, 0.0) * 1e3:.3g} ms"
-            )
-            if situation.common < _ALL_SLOWER:
-                return (
-                    f"{found}: all devices compute {1 / situation.common:.1f} times as long as in "
-                    "their own best steps; samples may have become larger"
-                )
-            return f"{found}: no cause is named"
-    return ""
+        gaps.append(_Gap(by_mean - repaired_by_mean, now - _NOT_LUCK * least))
+    least_excess = SILENT * situation.step_seconds
+    large = [
+        gap for gap in gaps if gap.excess >= least_excess and gap.explained < EXPLAINED * gap.excess
+    ]
+    return min(large, key=lambda gap: gap.explained / gap.excess, default=None)
+
+
+def _unexplained(situation: Situation, gap: _Gap) -> str:
+    """Return what causes leave unexplained, for people."""
+    found = (
+        f"{gap.excess * 1e3:.3g} ms of each step are more than necessary, and what is known "
+        f"explains {max(gap.explained, 0.0) * 1e3:.3g} ms"
+    )
+    if situation.common < _ALL_SLOWER:
+        return (
+            f"{found}: all devices compute {1 / situation.common:.1f} times as long as in their "
+            "own best steps; samples may have become larger"
+        )
+    return found
 
 
 def _cause(situation: Situation, suspect: Suspect, cost: float) -> Cause:

@@ -17,6 +17,10 @@ _WORTHWHILE = 1.05
 _LITTLE_HELP = 1.05
 # In a large cluster no worker shortens steps much: it must also be far slower than the mean.
 _SMALL_SHARE = 0.15
+_AGAINST_A_SLOW_LINK = (
+    'Sum gradients on spare machines (aggregation="summation"), exchange less often '
+    "(LocalTraining), or use a faster link."
+)
 
 
 def text_of(situation: Situation, suspect: Suspect, share_of_step: float) -> str:
@@ -65,10 +69,7 @@ def advice_for(situation: Situation, suspect: Suspect) -> str:
     if suspect.kind == "other_program":
         return f"End the other program, or move {worker} elsewhere.{_meanwhile(situation)}"
     if suspect.kind == "link":
-        return (
-            'Sum gradients on spare machines (aggregation="summation"), exchange less often '
-            "(LocalTraining), or use a faster link."
-        )
+        return f"{_which_link(situation)}{_AGAINST_A_SLOW_LINK}"
     return f"Shorten what callbacks and Python do between the steps of {worker}."
 
 
@@ -118,6 +119,16 @@ def _worker(situation: Situation, suspect: Suspect) -> str:
     if suspect.devices:
         return f"worker {situation.recording.devices[suspect.devices[0]].worker}"
     return "the workers"
+
+
+def _which_link(situation: Situation) -> str:
+    """Return how to find the slow link: whoever is behind it, all workers wait for it alike."""
+    if len(situation.workers) < 2:
+        return ""
+    return (
+        "Times of steps cannot tell whose link is slow, because all workers wait for it alike: run "
+        "`python -m keras_het doctor` on all of them, which measures each link. "
+    )
 
 
 def _waits(situation: Situation) -> bool:

@@ -143,6 +143,59 @@ def test_two_faults_are_both_named():
     assert len(verdict.lines) == 2
 
 
+def test_the_second_cause_is_named_though_it_costs_less_than_a_tenth():
+    faults = (Fault("compute", size=0.4, device=2), Fault("input", size=0.2, device=0))
+    verdict = diagnose(Training(4, noise=0.02, faults=faults).record())
+    assert [(cause.kind, cause.worker) for cause in verdict.causes] == [
+        ("slow_device", 1),
+        ("input", 0),
+    ]
+    assert 0.03 <= verdict.causes[1].share_of_step < 0.1
+    assert len(verdict.lines) == 2 and verdict.missing == ()
+
+
+@pytest.mark.parametrize("shapes", [("static", "creeping"), ("temporary", "temporary")])
+@pytest.mark.parametrize("kinds", [("compute", "input"), ("input", "compute"), ("link", "compute")])
+def test_of_two_faults_at_once_the_worse_is_named_first(kinds, shapes):
+    """On one device and on two; each lasts until the end."""
+    expected = [KIND[kind] for kind in kinds]
+    for n, same, seed in itertools.product((2, 4, 16), (True, False), range(3)):
+        faults = tuple(
+            Fault(kind, shape, size, device, 140)
+            for kind, shape, size, device in zip(
+                kinds, shapes, (2.0, 1.0), (n - 1, n - 1 if same else 0), strict=True
+            )
+        )
+        training = Training(n, 200, faults=faults, seed=seed)
+        verdict = diagnose(training.record())
+        assert [cause.kind for cause in verdict.causes] == expected, training
+
+
+def test_what_the_named_cause_does_not_explain_is_said():
+    """The link is slow, and all devices compute twice as long: there is nobody to compare with."""
+    faults = (
+        Fault("link", "temporary", 1.0, 0, 120),
+        *(Fault("compute", "temporary", 0.8, device, 120) for device in (0, 1)),
+    )
+    recording = Training(2, 170, faults=faults, with_hardware=False, noise=0.02).record()
+    verdict = diagnose(recording)
+    assert [cause.kind for cause in verdict.causes] == ["link"]
+    assert len(verdict.lines) == 2
+    assert verdict.lines[1].startswith("There is more: ")
+    assert verdict.missing[-1] in verdict.lines[1]
+    assert "all devices compute 1.8 times as long" in verdict.lines[1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_slow_link_says_how_to_find_it(workers):
+    """The one behind it ends late and begins late: what it waits less, it has waited before."""
+    training = Training(4, per_worker=4 // workers, faults=(Fault("link", size=1.0),))
+    (line,) = diagnose(training.record()).lines
+    assert line.startswith("The exchange of gradients takes")
+    assert ("cannot tell whose link is slow" in line) == (workers > 1)
+    assert ("python -m keras_het doctor" in line) == (workers > 1)
+
+
 def test_devices_that_are_slow_alike_are_one_cause():
     verdict = diagnose(Training(4, slowness=(1, 3, 3, 3)).record())
     (cause,) = verdict.causes
