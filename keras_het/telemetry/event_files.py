@@ -106,11 +106,12 @@ def _summary_value(value: Value) -> Any:
     return tf.compat.v1.Summary.Value(tag=value.tag, metadata=metadata, tensor=tensor)
 
 
-def read_events(path: str) -> Iterator[Value]:
+def read_events(path: str, damage: list[str] | None = None) -> Iterator[Value]:
     """Yield the values of an event file as far as they are whole.
 
     Args:
         path: of the file.
+        damage: gets the path, once for each record that cannot be read.
     """
     for record in _records(path):
         try:
@@ -118,6 +119,8 @@ def read_events(path: str) -> Iterator[Value]:
             values = [_value(event, each) for each in event.summary.value]
         except Exception as error:  # whatever a damaged record makes of itself
             _logger.debug("A record of %s cannot be read: %s", path, error)
+            if damage is not None:
+                damage.append(path)
             continue
         yield from (each for each in values if each is not None)
 
@@ -126,7 +129,7 @@ def _value(event: Any, value: Any) -> Value | None:
     if not value.HasField("tensor"):
         return None
     array = np.asarray(tf.make_ndarray(value.tensor))
-    content = array.item() if array.dtype == object else array
+    content = array.item() if array.dtype == object and array.size == 1 else array
     return Value(value.tag, int(event.step), float(event.wall_time), content)
 
 

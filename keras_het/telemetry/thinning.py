@@ -10,12 +10,12 @@ import tensorflow as tf
 from keras_het.telemetry.event_files import EventFile, read_events
 from keras_het.tensorboard import log_format
 from keras_het.tensorboard.columns import windows
-from keras_het.tensorboard.log_content import Value
+from keras_het.tensorboard.log_content import Value, is_readable
 
 
 def raw_steps_in(path: str) -> int:
     """Return how many steps an event file holds one by one."""
-    return sum(len(each.value) for each in read_events(path) if each.tag == log_format.STEPS)
+    return sum(len(each.value) for each in _readable(path) if each.tag == log_format.STEPS)
 
 
 def thinned_file(path: str, every: int) -> None:
@@ -29,7 +29,7 @@ def thinned_file(path: str, every: int) -> None:
         path: of the file.
         every: number of steps that become a row.
     """
-    values = thinned(list(read_events(path)), every)
+    values = thinned(_readable(path), every)
     # Without "tfevents" in its name, so that no reader takes it for a part of the log.
     directory, slash, name = path.rpartition("/")
     unfinished = f"{directory}{slash}thinning.{name.removeprefix(log_format.FILE_PREFIX)}"
@@ -41,6 +41,10 @@ def thinned_file(path: str, every: int) -> None:
     finally:
         file.close()
     tf.io.gfile.rename(unfinished, path, overwrite=True)
+
+
+def _readable(path: str) -> list[Value]:
+    return [each for each in read_events(path) if is_readable(each)]
 
 
 def thinned(values: Sequence[Value], every: int) -> list[Value]:

@@ -12,7 +12,7 @@ from tensorboard import errors
 from tensorboard.data import provider
 
 from keras_het.tensorboard import log_format
-from keras_het.tensorboard.log_content import LogContent, Value, log_content
+from keras_het.tensorboard.log_content import LogContent, NoSetupError, Value, log_content
 
 _MOST_KEPT = 4
 # A reply of the data server may have 256 MiB; memory takes four times what is read.
@@ -80,7 +80,7 @@ class Histories:
                 return kept[1]
             try:
                 content = log_content(self._values(ctx, experiment, run, sorted(tags)))
-            except ValueError as error:
+            except NoSetupError as error:
                 raise errors.NotFoundError(str(error)) from error
             self._kept[key] = state, content
             while len(self._kept) > _MOST_KEPT:

@@ -57,25 +57,49 @@ class LogContent:
     messages: tuple[str, ...] = ()
 
 
+class NoSetupError(ValueError):
+    """A log does not say of which devices it is."""
+
+
+def is_readable(value: Value) -> bool:
+    """Tell whether a value is of the kind that its tag says: what is damaged may be anything."""
+    content = value.value
+    if value.step < 0:
+        return False
+    if value.tag in (log_format.SETUP, log_format.CHANGES, log_format.ASYNC):
+        return isinstance(content, (bytes, str))
+    every = log_format.steps_per_row(value.tag)
+    if not every and value.tag != log_format.HARDWARE_SAMPLES:
+        return True
+    if getattr(getattr(content, "dtype", None), "kind", "") not in ("f", "i", "u"):
+        return False
+    if not every:
+        return bool(content.ndim == 2)
+    return bool(content.ndim == (3 if every == 1 else 4) and content.shape[-2] == len(ROWS))
+
+
 def log_content(values: Iterable[Value]) -> LogContent:
     """Return what values say, of which the one written last counts where they contradict.
 
     A training that went back to an earlier step and was continued from there has written these
-    steps twice, perhaps on other devices. The columns are those of the latest setup.
+    steps twice, perhaps on other devices. The columns are those of the latest setup. A damaged
+    value is left out, and `messages` says so.
 
     Args:
         values: of one training, in any order.
 
     Raises:
-        ValueError: if there is no setup among them.
+        NoSetupError: if there is no setup among them.
     """
-    ordered = sorted(values, key=lambda each: each.time)
     messages: dict[str, None] = {}
+    ordered = _undamaged(sorted(values, key=lambda each: each.time), messages)
     setups = _setups(ordered, messages)
     if not setups:
-        raise ValueError("This log names no devices: its first record is missing or torn.")
+        raise NoSetupError("This log names no devices: its first record is missing or torn.")
     columns = _Columns(setups, messages)
-    every, steps, rows, highest = _steps([v for v in ordered if _is_block(v)], columns)
+    every, steps, rows, highest = _steps(
+        [each for each in ordered if log_format.steps_per_row(each.tag)], columns
+    )
     recording = Recording(
         devices=columns.devices,
         steps=steps,
@@ -94,6 +118,21 @@ def log_content(values: Iterable[Value]) -> LogContent:
         for entry in log_format.parse_entries(each.value)
     )
     return LogContent(recording, every, highest, exchanges, tuple(messages))
+
+
+def _undamaged(values: Sequence[Value], messages: dict[str, None]) -> list[Value]:
+    """Return the values that can be read, and note which cannot."""
+    damaged: dict[str, list[int]] = {}
+    for each in values:
+        if not is_readable(each):
+            damaged.setdefault(each.tag, []).append(each.step)
+    for tag, steps in damaged.items():
+        number = "1 value" if len(steps) == 1 else f"{len(steps)} values"
+        messages[
+            f"{number} of {tag} could not be read, the first at step {steps[0]}: damaged, and left "
+            "out."
+        ] = None
+    return [each for each in values if is_readable(each)] if damaged else list(values)
 
 
 def _setups(values: Sequence[Value], messages: dict[str, None]) -> list[tuple[float, Setup]]:
@@ -153,13 +192,6 @@ class _Columns:
         return taken
 
 
-def _is_block(value: Value) -> bool:
-    every = log_format.steps_per_row(value.tag)
-    shape = np.shape(value.value)
-    expected = 3 if every == 1 else 4
-    return bool(every) and len(shape) == expected and shape[-2] == len(ROWS)
-
-
 def _steps(blocks: Sequence[Value], columns: _Columns) -> tuple[Any, Any, Any, Any]:
     """Steps per row [T], steps [T], values [T, 5, N] and highest values [T, 5, N]."""
     parts = []
@@ -189,7 +221,7 @@ def _hardware(values: Sequence[Value], columns: _Columns) -> dict[str, Any]:
     samples = [
         each
         for each in _latest(values, log_format.HARDWARE_SAMPLES)
-        if np.ndim(each.value) == 2 and columns.setup_of(each, len(each.value)) is not None
+        if columns.setup_of(each, len(each.value)) is not None
     ]
     arrays: dict[str, Floats] = {
         name: np.full((len(samples), len(columns.devices)), np.nan) for name in columns.hardware

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator
@@ -187,6 +188,75 @@ def test_zeros_at_the_end_do_no_harm(tmp_path: Path) -> None:
     (path,) = files(tmp_path)
     path.write_bytes(path.read_bytes() + bytes(1000))
     assert len(only_run(tmp_path).recording.steps) == 10
+
+
+def damaged(folder: Path, tag: str, content: Any) -> Run:
+    """A log of 50 steps, of which one value of a tag was replaced."""
+    log = EventLog(folder / "telemetry", DEVICES, HARDWARE)
+    for step in range(0, 50, 5):
+        log.write_steps(step, block(step, 5))
+        log.write_hardware(step, np.full((3, 2), step))
+        log.write_change(Change(step, "shares", f"at {step}"))
+    log.close()
+    (path,) = files(folder)
+    values = list(event_files.read_events(str(path)))
+    place = [n for n, each in enumerate(values) if each.tag == tag][4]
+    values[place] = dataclasses.replace(values[place], value=content)
+    file = event_files.EventFile(str(path))
+    for each in values:
+        file.write([each])
+    file.close()
+    return only_run(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no numbers",
+        np.array([[["no", "numbers"]]]),
+        np.zeros((5, 3), np.float32),
+        np.zeros((5, 4, 3), np.float32),
+        np.zeros((5, 5, 3), np.complex64),
+    ],
+    ids=["text", "texts", "dimensions", "rows", "complex"],
+)
+def test_a_damaged_block_costs_that_block_only(tmp_path: Path, content: Any) -> None:
+    run = damaged(tmp_path, log_format.STEPS, content)
+    np.testing.assert_array_equal(run.recording.steps, np.r_[0:20, 25:50])
+    assert len(run.recording.changes) == len(run.recording.hardware_steps) == 10
+    (message,) = run.messages
+    assert message.startswith("1 value of keras_het/steps could not be read, the first at step 20")
+
+
+@pytest.mark.parametrize("tag", [log_format.HARDWARE_SAMPLES, log_format.CHANGES])
+def test_other_damaged_values_cost_themselves(tmp_path: Path, tag: str) -> None:
+    run = damaged(tmp_path, tag, np.array(["no", "numbers"]))
+    assert len(run.recording.steps) == 50
+    kept = {len(run.recording.changes), len(run.recording.hardware_steps)}
+    assert kept == {9, 10}
+    assert [f"1 value of {tag}" in message for message in run.messages] == [True]
+
+
+def test_a_damaged_record_costs_that_record_only(tmp_path: Path) -> None:
+    write(tmp_path, 0, 50)
+    (path,) = files(tmp_path)
+    content = path.read_bytes()
+    place = content.index(log_format.STEPS.encode(), len(content) // 2)
+    path.write_bytes(content[:place] + b"\xff" * 8 + content[place + 8 :])
+    run = only_run(tmp_path)
+    assert len(run.recording.steps) == 45
+    assert run.messages == (f"1 record of {path} could not be read: damaged, and left out.",)
+
+
+def test_a_damaged_block_does_not_end_the_log_of_a_resumed_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged(tmp_path, log_format.STEPS, b"no numbers")
+    write(tmp_path, 50, 50, keep_steps=50, segment_steps=50, every=5)
+    content = only_run(tmp_path).content
+    assert caplog.records == []
+    np.testing.assert_array_equal(content.recording.steps[content.every == 1], np.arange(50, 100))
+    assert set(content.recording.steps[content.every == 5]) == {*range(0, 20, 5), *range(25, 50, 5)}
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
