@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from trace_format import check_trace
 from written_logs import Fault, Training, balanced_recording, write_log
 
 from keras_het.launch.command_line import main
@@ -251,6 +252,7 @@ def test_a_page_about_200_replicas_has_a_bounded_size() -> None:
 def written_trace(tmp_path: Path, report: Facts) -> tuple[int | None, list[dict[str, Any]]]:
     first = trace.write_trace(tmp_path / "trace.json", report)
     content = json.loads((tmp_path / "trace.json").read_text(), parse_constant=pytest.fail)
+    check_trace(content)
     return first, content["traceEvents"]
 
 
@@ -282,14 +284,12 @@ def test_a_trace_has_a_slice_for_each_phase(tmp_path: Path, balanced: Facts) -> 
     assert counters["share worker 0 GPU 0"] == 2
 
 
-def test_slices_of_a_replica_do_not_overlap(tmp_path: Path, balanced: Facts) -> None:
-    _, events = written_trace(tmp_path, balanced)
-    thread = next(each["tid"] for each in events if each["name"] == "thread_name")
-    ends = 0.0
-    for each in events:
-        if each["ph"] == "X" and each["tid"] == thread:
-            assert each["ts"] >= ends - 0.5
-            ends = each["ts"] + each["dur"]
+def test_the_changes_of_a_trace_are_in_order(tmp_path: Path, balanced: Facts) -> None:
+    changes = tuple(Change(step, "shares", f"at {step}") for step in (120, 40, 41))
+    recording = dataclasses.replace(balanced.recording, changes=changes)
+    _, events = written_trace(tmp_path, facts(recording))
+    steps = [each["args"]["step"] for each in events if each["ph"] == "i"]
+    assert steps == [40, 41, 120]
 
 
 def test_a_long_trace_has_the_latest_steps(
@@ -381,7 +381,7 @@ def test_the_command_writes_all(
     assert "Other trainings here: second/telemetry. Choose with --run NAME." in out
     assert f"Page: {files[0]}" in out
     Reader(files[0].read_text())
-    assert json.loads(files[1].read_text())["traceEvents"]
+    check_trace(json.loads(files[1].read_text()))
 
 
 @pytest.mark.parametrize("name", ["second", "second/telemetry", "./second/"])

@@ -62,22 +62,22 @@ def _events(facts: Facts, first: int) -> Iterator[Event]:
     begins = _begins(phases, every)
     for row, step in enumerate(steps.tolist()):
         for index, device in enumerate(recording.devices):
-            begin = begins[row]
+            end = begins[row]
             for name, seconds in zip(_ORDER, phases[:, row, index].tolist(), strict=True):
                 if not seconds > 0:  # nor NaN
                     continue
-                length = seconds * every[row]
+                # rounded ends: slices of a track must not overlap
+                begin, end = _micro(end), min(end + seconds * every[row], begins[row + 1])
                 yield {
                     **{"ph": "X", "name": name, "cat": "step"},
                     **{"pid": processes[device.worker], "tid": threads[index]},
-                    **{"ts": _micro(begin), "dur": _micro(length), "args": {"step": step}},
+                    **{"ts": begin, "dur": round(_micro(end) - begin, 1), "args": {"step": step}},
                 }
-                begin += length
     shares = checked(recording.shares[first:], np.inf)
     shares = np.where(np.isfinite(shares), shares, 0.0)
     yield from _counters(recording.devices, processes, shares, begins)
     yield from _speeds(training, shares, begins, every)
-    for change in recording.changes:
+    for change in sorted(recording.changes, key=lambda each: each.step):
         if len(steps) and change.step >= steps[0]:
             row = int(np.searchsorted(steps, change.step))
             yield {
