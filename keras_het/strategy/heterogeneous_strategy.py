@@ -359,7 +359,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
 
     def _measure_phases(self, model: keras.Model, sampled: int) -> None:
         self._data_path.on_input_wait = self._compute_times.phases.note_input_wait
-        self._compute_times.phases.begin(model, sampled)
+        self._compute_times.phases.begin(model, self.extended.worker_devices, sampled)
 
     def measure_compute_times(
         self, model: keras.Model | None = None, gradients: bool = False, stops: bool = False

@@ -119,7 +119,7 @@ class ComputeTimes:
 
     def __init__(self, layout: ReplicaLayout) -> None:
         self._num_replicas = num_replicas = layout.num_replicas
-        self.phases = PhaseTimes(num_replicas, len(layout.local_replicas))
+        self.phases = PhaseTimes(layout)
         self.control = ControlChannel(num_replicas)
         self._read = 0
         self.is_measuring = False

@@ -9,46 +9,55 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_het.strategy.measure.step_clock import StepClock
+from keras_het.planning.replica_layout import ReplicaLayout
+from keras_het.strategy.measure.step_clock import StepClock, host_of
 
 CAPACITY = 2048
 PARTS = 5
 """Compute time, input wait, sync wait, the rest (seconds); share (samples)."""
+_INPUT, _REST = 1, 3
 _UNKNOWN = -1.0
+# A longer step is the time since 1970: its replica had none before.
+_LONGEST_SECONDS = 1e8
 
 
 class PhaseTimes:
     """Ring of the latest steps in host memory, written by the train step.
 
+    The graph only notes what it alone knows, in few operations: a step's wall time becomes the rest
+    when it is read.
+
     Args:
-        num_replicas: replicas over all workers.
-        num_local_replicas: those of this worker.
+        layout: the replicas.
 
     Attributes:
         is_measuring: whether the train steps that are traced now measure.
     """
 
-    def __init__(self, num_replicas: int, num_local_replicas: int) -> None:
-        self._num_replicas, self._num_local = num_replicas, num_local_replicas
+    def __init__(self, layout: ReplicaLayout) -> None:
+        self._layout, self._num_replicas = layout, layout.num_replicas
         self.is_measuring = False
         self._measured: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._sampled = 0
         self._read = 0
 
-    def begin(self, model: keras.Model, sampled: int = 0) -> None:
+    def begin(self, model: keras.Model, devices: Sequence[str], sampled: int = 0) -> None:
         """Make a model's training steps measure from now on; every worker must call it.
 
         Args:
             model: the model; its step is retraced if it exists already.
+            devices: those of this worker's replicas.
             sampled: quantities for `send_samples`, the same number in each call.
         """
         if not self.is_measuring:
             self._sampled, self.is_measuring = sampled, True
+            self._hosts = [host_of(device) for device in devices]
             self._create_variables()
         if model in self._measured:
             return
@@ -57,20 +66,20 @@ class PhaseTimes:
             model.make_train_function(force=True)
 
     def _create_variables(self) -> None:
-        with tf.init_scope(), tf.device("CPU:0"):
-
-            def variable(*shape: int, dtype: tf.DType = tf.float32) -> tf.Variable:
+        def variable(host: str, *shape: int, dtype: tf.DType = tf.float32) -> tf.Variable:
+            with tf.device(host):
                 return tf.Variable(tf.zeros(shape, dtype), trainable=False)
 
+        first, width = self._hosts[0], PARTS + self._sampled
+        with tf.init_scope():
             # of this worker's replicas: the parts of the latest step, and the time of its end
-            self._own = [variable(PARTS) for _ in range(self._num_local)]
-            self._ends = [variable(dtype=tf.float64) for _ in range(self._num_local)]
-            self._input_wait = variable()
-            self._samples = variable(self._num_local, self._sampled)
+            self._own = [variable(host, PARTS) for host in self._hosts]
+            self._ends = [variable(host, dtype=tf.float64) for host in self._hosts]
+            self._input_wait = variable(first, dtype=tf.float64)
+            self._samples = variable(first, len(self._hosts) * self._sampled)
             # of all replicas
-            self._rows = variable(CAPACITY, PARTS, self._num_replicas)
-            self._latest_samples = variable(self._sampled, self._num_replicas)
-            self._count = variable(dtype=tf.int64)
+            self._rows = variable(first, CAPACITY, width * self._num_replicas)
+            self._count = variable(first, dtype=tf.int64)
 
     def restart_clock(self) -> None:
         """Exclude the time since the latest step: a validation is not a part of the next one."""
@@ -84,9 +93,8 @@ class PhaseTimes:
             seconds: the time.
         """
         if self.is_measuring:
-            tf.raw_ops.AssignVariableOp(
-                resource=self._input_wait.handle, value=tf.constant(seconds, tf.float32)
-            )
+            # an operation, because the variable's method takes longer
+            tf.raw_ops.AssignVariableOp(resource=self._input_wait.handle, value=np.float64(seconds))
 
     def send_samples(self, samples: np.ndarray) -> None:
         """Let the next steps tell all workers what was sampled on this one.
@@ -94,60 +102,61 @@ class PhaseTimes:
         Args:
             samples: float32 of shape [num_local_replicas, sampled], zero or more; NaN if unknown.
         """
-        self._samples.assign(np.where(np.isnan(samples), _UNKNOWN, samples))
+        self._samples.assign(np.where(np.isnan(samples), _UNKNOWN, samples).ravel())
 
     def contribution(self, replica_id: int, position: int) -> tf.Tensor:
         """Return what a replica adds to the sum over all replicas, in the graph.
 
         Args:
             replica_id: id of the replica.
-            position: its index among this worker's replicas.
+            position: its index among this worker's replicas. The first one adds the samples of all.
 
         Returns:
-            Float32 of shape [PARTS + sampled, num_replicas]: the parts of the step before, and
-            samples.
+            Float32 of shape [num_replicas * (PARTS + sampled)]: the parts of each replica's step
+            before, then the samples of each.
         """
-        with tf.device("CPU:0"):
-            samples = self._samples.read_value()[position]
-            column = tf.concat([self._own[position].read_value(), samples], 0)
-            behind = self._num_replicas - replica_id - 1
-            # no product with zeros: a value that is not finite stays this replica's own
-            return tf.pad(column[:, None], [[0, 0], [replica_id, behind]])
+        behind = PARTS * (self._num_replicas - replica_id - 1)
+        with tf.device(self._hosts[position]):
+            pieces = [tf.zeros(PARTS * replica_id), self._own[position].value()]
+            if position:
+                pieces.append(tf.zeros(behind + self._sampled * self._num_replicas))
+            else:
+                after = self._num_replicas - replica_id - len(self._hosts)
+                pieces += [
+                    tf.zeros(behind + self._sampled * replica_id),
+                    self._samples.value(),
+                    tf.zeros(self._sampled * after),
+                ]
+            return tf.concat(pieces, 0)
 
-    def finish_step(
-        self, position: int, samples: tf.Tensor, clock: StepClock, results: list[tf.Tensor]
-    ) -> None:
+    def finish_step(self, position: int, samples: tf.Tensor, clock: StepClock) -> None:
         """Note the parts of a replica's step when its collective has ended; in the graph.
 
         Args:
             position: index of the replica among this worker's.
             samples: its share, int64 scalar.
             clock: the clock of its step.
-            results: what it received from the collective.
         """
-        with tf.device("CPU:0"):
-            end = clock.time_when_ready(results)
-            before = self._ends[position].read_value()
-            waited = tf.cast(self._input_wait.read_value(), tf.float64)
-            compute, sync = clock.seconds, clock.seconds_in_collectives()
-            rest = tf.maximum(end - before - compute - sync - waited, 0)
-            rest = tf.where(before > 0, rest, 0)
-            parts = [compute, waited, sync, rest, tf.cast(samples, tf.float64)]
-            self._own[position].assign(tf.cast(tf.stack(parts), tf.float32))
-            self._ends[position].assign(end)
+        with tf.device(self._hosts[position]):
+            wall = clock.end_of_collectives - self._ends[position].value()
+            # one variable for a worker, which is on the device of its first replica
+            waited = 0.0 if position else self._input_wait.value()
+            sync, share = clock.seconds_in_collectives(), tf.cast(samples, tf.float64)
+            parts = tf.stack([clock.seconds, waited, sync, wall, share])
+            self._own[position].assign(tf.cast(parts, tf.float32), read_value=False)
+            self._ends[position].assign(clock.end_of_collectives, read_value=False)
 
     def record(self, summed: tf.Tensor) -> None:
-        """Write the step before; called in the graph, by one local replica.
+        """Write the step before; called in the graph, by the first local replica.
 
         Args:
             summed: the sum of all contributions.
         """
-        with tf.device("CPU:0"):
-            place = self._count % CAPACITY
-            written = self._rows.scatter_nd_update([[place]], summed[None, :PARTS])
-            self._latest_samples.assign(summed[PARTS:])
+        with tf.device(self._hosts[0]):
+            place = self._count.value() % CAPACITY
+            written = self._rows.scatter_update(tf.IndexedSlices(summed, place))
             with tf.control_dependencies([written]):
-                self._count.assign_add(1)
+                self._count.assign_add(1, read_value=False)
 
     @property
     def count(self) -> int:
@@ -164,13 +173,24 @@ class PhaseTimes:
         # row k has the step before the one that wrote it: row 0 has none
         count = self.count
         first, self._read = max(self._read, count - CAPACITY, 1), max(count, 1)
-        places = np.arange(first, max(count, first), dtype=np.int64) % CAPACITY
-        rows = tf.raw_ops.ResourceGather(
-            resource=self._rows.handle, indices=places, dtype=tf.float32
-        )
-        return first - 1, rows.numpy()
+        rows = self._gather(np.arange(first, max(count, first)))[:, : PARTS * self._num_replicas]
+        parts = rows.reshape(len(rows), self._num_replicas, PARTS).transpose(0, 2, 1)
+        counts = self._layout.replicas_per_worker
+        parts[:, _INPUT] = parts[:, _INPUT, np.repeat(np.cumsum((0, *counts[:-1])), counts)]
+        wall = parts[:, _REST]
+        rest = np.maximum(wall - parts[:, :_REST].sum(axis=1), 0)
+        parts[:, _REST] = np.where(wall < _LONGEST_SECONDS, rest, 0)
+        return first - 1, parts
 
     def samples(self) -> np.ndarray:
         """What was sampled last on all workers, float32 of shape [num_replicas, sampled]."""
-        samples = self._latest_samples.numpy().T
+        (row,) = self._gather(np.array([self.count - 1]))
+        samples = row[PARTS * self._num_replicas :].reshape(self._num_replicas, self._sampled)
         return np.where(samples == _UNKNOWN, np.nan, samples)
+
+    def _gather(self, numbers: np.ndarray) -> np.ndarray:
+        places = numbers.astype(np.int64) % CAPACITY
+        rows = tf.raw_ops.ResourceGather(
+            resource=self._rows.handle, indices=places, dtype=tf.float32
+        )
+        return rows.numpy()

@@ -28,6 +28,8 @@ class StepClock:
 
     def __init__(self, inputs: Nest, on_accelerator: bool) -> None:
         self._on_accelerator = on_accelerator
+        # elsewhere, values would have to be sent to the clock, and the batch would wait for that
+        self._host = "CPU:0" if on_accelerator else ""
         self.start_time = self._time_when_ready(_tensors(inputs))
         self.inputs = _after(self.start_time, inputs)
         self._graph = getattr(self.start_time, "graph", None)
@@ -35,6 +37,8 @@ class StepClock:
         self.seconds: tf.Tensor | None = None
         """Compute time in seconds, float64 scalar; None before `stop`."""
         self._end_time: tf.Tensor | None = None
+        self.end_of_collectives: tf.Tensor | None = None
+        """When the latest collective ended, in seconds since the epoch, float64 scalar."""
 
     def stop(self, values: Sequence[Leaf]) -> None:
         """Record the time at which values are computed; if called again, the later time counts.
@@ -43,7 +47,11 @@ class StepClock:
             values: the values that the replica is about to hand to a collective.
         """
         end = self._end_time = self._time_when_ready(_tensors(values))
-        self.seconds = tf.maximum(end - self.start_time - self.seconds_in_collectives(), 0)
+        with tf.device(self._host):
+            seconds = end - self.start_time
+            if self._waits:
+                seconds -= self.seconds_in_collectives()
+            self.seconds = tf.maximum(seconds, 0)
 
     def seconds_since_stop(self, results: Sequence[Leaf]) -> tf.Tensor:
         """Time from `stop` until other values are available, float64 scalar.
@@ -55,15 +63,8 @@ class StepClock:
 
     def seconds_in_collectives(self) -> tf.Tensor:
         """Time that the step's collectives took so far, float64 scalar: waits and transfers."""
-        return tf.add_n(self._waits) if self._waits else tf.constant(0, tf.float64)
-
-    def time_when_ready(self, values: Sequence[Leaf]) -> tf.Tensor:
-        """The time at which values are available, float64 scalar, in seconds since the epoch.
-
-        Args:
-            values: the values.
-        """
-        return self._time_when_ready(_tensors(values))
+        with tf.device(self._host):
+            return tf.add_n(self._waits) if self._waits else tf.constant(0, tf.float64)
 
     def collective_starts(self, values: Sequence[Summand]) -> tuple[tf.Tensor, list[Summand]]:
         """Record when a collective inside the step has the values that it sums.
@@ -76,10 +77,12 @@ class StepClock:
 
     def collective_ends(self, started: tf.Tensor, results: Sequence[Summand]) -> None:
         """Subtract the time of a collective inside the step from the compute time."""
-        waited = self._time_when_ready(_tensors(results)) - started
+        ended = self._time_when_ready(_tensors(results))
         # A collective in a branch or a loop belongs to another graph, unreadable from here.
-        if getattr(waited, "graph", None) is self._graph:
-            self._waits.append(waited)
+        if getattr(ended, "graph", None) is self._graph:
+            with tf.device(self._host):
+                self._waits.append(ended - started)
+            self.end_of_collectives = ended
 
     def _time_when_ready(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         """Read the clock once all values are available.
@@ -89,8 +92,17 @@ class StepClock:
         """
         if self._on_accelerator:
             values = _on_host(values)
-        with tf.control_dependencies(list(values)), tf.device("CPU:0"):
+        with tf.control_dependencies(list(values)), tf.device(self._host):
             return private_api.run_independently(tf.timestamp())
+
+
+def host_of(device: str) -> str:
+    """Return the device on which a replica's times are measured and kept.
+
+    Args:
+        device: the replica's.
+    """
+    return device if "CPU" in device else "CPU:0"
 
 
 def _after(time: tf.Tensor, structure: Nest) -> Nest:
