@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -46,10 +47,11 @@ class Browser:
 
         options = webdriver.ChromeOptions()
         options.binary_location = str(CHROMIUM)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         for argument in (
             *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
             *("--window-size=1400,1000", "--no-first-run", "--disable-background-networking"),
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # as without a network
         ):
             options.add_argument(argument)
         self.driver = webdriver.Chrome(options, Service(str(DRIVER)))
@@ -105,6 +107,17 @@ class Browser:
             entry["message"]
             for entry in self.driver.get_log("browser")
             if "plugin" in entry["message"] or "Content Security Policy" in entry["message"]
+        ]
+
+    def requests(self) -> list[str]:
+        """Addresses of what was asked for since the last call, answered or not."""
+        messages = [
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        ]
+        return [
+            each["params"]["request"]["url"]
+            for each in messages
+            if each["method"] == "Network.requestWillBeSent"
         ]
 
 
@@ -248,6 +261,22 @@ def test_a_server_that_fails_is_named(browser: Browser, address: str) -> None:
     until(lambda: "out of memory" in browser.text(".problem"), "what the server said")
 
 
+@pytest.mark.full
+def test_a_large_training_without_a_network(browser: Browser, tmp_path: Path) -> None:
+    made_training.write(tmp_path, 200, 5000)
+    with served(application_of(tmp_path)) as start:
+        browser.requests()
+        browser.open(start)
+        asked = browser.requests()
+        assert browser.text(".range") == "steps 0 to 4,999"
+        assert browser.text(".verdict .first")
+        assert browser.colors(0) > 5
+        origin = start.partition("/data/")[0]
+        assert any(address.endswith(".js") for address in asked)
+        assert [each for each in asked if not each.startswith((origin, "data:", "blob:"))] == []
+    assert browser.complaints() == []
+
+
 @contextlib.contextmanager
 def tensorboard(folder: Path, *arguments: str) -> Iterator[str]:
     """TensorBoard itself, as users start it."""
@@ -307,6 +336,7 @@ def test_the_tab_in_tensorboard(
         browser.driver.get(start)
         until(lambda: browser.script(until_there)["keras_het"]["enabled"], "data in TensorBoard")
         browser.driver.get("about:blank")
+        browser.requests()
         browser.driver.get(f"{start}?darkMode={str(dark).lower()}#keras_het")
         frames = until(
             lambda: browser.driver.find_elements("tag name", "iframe"), "the frame of the tab"
@@ -321,3 +351,5 @@ def test_the_tab_in_tensorboard(
         assert browser.colors(0) > 5
         browser.driver.switch_to.default_content()
         assert browser.complaints() == []
+        local = (start, "data:", "blob:", "about:")
+        assert [each for each in browser.requests() if not each.startswith(local)] == []
