@@ -26,6 +26,8 @@ from keras_het.telemetry.step_recorder import StepRecorder, devices_of
 from keras_het.training_strategy import TrainingStrategy
 
 _INTERVAL_SECONDS = 0.5
+# Writing takes longer than sampling, and steps wait for the interpreter meanwhile.
+_SAMPLES_PER_WRITE = 2
 _LATEST_STEPS = 50
 _SHOWN_SECONDS = 0.1
 _FOLDER = "telemetry"
@@ -39,8 +41,8 @@ class Telemetry(SessionCallback):
     Of every step and replica it measures four times that add up to the step's wall time: compute
     time, input wait, sync wait (in the collective: for other replicas, and for the transfer), and
     the rest (update, callbacks, Python). They travel in the collective that each step has anyway;
-    only the chief writes. The hardware of all workers (GPUs by NVML, hosts and processes) is
-    sampled in another thread, twice a second.
+    only the chief writes. Another thread samples the hardware of all workers (GPUs by NVML, hosts
+    and processes) twice a second, and writes the log once.
 
     The log is for TensorBoard's tab "Heterogeneous" and for `keras-het report`. Keras's logs get
     four numbers, so `History`, `CSVLogger` and other loggers have them: "samples_per_second";
@@ -93,6 +95,7 @@ class Telemetry(SessionCallback):
         self._background: Background | None = None
         self._strategy: TrainingStrategy | None = None
         self._paces: np.ndarray | None = None
+        self._samples = 0
         self._shown: dict[str, float] = {}
         self._shown_at = 0.0
         self.verdict: Verdict | None = None
@@ -186,17 +189,20 @@ class Telemetry(SessionCallback):
                 )
 
     def _tick(self) -> None:
-        """Sample this worker, and write what is new."""
+        """Sample this worker, and now and then write what is new."""
         recorder, strategy = self._recorder, self._strategy
         if recorder is None or strategy is None:
             return
         self._send_samples(strategy)
+        sampled = recorder.sample()
+        if self._log is not None and sampled is not None:
+            self._log.write_hardware(*sampled)
+        self._samples += 1
+        if self._samples % _SAMPLES_PER_WRITE:
+            return
         self._write_steps(recorder)
         self._watch_async_workers(recorder.next_step)
-        sampled = recorder.sample()
         if self._log is not None:
-            if sampled is not None:
-                self._log.write_hardware(*sampled)
             self._log.flush()
 
     def _send_samples(self, strategy: TrainingStrategy) -> None:

@@ -17,7 +17,7 @@ from keras_het.cgroups import (
     memory_of,
     statistic_of,
 )
-from keras_het.usable_cpus import quota_of, usable_cpus
+from keras_het.usable_cpus import own_cpus, quota_of
 
 _UNAVAILABLE = (psutil.Error, OSError, RuntimeError, ValueError, AttributeError)
 """What psutil raises where a container hides a value, or the system does not have it."""
@@ -37,7 +37,7 @@ class HostValues:
     """
 
     def __init__(self, cgroups: Path = CGROUPS, membership: Path | None = None) -> None:
-        self._cgroups, self._membership = cgroups, membership
+        self._cgroups = cgroups
         self._process = psutil.Process()
         self._cpu_groups = list(controller_folders("cpu", cgroups, membership))
         self._memory_groups = list(controller_folders("memory", cgroups, membership))
@@ -57,7 +57,7 @@ class HostValues:
             if name in last and total >= last[name]
         }
         values = {
-            "keras_het.cpu.budget": usable_cpus(self._cgroups, self._membership),
+            "keras_het.cpu.budget": min([float(len(own_cpus())), *quotas.values()]),
             "process.memory.usage": _number(lambda: self._process.memory_info().rss),
             **self._memory(),
             **_rates(rise, quotas),
