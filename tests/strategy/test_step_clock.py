@@ -86,6 +86,25 @@ def test_an_accelerator_is_waited_for_by_a_value_on_the_host():
         assert copied.inputs[0].op.type == "StridedSlice"
 
 
+@pytest.mark.parametrize(("on_accelerator", "device"), [(False, "CPU:1"), (True, "CPU:0")])
+def test_the_clock_is_where_no_batch_has_to_wait_for_it(cpu_devices, on_accelerator, device):
+    """A replica on the second CPU would send its batch to a clock on the first one, and wait."""
+
+    @tf.function
+    def step(x):
+        with tf.device(cpu_devices[1]):
+            clock = StepClock([x], on_accelerator)
+            started, (reduced,) = clock.collective_starts([clock.inputs[0] * 2])
+            clock.collective_ends(started, [reduced])
+            clock.stop([reduced])
+            return clock.seconds
+
+    graph = step.get_concrete_function(tf.TensorSpec([3, 2])).graph
+    of_clock = [op for op in graph.get_operations() if op.type in ("Timestamp", "Sub", "Maximum")]
+    assert len(of_clock) == 8
+    assert all(device in op.device for op in of_clock)
+
+
 def test_replicas_of_one_process_run_side_by_side():
     # TensorFlow runs the stateful operations of a function one after the other.
     @tf.function

@@ -131,6 +131,7 @@ def test_input_wait_is_the_pipelines(cpu_devices):
     history = model.fit(make_data(0.05), epochs=2, verbose=0, callbacks=[telemetry])
     waited = telemetry.recording().between(4, STEPS).input
     assert np.median(waited) > 0.03
+    assert (waited[:, 0] == waited[:, 1]).all()  # one pipeline for both
     assert history.history["input_wait"][-1] > 0.03
 
 
