@@ -38,6 +38,7 @@ class FakeNvml:
 
     NVMLError = NVMLError
     NVML_CLOCK_SM = 1
+    nvmlMemory_v2 = 0x02000028  # noqa: N815
 
     def __init__(self, *gpus: Gpu, init_error: int = 0, old: bool = False) -> None:
         self.gpus, self.init_error, self.old = gpus, init_error, old
@@ -65,9 +66,7 @@ class FakeNvml:
             "DeviceGetName": lambda gpu: gpu.name.encode() if self.old else gpu.name,
             "DeviceGetUUID": lambda gpu: gpu.uuid,
             "DeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
-            "DeviceGetMemoryInfo": lambda gpu: SimpleNamespace(
-                total=(5 if gpu.whole else 40) * 2**30, used=2**30
-            ),
+            "DeviceGetMemoryInfo": self._memory,
             "DeviceGetUtilizationRates": self._utilization,
             "DeviceGetPowerUsage": lambda gpu: 123_000,
             "DeviceGetEnforcedPowerLimit": lambda gpu: 400_000,
@@ -93,6 +92,14 @@ class FakeNvml:
             return answers[query](*arguments)
 
         return ask
+
+    def _memory(self, gpu: Gpu, version: int | None = None) -> SimpleNamespace:
+        """Of the total, 600 MB are the driver's; the old form counts them as used."""
+        if version is not None and (self.old or version != self.nvmlMemory_v2):
+            raise NVMLError(3)
+        reserved = 0 if version else 600 * 2**20
+        total = (5 if gpu.whole else 40) * 2**30
+        return SimpleNamespace(total=total, used=2**30 + reserved)
 
     def _by_index(self, index: int) -> Gpu:
         return self.gpus[index]

@@ -39,7 +39,7 @@ class GpuValues:
         """Return the values by their name in `HARDWARE`; those that are unknown are missing."""
         if self._is_lost:
             return {}
-        memory = self._ask("DeviceGetMemoryInfo", self._device)
+        memory = self._nvml.memory_of(self._device)
         used = self._ask("DeviceGetUtilizationRates", self._device)
         ask = self._ask_whole
         reasons = ask("DeviceGetCurrentClocksEventReasons|DeviceGetCurrentClocksThrottleReasons")

@@ -99,6 +99,18 @@ class Nvml:
         """
         return str(self.ask("DeviceGetName", device) or "")
 
+    def memory_of(self, device: Any) -> Any:
+        """Return the memory of a device, with `total` and `used` in bytes; None if unknown.
+
+        The older form of the question counts what the driver reserves for itself as used.
+
+        Args:
+            device: handle of a GPU or of a MIG device.
+        """
+        version = getattr(self.module, "nvmlMemory_v2", None)
+        found = None if version is None else self.ask("DeviceGetMemoryInfo", device, version)
+        return self.ask("DeviceGetMemoryInfo", device) if found is None else found
+
     def close(self) -> None:
         """Give the library back; a second call does nothing."""
         if self._is_open:

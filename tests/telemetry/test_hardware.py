@@ -89,7 +89,9 @@ def test_one_row_for_each_replica_and_the_process_in_all(monkeypatch):
 
 def test_older_drivers_and_bindings(monkeypatch):
     install(monkeypatch, Gpu(), old=True)
-    assert values(HardwareSampler(["GPU:0"]))["keras_het.gpu.throttle_reasons"] == 4.0
+    found = values(HardwareSampler(["GPU:0"]))
+    assert found["keras_het.gpu.throttle_reasons"] == 4.0
+    assert found["hw.gpu.memory.usage"] == 2**30 + 600 * 2**20  # what the driver reserves, too
     assert describe_devices(["GPU:0"]) == (A100,)
 
 

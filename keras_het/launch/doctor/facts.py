@@ -160,7 +160,7 @@ def count_gpu_boards(pci: Path = _PCI) -> int:
 
 
 def _gpu(nvml: Nvml, index: int, handle: Any) -> Gpu:
-    memory = nvml.ask("DeviceGetMemoryInfo", handle)
+    memory = nvml.memory_of(handle)
     capability = nvml.ask("DeviceGetCudaComputeCapability", handle) or (0, 0)
     return Gpu(
         index,
