@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import keras
@@ -92,7 +93,7 @@ def compiled_loss(model: keras.Model) -> Callable[..., Any] | None:
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
-    """Return the metric under which `fit` reports the loss."""
+    """Return the metric under which `fit` reports the loss; `compile` makes a new one."""
     return model._loss_tracker
 
 
@@ -121,12 +122,73 @@ def variables_of_optimizer(
         optimizer: a built optimizer, perhaps wrapping another one.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    kept = list(optimizer.variables)
-    pairs = []
-    for reference in optimizer._trainable_variables:
-        begin = reference.path.replace("/", "_") + "_"
-        pairs.append((reference, [v for v in kept if v.path.split("/")[-1].startswith(begin)]))
-    return pairs
+    references = list(optimizer._trainable_variables)
+    kept: list[list[keras.Variable]] = [[] for _ in references]
+    left = {id(variable): variable for variable in optimizer.variables}
+    # most optimizers have lists with one variable for each; two weights may have the same path
+    for found in vars(optimizer).values():
+        is_parallel = isinstance(found, (list, tuple)) and len(found) == len(references)
+        if is_parallel and all(each is None or id(each) in left for each in found):
+            for own, each in zip(kept, found, strict=True):
+                if each is not None and left.pop(id(each), None) is not None:
+                    own.append(each)
+    begins = [reference.path.replace("/", "_") + "_" for reference in references]
+    for variable in left.values():
+        name = variable.path.split("/")[-1]
+        fitting = [i for i, begin in enumerate(begins) if name.startswith(begin)]
+        if fitting:
+            kept[max(fitting, key=lambda i: len(begins[i]))].append(variable)
+    return list(zip(references, kept, strict=True))
+
+
+def accumulated_gradients(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> keras.Variable | None:
+    """Return the sum of the gradients of a variable since its last update; None without one.
+
+    Args:
+        optimizer: a built optimizer, perhaps wrapping another one.
+        variable: one that it updates.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not optimizer.gradient_accumulation_steps:
+        return None
+    return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+
+
+@contextlib.contextmanager
+def clipping_by(
+    optimizer: keras.optimizers.Optimizer, clip: Callable[[list[Any]], list[Any]]
+) -> Iterator[None]:
+    """Replace the function by which an optimizer clips its gradients.
+
+    Args:
+        optimizer: an optimizer that wraps no other.
+        clip: takes and returns the gradients.
+    """
+    vars(optimizer)["_clip_gradients"] = clip
+    try:
+        yield
+    finally:
+        del vars(optimizer)["_clip_gradients"]
+
+
+def count_step(optimizer: keras.optimizers.Optimizer, is_finite: Any) -> None:
+    """Do what an optimizer does in a step in which it has no gradients: count it, adapt its scale.
+
+    Args:
+        optimizer: a built optimizer, perhaps a `LossScaleOptimizer`.
+        is_finite: bool scalar, whether the gradients of others are finite.
+    """
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer._iterations.assign_add(1)
+        return
+
+    def count() -> None:
+        optimizer._stateful_handle_finite_grads([], [])
+        optimizer.inner_optimizer._iterations.assign_add(1)
+
+    keras.ops.cond(is_finite, count, optimizer._stateful_handle_non_finite_grads)
 
 
 def know_variables_again(optimizer: keras.optimizers.Optimizer) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_het import private_api
 from keras_het.fit.backup_folder import BackupFolder
-from keras_het.fit.model_strategy import data_of_fit, heterogeneous_strategy, tell
+from keras_het.fit.model_strategy import complete, data_of_fit, heterogeneous_strategy, tell
 from keras_het.fit.shorter_epochs import ShorterEpochs
 from keras_het.training_strategy import TrainingStrategy
 
@@ -169,6 +169,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return is_counted and self._loop.steps_per_epoch is None
 
     def _save_model(self) -> None:
+        complete(self.model, "BackupAndRestore")
         if self._strategy().is_chief:
             position = np.array(json.dumps(self._position()))
             self._folder.add(self.model, {"position": position, **self._service_state()})

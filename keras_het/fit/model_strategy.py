@@ -52,7 +52,7 @@ def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
 
     Raises:
         ValueError: if the model was built under another strategy, or none, or Keras runs on
-            another backend.
+            another backend, or the strategy does not work with this callback.
     """
     strategy = distribute_strategy(model)
     if not hasattr(strategy, "measure_compute_times"):
@@ -62,7 +62,30 @@ def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
             f"keras_het.HeterogeneousStrategy. Received: a model under {strategy}. Build it within "
             f"`with strategy.scope():`, or leave {name} out."
         )
+    refused: dict[str, str] = getattr(strategy, "_refused_callbacks", {})
+    for kind in type(callback).__mro__:
+        if kind.__name__ in refused:
+            strategy_name = type(strategy).__name__
+            raise ValueError(
+                f"{kind.__name__} does not work under a {strategy_name}: {refused[kind.__name__]}. "
+                f"Received: {type(callback).__name__} in the fit of a model under one. Leave it "
+                "out, or train under keras_het.HeterogeneousStrategy."
+            )
     return strategy
+
+
+def complete(model: keras.Model, purpose: str) -> None:
+    """Let a strategy whose workers hold parts of a model give each of them the whole.
+
+    All workers must call it after the same step.
+
+    Args:
+        model: a `keras.Model`.
+        purpose: what needs the whole model, such as "save", for the error's text.
+    """
+    completes = getattr(distribute_strategy(model), "_complete", None)
+    if completes is not None:
+        completes(model, purpose)
 
 
 def data_of_fit(model: keras.Model, strategy: TrainingStrategy) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from keras_het.fit.model_strategy import complete
 from keras_het.strategy.cluster.agreement import pass_on
 from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.described_call import (
@@ -112,6 +113,7 @@ def _check_was_made_in_scope(model: keras.Model, name: str) -> None:
 def _agree(
     strategy: TrainingStrategy, model: keras.Model, name: str, given: dict[str, Any]
 ) -> None:
+    complete(model, name)  # a training that failed has left its parts on the workers
     described = describe_call(model, given)
     weights = [weight / sum(strategy.shares) for weight in strategy.shares]
     described["shares"] = str([float(f"{weight:.4g}") for weight in weights])

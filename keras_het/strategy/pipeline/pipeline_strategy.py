@@ -17,7 +17,7 @@ from keras_het.planning.pipeline.schedule import check_micro_batches, check_sche
 from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
 from keras_het.strategy.membership import choose_devices
 from keras_het.strategy.pipeline.extended import PipelineExtended
-from keras_het.strategy.pipeline.gathered_state import gather_state
+from keras_het.strategy.pipeline.gathered_state import gather_state, install_completion
 from keras_het.strategy.pipeline.measurement.measured_plan import (
     Processes,
     Wishes,
@@ -26,7 +26,7 @@ from keras_het.strategy.pipeline.measurement.measured_plan import (
 )
 from keras_het.strategy.pipeline.measurement.profiling import measure, slowed
 from keras_het.strategy.pipeline.placement import place
-from keras_het.strategy.pipeline.refusals import check_can_be_cut
+from keras_het.strategy.pipeline.refusals import REFUSED_CALLBACKS, check_can_be_cut
 from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
@@ -36,6 +36,8 @@ from keras_het.strategy.pipeline.step.transport import GROUPS, CollectiveTranspo
 from keras_het.value_types import Nest
 
 _BLOCK = 4096
+# A strategy that kept the pipelines would keep their models.
+_ATTRIBUTE = "_keras_het_pipeline"
 _FIRST_GROUP = 5_000_000
 
 
@@ -92,6 +94,7 @@ class PipelineStrategy(HeterogeneousStrategy):
     """
 
     _extended_class = PipelineExtended
+    _refused_callbacks = REFUSED_CALLBACKS
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class PipelineStrategy(HeterogeneousStrategy):
         connect_seconds: float = 300.0,
         peer_timeout_seconds: float | None = None,
     ) -> None:
+        _check_plan_argument(plan)
         check_micro_batches(micro_batches)
         check_schedule(schedule)
         check_recompute(recompute)
@@ -119,10 +123,20 @@ class PipelineStrategy(HeterogeneousStrategy):
         limits = _limits(memory_bytes, self._own_devices)
         self._wishes = Wishes(plan, micro_batches, schedule, recompute, limits)
         self._places = self._find_places()
-        self._pipelines: weakref.WeakKeyDictionary[keras.Model, Pipeline]
-        self._pipelines = weakref.WeakKeyDictionary()
+        self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+        self._plan: PipelinePlan | None = None
         self._num_pipelines = 0
         self._timeline: Timeline | None = None
+        if self.num_workers > 1:
+            given = plan if plan is None or isinstance(plan, PipelinePlan) else list(plan)
+            described = {
+                "plan": str(given if not isinstance(given, PipelinePlan) else given.stages),
+                "micro_batches": str(micro_batches),
+                "recompute": recompute,
+                "schedule": schedule,
+            }
+            self.agree("keras_het.PipelineStrategy", described)
+            install_completion()
 
     def _new_group(self) -> ProcessGroup | None:
         """Return the processes for one more pipeline, with messages of its own."""
@@ -187,9 +201,8 @@ class PipelineStrategy(HeterogeneousStrategy):
 
     @property
     def plan(self) -> PipelinePlan | None:
-        """The plan of the model that was trained last, None before the first."""
-        pipelines = list(self._pipelines.values())
-        return pipelines[-1].plan if pipelines else None
+        """The plan of the model whose step was built last, None before the first."""
+        return self._plan
 
     def run(
         self,
@@ -226,17 +239,24 @@ class PipelineStrategy(HeterogeneousStrategy):
         return run.get(kind, pipeline.predict_step)(data)
 
     def _pipeline_of(self, model: keras.Model, data: Nest) -> Pipeline:
-        if model not in self._pipelines:
+        pipeline = _known_pipeline(model)
+        if pipeline is None or pipeline.is_outdated:
             units = ModelUnits(model)
             check_can_be_cut(units)
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
             inputs = keras_graphs_adapter.flat_inputs(units.graph, inputs)
             with tf.init_scope():
+                # the new stages may lie elsewhere
+                self._complete(model, "compile")
                 plan, emulation = self._make_plan(units, inputs)
+                others = [each for each in self._pipelines if each.units.model is not model]
+                taken = {id(variable) for each in others for variable in each.variables}
                 pipeline = Pipeline(units, plan, self._places, self._new_group(), emulation)
-                place(self.extended, pipeline.stages, pipeline.homes(), model.optimizer)
-            self._pipelines[model] = pipeline
-        return self._pipelines[model]
+                place(self.extended, pipeline.stages, pipeline.homes(), model.optimizer, taken)
+            vars(model)[_ATTRIBUTE] = pipeline
+            self._pipelines.add(pipeline)
+        self._plan = pipeline.plan
+        return pipeline
 
     def _make_plan(
         self, units: ModelUnits, inputs: list[tf.Tensor]
@@ -265,9 +285,49 @@ class PipelineStrategy(HeterogeneousStrategy):
 
     def _has_trained(self, model: keras.Model) -> None:
         """Give every process the whole model; all of them must call it after the same step."""
-        pipeline = self._pipelines.get(model)
-        if pipeline is not None and pipeline.group is not None:
+        pipeline = _known_pipeline(model)
+        if pipeline is not None and pipeline.group is not None and pipeline.is_scattered:
             self._name_lost_workers(gather_state)(pipeline, pipeline.group)
+
+    def _complete(self, model: keras.Model, purpose: str) -> None:
+        """Give every process the whole model, where a single one might ask for it.
+
+        Args:
+            model: the model.
+            purpose: what needs it, for the error's text.
+
+        Raises:
+            ValueError: on every process, if not all have come here.
+        """
+        pipeline = _known_pipeline(model)
+        if pipeline is None or not pipeline.is_scattered:
+            return
+        self.agree(
+            f"model.{purpose}",
+            {},
+            leaves_loop=(
+                f"Each worker has trained its own stages of the model. Received: {purpose} within "
+                f"an epoch on worker {self.worker_index}, but not on all workers. Call it on every "
+                "worker after the same step (only the chief writes files), or at the end of an "
+                "epoch, when each of them has the whole model."
+            ),
+        )
+        self._has_trained(model)
+
+
+def _check_plan_argument(plan: object) -> None:
+    is_list = isinstance(plan, Sequence) and not isinstance(plan, str)
+    if plan is None or isinstance(plan, PipelinePlan):
+        return
+    if not is_list or not all(isinstance(name, str) for name in plan):  # type: ignore[attr-defined]
+        raise ValueError(
+            "plan must be a list of names of the layers after which to cut, or a PipelinePlan. "
+            f"Received: plan={plan!r}. Write plan=['block_2'], or leave it out."
+        )
+
+
+def _known_pipeline(model: keras.Model) -> Pipeline | None:
+    return vars(model).get(_ATTRIBUTE)
 
 
 def _whole_batch(value: Nest) -> Nest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import keras
 import tensorflow as tf
@@ -17,6 +17,7 @@ def place(
     stages: Sequence[Stage],
     homes: Sequence[str],
     optimizer: keras.optimizers.Optimizer | None,
+    taken: Container[int] = (),
 ) -> None:
     """Move the variables of each stage, and what the optimizer keeps for them, to its device.
 
@@ -27,11 +28,14 @@ def place(
         stages: the stages.
         homes: name of the device of each stage.
         optimizer: the model's optimizer, built, or None.
+        taken: ids of variables that stay where they are: another model's traced steps use them.
     """
     pairs = keras_graphs_adapter.variables_of_optimizer(optimizer) if _is_built(optimizer) else []
     kept = {id(variable): slots for variable, slots in pairs}
     for stage, device in zip(stages, homes, strict=True):
         for variable in [*stage.weights, *stage.state]:
+            if id(variable) in taken:
+                continue
             for each in [variable, *kept.get(id(variable), [])]:
                 if not _lies_on(each, device):
                     with extended.variables_on(device):

@@ -11,6 +11,13 @@ from keras_het.strategy.pipeline.step.model_units import ModelUnits
 
 _ELSEWHERE = "train it under keras_het.HeterogeneousStrategy"
 
+REFUSED_CALLBACKS = {
+    "BatchBalancer": "it gives micro-batches to devices by their measured speed",
+    "HybridAggregation": "async workers train whole models",
+    "LocalTraining": "a worker has no whole model to train by itself",
+}
+"""Callbacks that a pipeline makes no sense of, and why."""
+
 
 def check_can_be_cut(units: ModelUnits) -> None:
     """Refuse a model whose step in stages would not be that of one device.

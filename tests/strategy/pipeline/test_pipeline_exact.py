@@ -50,6 +50,7 @@ def plans(name: str) -> dict[str, PipelinePlan]:
     }
 
 
+@pytest.mark.quick("convnet-three stages", "masked-replicas", "masked_outputs-three stages")
 @pytest.mark.parametrize("layout", ["three stages", "replicas"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pipeline_trains_as_one_device(name: str, layout: str) -> None:
@@ -72,6 +73,7 @@ def check(name: str, layout: str) -> None:
     assert strategy.plan is plan
 
 
+@pytest.mark.full
 def test_a_measured_plan_trains_as_one_device() -> None:
     strategy = keras_het.PipelineStrategy(micro_batches=3, devices=DEVICES)
     build, data = MODELS["convnet"]

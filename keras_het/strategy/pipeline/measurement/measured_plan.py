@@ -163,7 +163,12 @@ def _plan(
         return wishes.plan
     if wishes.plan is None:
         return plan_pipeline(profile, devices, *arguments)
-    cuts = [units.cut_behind(str(name)) for name in wishes.plan]
+    cuts = [units.cut_behind(name) for name in wishes.plan]
+    if sorted(set(cuts)) != cuts:
+        raise ValueError(
+            "A plan names layers in the order in which the model calls them, each once. Received: "
+            f"plan={list(wishes.plan)}. Put them in the order of model.summary()."
+        )
     return plan_with_cuts(profile, devices, cuts, *arguments)
 
 

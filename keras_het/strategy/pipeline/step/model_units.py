@@ -157,7 +157,7 @@ class ModelUnits:
             name: name of the layer; of a nested model, the cut is behind all of it.
 
         Raises:
-            ValueError: if the model has no such layer.
+            ValueError: if the model has no such layer, or none behind it.
         """
         found = [i for i, unit in enumerate(self.units) if unit.name == name]
         if not found:
@@ -165,5 +165,10 @@ class ModelUnits:
             raise ValueError(
                 "A cut is given as the name of the layer before it. Received: "
                 f"{name!r}, which is not among the model's layers. Choose among: {names}."
+            )
+        if found[-1] + 1 == len(self.units):
+            raise ValueError(
+                "A cut needs layers before it and behind it. Received: "
+                f"{name!r}, the model's last layer. Leave it out of the plan."
             )
         return found[-1] + 1

@@ -43,6 +43,7 @@ class Pipeline:
         edges: the ways of tensors between them.
         group: the processes, None for one.
         gather: the traced function of `gather_state`, None before its first call.
+        optimizer: the model's optimizer, None without one.
     """
 
     def __init__(
@@ -60,6 +61,30 @@ class Pipeline:
         self.stages = [Stage(units, planned) for planned in plan.stages]
         self.edges = Edges(units, self.stages, plan, places)
         self._process = 0 if group is None else group.process
+        self.optimizer: keras.optimizers.Optimizer | None = units.model.optimizer
+        self._compilation = keras_graphs_adapter.loss_tracker(units.model)
+        with tf.device("CPU:0"):
+            self._steps = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self._gathered_at = 0
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the model has been compiled again since."""
+        return keras_graphs_adapter.loss_tracker(self.units.model) is not self._compilation
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether other processes have trained their stages since the model was put together."""
+        return self.group is not None and int(self._steps.numpy()) != self._gathered_at
+
+    def note_gathered(self) -> None:
+        """Record that this process has the whole model, after the same step as all others."""
+        self._gathered_at = int(self._steps.numpy())
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Weights and state of all stages."""
+        return [v for stage in self.stages for v in (*stage.weights, *stage.state)]
 
     def homes(self) -> list[str]:
         """Return where this process keeps each stage's variables: the host without a replica."""
@@ -84,13 +109,14 @@ class Pipeline:
         passes = self._run("train", inputs, targets, weight)
         self._sum_over_replicas(passes)
         own = [
-            g
+            pair
             for stage, gradients in passes.gradients.items()
             if self.edges.processes_of(stage)[0] == self._process
-            for g in gradients
+            for pair in zip(gradients, self.stages[stage].weights, strict=True)
         ]
         with tf.device("CPU:0"):
-            square = square_norm(own) if self.group is not None else None
+            self._steps.assign_add(1)
+            square = square_norm(self.optimizer, own) if self.group is not None else None
         square = self._count_loss(passes, targets, weight, square)
         self._update(passes, square)
         return self._logs(inputs, targets, weight)

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
+from keras_het import keras_graphs_adapter
 from keras_het.value_types import Summand
 
 
-def square_norm(gradients: Sequence[Summand | None]) -> tf.Tensor:
+def square_norm(
+    optimizer: keras.optimizers.Optimizer | None,
+    gradients: Sequence[tuple[Summand | None, keras.Variable]],
+) -> tf.Tensor:
     """Return the sum of the squares of all elements, float64 scalar; not finite if one is not.
 
-    Rows of the same number in a sparse gradient count each by itself, as in Keras's clipping.
+    The gradients are those that the optimizer would clip: without its scale, and with those that
+    wait for their update. Rows of the same number in a sparse gradient count each by itself, as in
+    Keras's clipping.
 
     Args:
-        gradients: gradients; None counts nothing.
+        optimizer: the model's optimizer, built.
+        gradients: scaled gradients of variables; None counts nothing.
     """
-    values = [
-        g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None
-    ]
-    squares = [tf.reduce_sum(tf.square(tf.cast(value, tf.float64))) for value in values]
-    return tf.add_n(squares) if squares else tf.zeros([], tf.float64)
+    found = [(gradient, variable) for gradient, variable in gradients if gradient is not None]
+    if optimizer is None or not found:
+        return tf.zeros([], tf.float64)
+    steps = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
+    scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float64)
+    squares = []
+    for gradient, variable in found:
+        waiting = keras_graphs_adapter.accumulated_gradients(optimizer, variable)
+        if waiting is not None:
+            gradient = tf.convert_to_tensor(gradient)
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        unscaled = tf.cast(values, tf.float64) / scale
+        if waiting is not None:
+            unscaled = (unscaled + tf.cast(waiting.value, tf.float64)) / steps
+        squares.append(tf.reduce_sum(tf.square(unscaled)))
+    return tf.add_n(squares)
 
 
 def apply_own_gradients(
@@ -41,24 +60,26 @@ def apply_own_gradients(
         gradients: gradients of this process's variables, scaled as the loss was.
         square: `square_norm` of the gradients of all processes, each variable once.
     """
+    norm = tf.sqrt(square)
     if not gradients:
-        # learning rate schedules go by it
-        getattr(optimizer, "inner_optimizer", optimizer).iterations.assign_add(1)
+        # learning rate schedules go by the number of steps, the loss by the scale
+        keras_graphs_adapter.count_step(optimizer, tf.math.is_finite(norm))
         return
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    clip = inner.global_clipnorm
-    scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float64)
-    norm = tf.sqrt(square) / scale
-    if clip is not None:
-        # As Keras does: a norm that is not finite makes all gradients NaN, and sparse gradients
-        # become dense ones, which adds up rows of the same number.
-        factor = clip * tf.minimum(1.0 / norm, 1.0 / clip) + (norm - norm)
-        gradients = [(g * tf.cast(factor, g.dtype), variable) for g, variable in gradients]
-    elif optimizer is not inner:
+    if optimizer is not inner:
         factor = tf.ones([], tf.float64) + (norm - norm)
         gradients = [(_scaled(gradient, factor), variable) for gradient, variable in gradients]
-    with _without_global_clipping(inner):
+    with contextlib.ExitStack() as stack:
+        if inner.global_clipnorm and not inner.clipnorm:
+            clip = functools.partial(_clipped, limit=inner.global_clipnorm, norm=norm)
+            stack.enter_context(keras_graphs_adapter.clipping_by(inner, clip))
         optimizer.apply_gradients(gradients)
+
+
+def _clipped(gradients: list[Summand], limit: float, norm: tf.Tensor) -> list[tf.Tensor]:
+    """Clip as Keras does: a norm that is not finite makes all NaN, and sparse ones become dense."""
+    factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+    return [tf.convert_to_tensor(g) * tf.cast(factor, g.dtype) for g in gradients]
 
 
 def _scaled(gradient: Summand, factor: tf.Tensor) -> Summand:
@@ -66,13 +87,3 @@ def _scaled(gradient: Summand, factor: tf.Tensor) -> Summand:
         values = gradient.values * tf.cast(factor, gradient.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
-
-
-@contextlib.contextmanager
-def _without_global_clipping(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    clip = optimizer.global_clipnorm
-    optimizer.global_clipnorm = None
-    try:
-        yield
-    finally:
-        optimizer.global_clipnorm = clip

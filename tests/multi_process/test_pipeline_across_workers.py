@@ -1,0 +1,95 @@
+"""A model in stages on several processes trains as on one device, on every worker.
+
+One cluster runs all checks in one go, beside a process with one device; the tests compare what they
+have written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+QUICK = ("masked/replicas", "convnet/three stages")
+CHECKS = (
+    *QUICK,
+    "masked/three stages",
+    "masked/data parallelism",
+    "masked/idle chief",
+    "masked/recomputed",
+    "convnet/replicas",
+    "convnet/idle worker",
+    "convnet/measured",
+    "several/three stages",
+    "several/replicas",
+    "several/idle worker",
+    "masked_outputs/three stages",
+    "masked_outputs/replicas",
+    "own_loss/three stages",
+    "own_loss/replicas",
+    "own_loss/data parallelism",
+    "own_loss/measured",
+    "accumulation/three stages",
+    "accumulation/replicas",
+    "averages/head",
+    "overflow/head",
+    "overflow/replicas",
+    "half/three stages",
+    "callbacks/three stages",
+)
+TOLERANCES = {"half": 5e-3, "overflow": 1e-4}
+# The first test waits for all checks.
+pytestmark = pytest.mark.timeout(600)
+
+
+class Written:
+    """What the workers and one device have written."""
+
+    def __init__(self, start: Any, folder: Path, checks: tuple[str, ...]) -> None:
+        self._folder = folder
+        self.processes = [
+            start("program_pipeline.py", jobs, [folder, *checks]) for jobs in (None, {"worker": 2})
+        ]
+        for processes in self.processes:
+            try:
+                processes.wait()
+            except TimeoutError:
+                processes.close()  # the checks that were reached are still worth comparing
+
+    def load(self, name: str) -> dict[str, np.ndarray]:
+        path = self._folder / f"{name.replace('/', '-')}.npz"
+        tails = "\n".join(processes.tails() for processes in self.processes)
+        assert path.exists(), f"did not come to the end of {name}:\n{tails}"
+        with np.load(path) as stored:
+            results = dict(stored)
+        assert "failed" not in results, f"{name}:\n{results['failed']}"
+        return results
+
+
+@pytest.fixture(scope="module")
+def written(
+    start_for_session: Any, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Written:
+    checks = QUICK if pytestconfig.getoption("--quick") else CHECKS
+    return Written(start_for_session, tmp_path_factory.mktemp("pipeline"), checks)
+
+
+@pytest.mark.quick(*QUICK)
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_worker_has_what_one_device_has(written: Written, check: str) -> None:
+    model, _, _ = check.partition("/")
+    expected, tolerance = written.load(f"{model}-single"), TOLERANCES.get(model, 1e-9)
+    for worker in range(2):
+        found = written.load(f"{check}-{worker}")
+        names = {name for name in expected if worker == 0 or not name.startswith("saved")}
+        assert found.keys() == names
+        for name in sorted(names):
+            np.testing.assert_allclose(
+                found[name],
+                expected[name],
+                rtol=tolerance,
+                atol=tolerance,
+                err_msg=f"{name} of worker {worker}",
+            )

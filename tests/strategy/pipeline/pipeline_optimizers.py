@@ -1,0 +1,57 @@
+"""Optimizers whose update a pipeline has to make as one device does, and a small model for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from pipeline_training import ROWS
+
+L, optimizers = keras.layers, keras.optimizers
+
+
+def scaled() -> keras.optimizers.Optimizer:
+    """For float32, a scale that is too large at first: steps are skipped until it is not."""
+    inner = optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1, gradient_accumulation_steps=2)
+    return optimizers.LossScaleOptimizer(inner, initial_scale=2.0**127, dynamic_growth_steps=3)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "accumulation": lambda: optimizers.Adam(
+        0.01, gradient_accumulation_steps=2, global_clipnorm=0.05, weight_decay=0.01
+    ),
+    "clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.02),
+    "clipvalue": lambda: optimizers.RMSprop(0.01, clipvalue=0.01),
+    "constant scale": lambda: optimizers.SGD(0.1, loss_scale_factor=64.0, global_clipnorm=0.05),
+    "averages": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+}
+EMBEDDED = ("accumulation", "clipnorm", "adafactor")
+
+
+def perceptron(optimizer: str | None, embeds: bool = False) -> keras.Model:
+    """Frozen layers, layers of equal names in nested models, and a last stage without weights.
+
+    Args:
+        optimizer: one of `OPTIMIZERS`, or None for `scaled`.
+        embeds: whether the first layer is an embedding.
+    """
+    inputs = keras.Input([4], dtype="int32" if embeds else None)
+    x = L.Flatten()(L.Embedding(5, 3)(inputs)) if embeds else L.Dense(5)(inputs)
+    for _ in range(2):
+        inner = keras.Sequential([keras.Input([x.shape[-1]]), L.Dense(5, "tanh", name="same")])
+        x = inner(x)
+    x = L.BatchNormalization(trainable=False)(L.Dense(5, "tanh", trainable=False)(x))
+    x = L.Activation("sigmoid")(L.Dense(3, kernel_constraint="unit_norm")(x))
+    model = keras.Model(inputs, x)
+    made = scaled() if optimizer is None else OPTIMIZERS[optimizer]()
+    model.compile(made, "mse", metrics=["mae"], jit_compile=False)
+    return model
+
+
+def rows(embeds: bool = False) -> tuple[Any, Any, Any]:
+    random = np.random.default_rng(0)
+    x = random.integers(0, 5, (ROWS, 4)) if embeds else random.normal(size=(ROWS, 4))
+    return x, 50 * random.normal(size=(ROWS, 3)), None

@@ -1,0 +1,147 @@
+"""All that an optimizer may do besides a plain step, and all that may happen between fits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from pipeline_optimizers import EMBEDDED, OPTIMIZERS, perceptron, rows
+from pipeline_training import DEVICES, assert_same, floatx, plan_of, train
+
+import keras_het
+from keras_het.planning.pipeline import PipelinePlan
+from keras_het.strategy.pipeline.step.model_units import ModelUnits
+
+L = keras.layers
+
+
+@pytest.fixture(autouse=True)
+def exact_numbers(cpu_devices: Any) -> Iterator[None]:
+    with floatx("float64"):
+        yield
+
+
+def plan_for(model: keras.Model) -> PipelinePlan:
+    """Four stages, the last one without weights, one of them on two devices."""
+    end = len(ModelUnits(model).units)
+    bounds = [0, 2, end - 3, end - 1, end]
+    one, two = (0,) * 3, (0, 1, 0)
+    return plan_of(bounds, [[1], [0, 3], [2], [1]], [one, two, one, one])
+
+
+def strategy_for(model: keras.Model) -> keras_het.PipelineStrategy:
+    return keras_het.PipelineStrategy(plan_for(model), 3, DEVICES)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_does_what_it_does_on_one_device(name: str) -> None:
+    build = functools.partial(perceptron, name)
+    expected = train(build, rows())
+    found = train(build, rows(), strategy_for(expected.model))
+    assert_same(found, expected)
+
+
+@pytest.mark.full
+def test_a_step_whose_gradients_overflow_is_skipped() -> None:
+    with floatx("float32"):
+        build = functools.partial(perceptron, None)
+        expected = train(build, rows())
+        assert_same(train(build, rows(), strategy_for(expected.model)), expected, 1e-4)
+    optimizer = expected.model.optimizer
+    assert 2 <= optimizer.inner_optimizer._iterations.numpy() <= 6, "of 8 steps"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_sparse_gradients_are_clipped_as_on_one_device(name: str) -> None:
+    build = functools.partial(perceptron, name, True)
+    expected = train(build, rows(True))
+    assert_same(train(build, rows(True), strategy_for(expected.model)), expected)
+
+
+@pytest.mark.full
+def test_half_precision_skips_the_same_steps() -> None:
+    with floatx("float32"):
+        keras.config.set_dtype_policy("mixed_float16")
+        build = functools.partial(perceptron, "clipnorm")
+        expected = train(build, rows())
+        assert isinstance(expected.model.optimizer, keras.optimizers.LossScaleOptimizer)
+        found = train(build, rows(), strategy_for(expected.model))
+        assert_same(found, expected, 5e-3)
+
+
+class Life:
+    """A model that has much done to it, in a pipeline or on one device."""
+
+    def __init__(self, strategy: keras_het.PipelineStrategy | None, folder: Path) -> None:
+        self._strategy, self._folder = strategy, folder
+        self.seen: list[Any] = []
+
+    def see(self, model: keras.Model) -> None:
+        self.seen += model.get_weights()
+        self.seen += [keras.ops.convert_to_numpy(v) for v in model.optimizer.variables]
+
+    def fit(self, model: keras.Model, **options: Any) -> None:
+        x, y, _ = rows()
+        history = model.fit(x, y, batch_size=19, verbose=0, shuffle=False, **options).history
+        self.seen += list(history.values())
+        self.see(model)
+
+    def live(self, long: bool) -> None:
+        x, y, _ = rows()
+        keras.utils.set_random_seed(3)
+        model = perceptron("clipnorm")
+        self.seen.append(model.evaluate(x, y, batch_size=19, verbose=0))
+        self.fit(model)
+        # another optimizer, other layers trained, a loss over the whole batch
+        model.layers[1].trainable = False
+        model.compile(
+            keras.optimizers.Adam(0.01, use_ema=True),
+            lambda y, found: keras.ops.var(found - y),
+            jit_compile=False,
+        )
+        self.fit(model, validation_data=(x, y))
+        if not long:
+            return
+        model.set_weights([weight * 0.5 for weight in model.get_weights()])
+        self.fit(model)
+        # a model that shares layers, cut elsewhere
+        part = keras.Model(model.inputs, model.layers[5].output)
+        part.compile("sgd", "mse", jit_compile=False)
+        self.seen.append(part.predict(x, batch_size=19, verbose=0))
+        part.fit(x, np.zeros([len(x), 5]), batch_size=19, verbose=0, shuffle=False)
+        self.seen.append(part.predict(x, batch_size=19, verbose=0))
+        self.fit(model)
+        self.seen.append(model.train_on_batch(x[:7], y[:7]))
+        self.seen.append(model.test_on_batch(x[:7], y[:7]))
+        self.seen.append(model.predict_on_batch(x[:7]))
+        self.see(model)
+        path = self._folder / "model.keras"
+        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+        self.fit(model)
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        assert loaded.optimizer.built
+        self.fit(loaded)
+        self.fit(model)
+
+
+@pytest.mark.quick("short")
+@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+def test_much_is_done_to_a_model(tmp_path: Path, long: bool) -> None:
+    keras.backend.clear_session()
+    alone = Life(None, tmp_path)
+    alone.live(long)
+    strategy = keras_het.PipelineStrategy(["dense", "dense_1"], 3, DEVICES)
+    keras.backend.clear_session()
+    together = Life(strategy, tmp_path)
+    with strategy.scope():
+        together.live(long)
+    for found, expected in zip(together.seen, alone.seen, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)

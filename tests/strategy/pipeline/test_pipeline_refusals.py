@@ -1,0 +1,204 @@
+"""What a pipeline cannot do is refused with what was received and what to do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from pipeline_training import DEVICES, plan_of
+
+import keras_het
+from keras_het import callbacks
+
+L = keras.layers
+pytestmark = pytest.mark.usefixtures("cpu_devices")
+
+
+def sequential(*layers: Any, **options: Any) -> keras.Model:
+    layers = layers or (L.Dense(3, name="one"), L.Dense(3, name="two"), L.Dense(1, name="three"))
+    model = keras.Sequential([keras.Input([4]), *layers])
+    model.compile("sgd", "mse", **{"jit_compile": False, **options})
+    return model
+
+
+def fit(model: keras.Model, shape: tuple[int, ...] = (4,), **options: Any) -> None:
+    model.fit(np.ones([4, *shape]), np.ones([4, 1]), verbose=0, **options)
+
+
+class Own(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = L.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.layer(inputs)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(*args, **options)
+
+
+def with_call() -> keras.Model:
+    model = Own()
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def without_input() -> keras.Model:
+    model = keras.Sequential([L.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def subclassed(kind: type[keras.Sequential]) -> keras.Model:
+    model = kind([keras.Input([4]), L.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def stateful() -> keras.Model:
+    layers = [keras.Input(batch_shape=(4, 2, 3)), L.LSTM(3, stateful=True), L.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], keras.Model], str]] = {
+    "own call": (with_call, "Received: Own .*call.. is Python code. Build it with keras.Model"),
+    "own train step": (lambda: subclassed(OwnStep), "would not run train_step. Received: OwnStep"),
+    "own loss": (lambda: subclassed(OwnLoss), "would not run compute_loss. Received: OwnLoss"),
+    "eager": (lambda: sequential(run_eagerly=True), "run_eagerly=True.. Leave that argument out"),
+    "compiled": (lambda: sequential(jit_compile=True), "or set jit_compile=False"),
+    "several steps": (lambda: sequential(steps_per_execution=2), "steps_per_execution=2"),
+    "stateful": (stateful, "LSTM .* with stateful=True. Set stateful=False"),
+    "synchronized": (
+        lambda: sequential(L.BatchNormalization(synchronized=True), L.Dense(1)),
+        "needs all micro-batches at once. Received: BatchNormalization .* Set it to False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be_cut(name: str) -> None:
+    build, message = MODELS[name]
+    strategy = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES)
+    with strategy.scope():
+        model = build()
+    with pytest.raises(ValueError, match=message):
+        fit(model, (2, 3) if name == "stateful" else (4,))
+
+
+def test_a_sequential_model_without_an_input_shape_is_built_by_fit() -> None:
+    strategy = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES[:1])
+    with strategy.scope():
+        model = without_input()
+    fit(model)
+    assert strategy.plan is not None
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a text": ({"plan": "one"}, "plan must be a list of names .* Received: plan='one'"),
+    "numbers": ({"plan": [1]}, r"Received: plan=\[1\]"),
+    "no micro-batches": ({"micro_batches": 0}, "micro_batches .*Received: 0"),
+    "schedule": ({"schedule": "2f2b"}, "Received: .*2f2b"),
+    "recompute": ({"recompute": "sometimes"}, "Received: .*sometimes"),
+    "device": ({"devices": ["CPU:9"]}, "Received: .*CPU:9"),
+    "no bytes": ({"memory_bytes": 0}, "memory_bytes must be a positive .* Received: 0"),
+    "bytes of one": ({"memory_bytes": [1e6]}, r"4 devices .* Received: \[1000000.0\]"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(name: str) -> None:
+    options, message = ARGUMENTS[name]
+    with pytest.raises(ValueError, match=message):
+        keras_het.PipelineStrategy(**{"devices": DEVICES, **options})
+
+
+ONE, TWO = (0, 0), (0, 1)
+PLANS: dict[str, tuple[Any, str]] = {
+    "unknown layer": (["four"], "Received: 'four', .* Choose among: one, two, three"),
+    "last layer": (["three"], "Received: 'three', the model's last layer"),
+    "order": (["two", "one"], r"Received: plan=\['two', 'one'\]. Put them in the order"),
+    "gap": (plan_of([0, 1, 2], [[0], [1]], [ONE, ONE]), "must have all 3 layer calls .* Received"),
+    "devices": (plan_of([0, 1, 3], [[0], [4]], [ONE, ONE]), r"from 0 to 3. Received: \[4\]"),
+    "twice": (plan_of([0, 1, 3], [[0], [1, 1]], [ONE, TWO]), r"Received: \[1, 1\]"),
+    "no work": (plan_of([0, 1, 3], [[0], [1, 2]], [ONE, ONE]), r"Received: routes \[0, 0\]"),
+    "routes": (
+        dataclasses.replace(plan_of([0, 3], [[0]], [ONE]), micro_batches=3),
+        "a replica for each of 3 micro-batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name: str) -> None:
+    plan, message = PLANS[name]
+    strategy = keras_het.PipelineStrategy(plan, 2, DEVICES)
+    with strategy.scope():
+        model = sequential()
+    with pytest.raises(ValueError, match=message):
+        fit(model)
+
+
+@pytest.mark.parametrize("plan", [["first"], plan_of([0, 1, 3], [[0], [1]], [ONE, ONE])])
+def test_a_cut_between_uses_of_one_weight(plan: Any) -> None:
+    strategy = keras_het.PipelineStrategy(plan, 2, DEVICES)
+    with strategy.scope():
+        inputs = keras.Input([4])
+        again = L.Dense(4, name="again")
+        middle = L.Dense(4, name="first")(again(inputs))
+        model = keras.Model(inputs, again(middle))
+        if isinstance(plan, list):
+            middle = L.Activation("tanh", name="first")(again(inputs))
+            model = keras.Model(inputs, L.Dense(1)(again(middle)))
+        model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match=r"Received: a cut b.* Cut before"):
+        fit(model)
+
+
+def test_devices_without_enough_memory_are_named() -> None:
+    strategy = keras_het.PipelineStrategy(["one"], 2, DEVICES[:2], memory_bytes=[1e9, 10.0])
+    with strategy.scope():
+        model = sequential()
+    with pytest.raises(ValueError, match=r"CPU:1.* B") as error:
+        fit(model)
+    assert "Received" in str(error.value)
+
+
+def test_a_loop_of_the_users_own() -> None:
+    strategy = keras_het.PipelineStrategy(devices=DEVICES)
+    with pytest.raises(ValueError, match=r"Received: strategy.run of own. Use model.fit"):
+        strategy.run(own, args=(1.0,))
+
+
+def own(value: float) -> float:
+    return value
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        callbacks.BatchBalancer(),
+        callbacks.LocalTraining("sync_easgd"),
+        callbacks.HybridAggregation(),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_callbacks_that_need_whole_models(callback: keras.callbacks.Callback) -> None:
+    strategy = keras_het.PipelineStrategy(["one"], 2, DEVICES)
+    with strategy.scope():
+        model = sequential()
+    name = type(callback).__name__
+    with pytest.raises(ValueError, match=f"{name} does not work .* Received: {name} .* Leave it"):
+        fit(model, callbacks=[callback])

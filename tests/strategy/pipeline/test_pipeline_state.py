@@ -1,0 +1,153 @@
+"""State and random numbers of layers, what lies on which device, how often layers are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from pipeline_training import DEVICES, floatx, plan_of
+
+import keras_het
+from keras_het.strategy.pipeline.placement import bytes_on_devices
+
+L = keras.layers
+ROWS = 8
+
+
+@pytest.fixture(autouse=True)
+def exact_numbers(cpu_devices: Any) -> Iterator[None]:
+    with floatx("float64"):
+        yield
+
+
+def strategy_of(
+    bounds: list[int],
+    replicas: list[list[int]],
+    routes: list[tuple[int, ...]],
+    recomputed: tuple[Any, ...] = (),
+) -> keras_het.PipelineStrategy:
+    plan = plan_of(bounds, replicas, routes, recomputed=recomputed)
+    return keras_het.PipelineStrategy(plan, plan.micro_batches, DEVICES)
+
+
+def normalizing() -> keras.Model:
+    layers = [L.Dense(4), L.BatchNormalization(momentum=0.8), L.Dense(3), L.Dropout(0.4)]
+    model = keras.Sequential([keras.Input([5]), *layers, L.GaussianNoise(0.1), L.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+    return model
+
+
+def values(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.normal(size=(rows, 5)), random.normal(size=(rows, 1))
+
+
+def trained(strategy: Any, steps: int = 2) -> list[np.ndarray]:
+    """Weights, state and random generators after some steps."""
+    keras.utils.set_random_seed(3)
+    if strategy is None:
+        model = normalizing()
+    else:
+        with strategy.scope():
+            model = normalizing()
+    x, y = values()
+    model.fit(x, y, batch_size=ROWS, epochs=steps, verbose=0, shuffle=False)
+    return [keras.ops.convert_to_numpy(v) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_one_micro_batch_is_normalized_and_dropped_as_on_one_device() -> None:
+    expected = trained(None)
+    again = ([], [3, 4, 5])
+    assert_equal(trained(strategy_of([0, 1, 6], [[2], [1]], [(0,), (0,)], again)), expected)
+
+
+def test_layers_that_are_computed_again_see_the_same_random_numbers() -> None:
+    bounds, replicas, routes = [0, 3, 6], [[2, 0], [1]], [(0, 1, 0), (0, 0, 0)]
+    plain = trained(strategy_of(bounds, replicas, routes))
+    again = trained(strategy_of(bounds, replicas, routes, ([0, 1, 2], [3, 4])))
+    assert_equal(again, plain)
+    # generators are where they are after as many steps of one device
+    for one, other in zip(again, trained(None), strict=True):
+        if one.dtype.kind in "iu":
+            np.testing.assert_array_equal(one, other)
+
+
+def test_moving_averages_take_the_mean_over_micro_batches() -> None:
+    x, _ = values()
+    kernel, bias, _, _, mean, variance, *_ = trained(
+        strategy_of([0, 2, 6], [[2, 0], [1]], [(0, 1), (0, 0)]), 1
+    )
+    keras.utils.set_random_seed(3)
+    kernel, bias, *_ = normalizing().get_weights()
+    parts = np.split(x @ kernel + bias, 2)
+    means, variances = (np.mean([f(p, axis=0) for p in parts], axis=0) for f in (np.mean, np.var))
+    np.testing.assert_allclose(mean, 0.2 * means, rtol=1e-9)
+    np.testing.assert_allclose(variance, 0.8 + 0.2 * variances, rtol=1e-9)
+
+
+def test_micro_batches_have_random_numbers_of_their_own() -> None:
+    """The metric has one bit for each element that is kept."""
+    strategy = strategy_of([0, 1, 2], [[1], [2, 0]], [(0, 0), (1, 0)])
+    codes = 2.0 ** np.arange(ROWS * 5).reshape(ROWS, 5)
+    masks = []
+    with strategy.scope():
+        layer = L.Dense(5, use_bias=False, kernel_initializer="identity")
+        model = keras.Sequential([keras.Input([5]), layer, L.Dropout(0.5, seed=4)])
+
+        def kept(codes: Any, found: Any) -> Any:
+            return keras.ops.mean(codes * found, axis=-1)
+
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[kept], jit_compile=False)
+    for _ in range(2):
+        _, found = model.train_on_batch(np.ones([ROWS, 5]), codes)
+        model.reset_metrics()
+        bits = round(found * ROWS * 5 / 2)
+        masks += [bits % 2**20, bits >> 20]
+    assert len(set(masks)) == 4 and all(0 < mask < 2**20 - 1 for mask in masks)
+
+
+def test_a_device_holds_what_its_stages_train() -> None:
+    strategy = strategy_of([0, 2, 4], [[1], [3]], [(0, 0)] * 2)
+    with strategy.scope():
+        layers = [L.Dense(10), L.BatchNormalization(), L.Dense(20, "relu"), L.Dense(5)]
+        model = keras.Sequential([keras.Input([5]), *layers])
+        model.compile("adam", "mse", jit_compile=False)
+    model.fit(np.ones([4, 5]), np.ones([4, 5]), verbose=0)
+    found = bytes_on_devices([*model.variables, *model.optimizer.variables])
+    # each weight with two slots; moving mean and variance without
+    first, second = (5 * 10 + 10 + 2 * 10), (10 * 20 + 20 + 20 * 5 + 5)
+    assert found["CPU:1"] == 8 * (3 * first + 2 * 10)
+    assert found["CPU:3"] == 8 * 3 * second
+    assert found.keys() == {"CPU:0", "CPU:1", "CPU:3"} and found["CPU:0"] < 100
+
+
+class Counts(L.Dense):
+    """Counts how often Keras calls it while a step is traced."""
+
+    calls = 0
+
+    def call(self, inputs: Any, *args: Any, **options: Any) -> Any:
+        Counts.calls += 1
+        return super().call(inputs, *args, **options)
+
+
+def test_layers_are_not_called_more_often_for_more_micro_batches() -> None:
+    calls = {}
+    for number in (4, 16):
+        strategy = strategy_of([0, 1, 2], [[1], [2, 0]], [(0,) * number, (0, 1) * (number // 2)])
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([5]), Counts(4), Counts(1)])
+            model.compile("sgd", "mse", jit_compile=False)
+        x, y = values(32)
+        Counts.calls = 0
+        model.fit(x, y, batch_size=32, verbose=0)
+        calls[number] = Counts.calls
+    assert calls[16] == calls[4] <= 12
