@@ -110,7 +110,7 @@ def seeds_of(layer: keras.layers.Layer) -> list[keras.Variable]:
 def losses_of(model: keras.Model) -> list[keras.losses.Loss]:
     """Return the compiled losses, one per output that has one; the loss must be built."""
     flat = getattr(model._compile_loss, "_flat_losses", None) or []
-    return [loss for loss in flat if loss is not None]
+    return [entry.loss for entry in flat if entry.loss is not None]
 
 
 def variables_of_optimizer(
