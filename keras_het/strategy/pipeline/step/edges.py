@@ -34,12 +34,12 @@ class Spec(NamedTuple):
 
     Args:
         dtype: type of its elements.
-        rank: number of its dimensions.
+        shape: its shape, as far as it is known.
         mask_rank: that of its mask, None without one.
     """
 
     dtype: tf.DType
-    rank: int
+    shape: tf.TensorShape
     mask_rank: int | None
 
 

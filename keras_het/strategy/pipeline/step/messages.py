@@ -62,8 +62,13 @@ class Messages:
                 self._numbers[message] = target, self._first_number + number
             elif target == self.process:
                 spec, is_mask = self._specs[message.token], message.kind == "mask"
-                rank, dtype = (spec.mask_rank or 0, tf.bool) if is_mask else (spec.rank, spec.dtype)
+                rank, dtype = spec.shape.rank, spec.dtype
+                if is_mask:
+                    rank, dtype = spec.mask_rank or 0, tf.bool
                 received = self._transport.receive(rank, dtype, source, self._first_number + number)
+                if not is_mask:
+                    # layers may need the sizes that are known, as LayerNormalization does
+                    received.set_shape(spec.shape)
                 (masks if is_mask else others)[message] = received
         for message, value in others.items():
             yield message, value, masks.get(message._replace(kind="mask"))

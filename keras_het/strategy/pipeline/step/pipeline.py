@@ -170,12 +170,13 @@ class Pipeline:
         return passes
 
     @functools.cached_property
-    def _known_specs(self) -> dict[Token, Spec]:
+    def _known_specs(self) -> dict[tuple[object, ...], dict[Token, Spec]]:
         return {}
 
     def _specs(self, inputs: list[tf.Tensor]) -> dict[Token, Spec]:
         """Return types of the tensors between stages, from a trace that never runs."""
-        known = self._known_specs
+        sizes = tuple(tuple(value.shape[1:]) for value in inputs)
+        known = self._known_specs.setdefault(sizes, {})
 
         def trace(*values: tf.Tensor) -> tf.Tensor:
             tensors = dict(zip(self.units.inputs, values, strict=True))
@@ -189,7 +190,7 @@ class Pipeline:
             for token, value in tensors.items():
                 mask = masks.get(token)
                 mask_rank = None if mask is None else mask.shape.rank
-                known[token] = Spec(value.dtype, value.shape.rank, mask_rank)
+                known[token] = Spec(value.dtype, value.shape, mask_rank)
             return tf.zeros([])
 
         if not known:
