@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,7 +17,8 @@ from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token, Unit
 from keras_het.strategy.pipeline.step.segment import Segment, Values
 
-_RUNS = 5
+_FEWEST_RUNS, _MOST_RUNS = 5, 40
+_RUN_SECONDS = 0.04  # of one function, if it takes more than the fewest runs
 
 
 @dataclasses.dataclass
@@ -41,8 +41,9 @@ class Measured:
 def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequence[str]) -> Measured:
     """Run every layer call by itself, forward and backward, on each distinct device.
 
-    Times are medians, less what the call of an empty function takes. Values of no meaning are used:
-    random numbers, and ones for integers.
+    Times are lower quartiles, less what a call takes that does nothing: whatever else the
+    processor does adds to short times, and to some layers more than to others. Values of no meaning
+    are used: random numbers, and ones for integers.
 
     Args:
         units: the model.
@@ -56,8 +57,7 @@ def measure(units: ModelUnits, inputs: Sequence[tf.TensorSpec], devices: Sequenc
         device = devices[kinds.index(kind)]
         with tf.device(device):
             values = Values(dict(zip(units.inputs, map(_example, inputs), strict=True)))
-            overhead = _seconds(tf.function(lambda value: value), [tf.zeros([])], min)
-            timed = [_Measurement(unit, values, overhead) for unit in units.units]
+            timed = [_Measurement(unit, values) for unit in units.units]
         forward[kind] = [each.forward for each in timed]
         backward[kind] = [each.backward for each in timed]
         needed = {token for each in timed for token in each.needed}
@@ -98,7 +98,7 @@ def slowed(measured: Measured, emulation: Emulation, devices: Sequence[str], row
 class _Measurement:
     """One layer call: its times, and what its backward pass needs from the forward pass."""
 
-    def __init__(self, unit: Unit, values: Values, overhead: float) -> None:
+    def __init__(self, unit: Unit, values: Values) -> None:
         segment = Segment([unit])
         variables = segment.trainable_variables
         weights = [tf.identity(v.value) for v in variables]
@@ -125,9 +125,15 @@ class _Measurement:
             gradients = [tf.convert_to_tensor(g) for g in found if g is not None]
             return gradients + made[: len(segment.made)]
 
-        self.forward = self._seconds(forward, taken, weights, overhead)
+        def nothing(given: list[tf.Tensor], weights: list[tf.Tensor]) -> tf.Tensor:
+            return tf.zeros([])
+
         whole = tf.function(both, autograph=False)
-        self.backward = max(self._seconds(whole, taken, weights, overhead) - self.forward, 0.0)
+        idle, once, twice = (
+            _seconds(tf.function(function, autograph=False), [taken, weights])
+            for function in (nothing, forward, whole)
+        )
+        self.forward, self.backward = max(once - idle, 1e-7), max(twice - once, 0.0)
         graph = whole.get_concrete_function(taken, weights).graph
         made = len(graph.outputs) - len(segment.made)
         tokens = dict(zip(map(id, graph.inputs), segment.taken, strict=False))
@@ -141,16 +147,6 @@ class _Measurement:
         done = run(taken, weights)
         values.tensors.update((token, done.tensors[token]) for token in segment.made)
         values.masks.update((t, done.masks[t]) for t in segment.made if t in done.masks)
-
-    def _seconds(
-        self,
-        function: Callable[..., object],
-        taken: list[tf.Tensor],
-        weights: list[tf.Tensor],
-        overhead: float,
-    ) -> float:
-        compiled = tf.function(function, autograph=False)
-        return max(_seconds(compiled, [taken, weights]) - overhead, 1e-7)
 
 
 def unit_bytes(
@@ -223,18 +219,14 @@ def _bytes(value: tf.Tensor | tf.Variable) -> float:
     return float(value.dtype.size * (value.shape.num_elements() or 0))
 
 
-def _seconds(
-    function: Callable[..., object],
-    arguments: list[object],
-    of: Callable[[list[float]], float] = statistics.median,
-) -> float:
+def _seconds(function: Callable[..., object], arguments: list[object]) -> float:
     _wait_for(function(*arguments))
-    times = []
-    for _ in range(_RUNS):
+    times: list[float] = []
+    while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and sum(times) < _RUN_SECONDS):
         begin = time.perf_counter()
         _wait_for(function(*arguments))
         times.append(time.perf_counter() - begin)
-    return of(times)
+    return sorted(times)[len(times) // 4]
 
 
 def _wait_for(result: object) -> None:
