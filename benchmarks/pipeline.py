@@ -81,7 +81,7 @@ def measure(name: str, quick: bool) -> list[dict[str, Any]]:
     if reason:
         print(f"{name} skipped: {reason}", file=sys.stderr)
         return [row_of(name, "all", {}, [], [], reason)]
-    blocks, steps = (1, 2) if quick else (7, 8)
+    blocks, steps = (1, 2) if quick else (5, 4)
     with contextlib.ExitStack() as stack:
         rates = [MBIT] * case.hosts
         hosts = stack.enter_context(limited_hosts(rates, mtu=9000)) if case.hosts > 1 else None
@@ -158,9 +158,7 @@ def check_weights(groups: dict[str, Group]) -> None:
 
 
 @contextlib.contextmanager
-def group(
-    case: Case, hosts: Any, mode: str, number: int, plan: Any = None
-) -> Iterator[Group]:
+def group(case: Case, hosts: Any, mode: str, number: int, plan: Any = None) -> Iterator[Group]:
     """Start the processes of a mode; they end with the block."""
     made = Group(case, hosts, mode, number, plan)
     try:
