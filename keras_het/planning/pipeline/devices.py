@@ -93,16 +93,26 @@ class Devices:
         return tuple(sorted(group, key=lambda device: (self.hosts[device], device)))
 
     def all_reduce_terms(self, group: Sequence[int]) -> tuple[float, float]:
-        r"""Return the time of a ring all-reduce as seconds, and seconds per byte.
+        r"""Return the time of an all-reduce as seconds, and seconds per byte.
+
+        The devices of a host add up first; then the hosts do. A ring of r members takes
 
         .. math:: 2 (r - 1) latency + 2 (r - 1) / r \cdot bytes / rate
 
-        with the slowest link of the ring.
+        with its slowest link.
         """
-        r = len(group)
+        members = list(self.ring(group))
+        hosts = [self.hosts[device] for device in members]
+        inside = [[d for d in members if self.hosts[d] == host] for host in dict.fromkeys(hosts)]
+        own = [self._ring_terms(devices) for devices in inside]
+        fixed, per_byte = self._ring_terms([devices[0] for devices in inside])
+        return fixed + max(f for f, _ in own), per_byte + max(b for _, b in own)
+
+    def _ring_terms(self, members: Sequence[int]) -> tuple[float, float]:
+        r = len(members)
         if r < 2:
             return 0.0, 0.0
-        ring = np.array(self.ring(group))
+        ring = np.array(members)
         following = np.roll(ring, -1)
         rate = float(self.bytes_per_second[ring, following].min())
         latency = float(self.latency_seconds[ring, following].max())

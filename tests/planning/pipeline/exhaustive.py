@@ -85,14 +85,23 @@ def least_recomputation(problem, group, first, end, flights):
 
 
 def reduce_seconds(devices, group, num_bytes):
-    r = len(group)
-    if r < 2 or not num_bytes:
+    if not num_bytes:
         return 0.0
-    ring = sorted(group, key=lambda d: (devices.hosts[d], d))
+    hosts = sorted({devices.hosts[d] for d in group})
+    inside = [sorted(d for d in group if devices.hosts[d] == host) for host in hosts]
+    fixed, moved = zip(*(ring_terms(devices, members) for members in inside), strict=True)
+    between = ring_terms(devices, [members[0] for members in inside])
+    return between[0] + max(fixed) + (between[1] + max(moved)) * num_bytes
+
+
+def ring_terms(devices, ring):
+    r = len(ring)
+    if r == 1:
+        return 0.0, 0.0
     pairs = list(zip(ring, ring[1:] + ring[:1], strict=True))
-    rate = min(devices.bytes_per_second[pair] for pair in pairs)
     latency = max(devices.latency_seconds[pair] for pair in pairs)
-    return 2 * (r - 1) * (latency + num_bytes / r / rate)
+    rate = min(devices.bytes_per_second[pair] for pair in pairs)
+    return 2 * (r - 1) * latency, 2 * (r - 1) / (r * rate)
 
 
 def transfer_numbers(problem, senders, takers, cut):

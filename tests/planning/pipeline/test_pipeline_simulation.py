@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from pipeline_plants import even_devices, even_profile, random_case
 
-from keras_het.planning.pipeline import PipelinePlan, Stage, routes, simulate, stage_order
+from keras_het.planning.pipeline import (
+    Devices,
+    PipelinePlan,
+    Stage,
+    routes,
+    simulate,
+    stage_order,
+)
 
 
 def plan_of(profile, groups, cuts, micro_batches, schedule="1f1b", recomputed=()):
@@ -45,6 +52,16 @@ def test_data_parallelism_is_the_slowest_replica_and_the_all_reduce():
     assert timeline.step_seconds == pytest.approx(3 * 4 + 4 * (0.5 + 12 / 3 / 2.0))
     (reduction,) = [e for e in timeline.events[1] if e.kind == "all_reduce"]
     assert reduction.end - reduction.begin == pytest.approx(4 * 2.5)
+
+
+def test_the_devices_of_a_host_add_up_before_the_hosts_do():
+    rates = np.where(np.equal.outer([0, 0, 1, 1], [0, 0, 1, 1]), np.inf, 2.0)
+    none = np.zeros((4, 4))
+    devices = Devices(tuple("abcd"), (0, 0, 1, 1), rates, none, np.full(4, np.inf))
+    # two hosts: each sends the bytes once
+    assert devices.all_reduce_seconds(range(4), 12.0) == pytest.approx(12 / 2)
+    assert devices.all_reduce_seconds([0, 1], 12.0) == 0
+    assert devices.all_reduce_seconds([1, 2], 12.0) == pytest.approx(12 / 2)
 
 
 def test_a_slow_link_is_the_bottleneck():
