@@ -1,8 +1,10 @@
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from keras_het.launch.local.tracebacks import TracebackFolder, uncaught_error
+from keras_het.strategy.cluster import agreement
 
 
 def lines(text: str) -> list[str]:
@@ -44,6 +46,12 @@ OF_A_GRAPH = lines(
     \t [[{{node embedding/GatherV2}}]] [Op:__inference_one_step_on_iterator_123]
     """
 )
+# of an editable installation
+IN_THE_LIBRARY = [
+    *OWN[:3],
+    f'  File "{Path(agreement.__file__)}", line 101, in agree',
+    "ValueError: The workers do not agree",
+]
 CHAINED = [
     *OWN,
     "",
@@ -72,6 +80,7 @@ CHAINED = [
         (CHAINED, "KeyError: 'rows'", None),
         (["started", *LOST, "caught; on we go", *OWN], "ValueError: my callback failed", None),
         ([OWN[0], *OWN[1:3], "KeyboardInterrupt"], "KeyboardInterrupt", None),
+        (IN_THE_LIBRARY, "ValueError: The workers do not agree", "/home/me/train.py:13"),
     ],
 )
 def test_the_error_that_ended_a_worker(output: list[str], error: str, place: str | None) -> None:

@@ -27,7 +27,7 @@ _LOGGED = re.compile(
     r"|The error could be from a previous operation\. Restart your program to reset\."
     r"|\t \[\[\{\{node Collective"
 )
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
