@@ -1,12 +1,16 @@
 """Report on which worker failed first and why."""
 
+import re
 import signal
 from collections.abc import Sequence
 
 from keras_het.launch.local.tracebacks import UncaughtError, uncaught_error
-from keras_het.launch.local.worker_process import WorkerResult
+from keras_het.launch.local.worker_process import WorkerResult, signal_name
 
 _LINES = 15
+# What a strategy says where another worker has received the signal that ends all.
+_FOLLOWS = re.compile(r"Another worker has received (SIG\w+)")
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def describe_failures(results: Sequence[WorkerResult], show_last_lines: bool = True) -> str:
@@ -45,6 +49,10 @@ def first_to_fail(results: Sequence[WorkerResult]) -> WorkerResult:
         causes = [result for result in some if not _is_effect(result)]
         if causes:
             return min(causes, key=_failed_at)
+    if any(map(_follows, failed)):
+        asked = [result for result in results if _request(result) and not _follows(result)]
+        if asked:
+            return min(asked, key=_failed_at)
     left = [result for result in results if result.exit_code == 0 and not result.was_ended]
     return min([*left, *failed], key=lambda result: result.exited_at)
 
@@ -70,8 +78,18 @@ def _cause(first: WorkerResult, results: Sequence[WorkerResult]) -> str:
             f"{name} ended its script first, without an error, and the others still needed it: all "
             "workers must call fit, evaluate, predict and save alike"
         )
+    error = _error(first)
+    number = _request(first)
+    if number and (error is None or error.text == "KeyboardInterrupt"):
+        # the launcher may have sent another signal before the first one had its effect
+        told = [found[1] for each in results if (found := _FOLLOWS.search(each.stderr))]
+        return (
+            f"{name} was ended by {next(iter(told), signal_name(number))}, which keras-het did not "
+            "send; start again: with keras_het.callbacks.BackupAndRestore training goes on where "
+            "it was saved"
+        )
     verb = "failed first" if len(results) > 1 else "failed"
-    reason = str(_error(first) or first.describe_exit())
+    reason = str(error or first.describe_exit())
     if first.exit_code == -signal.SIGKILL and not first.was_ended:
         reason += ", which is often the system's answer to memory that has run out"
     return f"{name} {verb}: {reason}"
@@ -79,6 +97,8 @@ def _cause(first: WorkerResult, results: Sequence[WorkerResult]) -> str:
 
 def _effect(result: WorkerResult, cause: UncaughtError | None) -> str:
     error = _error(result)
+    if _follows(result):
+        return "ended with it."
     if error is None:
         return "was ended." if result.was_ended else f"failed after it: {result.describe_exit()}."
     if error.is_effect:
@@ -90,7 +110,18 @@ def _effect(result: WorkerResult, cause: UncaughtError | None) -> str:
 
 def _is_effect(result: WorkerResult) -> bool:
     error = _error(result)
-    return error is not None and error.is_effect
+    return _follows(result) or (error is not None and error.is_effect)
+
+
+def _follows(result: WorkerResult) -> bool:
+    """Whether it ended because another worker had received a signal."""
+    return _request(result) != 0 and _FOLLOWS.search(result.stderr) is not None
+
+
+def _request(result: WorkerResult) -> int:
+    """Return the signal that asked a worker to end, 0 if none did."""
+    ends = {code: number for number in _REQUESTS for code in (-number, 128 + number)}
+    return ends.get(result.exit_code, 0)
 
 
 def _failed_at(result: WorkerResult) -> float:
