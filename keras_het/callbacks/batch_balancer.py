@@ -318,7 +318,8 @@ class BatchBalancer(SessionCallback):
         self.plans.append(plan)
         tell(plan, strategy, self._verbose)
         if (fit := self._fit_session) is not None:
-            fit.note_change("shares", str(plan))
+            # a change has a step of its own: the first one after the plan
+            fit.note_change("shares", str(plan).removeprefix(f"step {plan.step}: "))
 
     def _make_policy(self, strategy: TrainingStrategy, total: int) -> BalancePolicy:
         num_replicas = len(strategy.shares)

@@ -146,8 +146,8 @@ def test_exchanges_are_put_together_by_worker(balanced: Facts) -> None:
     assert np.isnan(unknown.staleness)
 
 
-def test_a_change_says_its_step_once() -> None:
-    assert change_text(Change(5, "shares", "step 4: shares 3 5 (boa: x)")) == "shares 3 5 (boa: x)"
+def test_a_change_says_its_kind_once() -> None:
+    assert change_text(Change(5, "shares", "shares 3 5 (boa: x)")) == "shares 3 5 (boa: x)"
     assert change_text(Change(5, "loader", "2 threads")) == "loader: 2 threads"
 
 

@@ -40,7 +40,7 @@ def balanced_recording(steps: int = 160) -> Recording:
     change = Change(
         steps // 4,
         "shares",
-        f"step {steps // 4 - 1}: shares 48 48 16 16 (boa: in proportion to measured speeds)",
+        "shares 48 48 16 16 (boa: in proportion to measured speeds)",
     )
     training = Training(
         n=4,

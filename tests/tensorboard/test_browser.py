@@ -153,10 +153,12 @@ def served(application: Any) -> Iterator[str]:
     server = make_server("127.0.0.1", 0, application, threaded=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/data/plugin_entry.html?name=keras_het"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/data/plugin_entry.html?name=keras_het"
+    finally:  # else the thread would keep the run from ending after a test that failed
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_the_page_shows_a_training(browser: Browser, address: str) -> None:
@@ -243,13 +245,15 @@ def test_what_a_log_says_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
     evil = "<img src=x onerror=document.title='evil'>"
     log = EventLog(tmp_path / "telemetry", (Device(evil, 0, evil, evil, evil),) * 1)
     log.write_steps(0, made_training.times(made_training.devices_of(1), 100))
-    log.write_change(Change(5, evil, evil))
+    log.write_change(Change(5, evil, f"as {evil}"))
+    log.write_change(Change(7, "shares", "shares 3 5 (boa: even split)"))
     log.close()
     with served(application_of(tmp_path)) as start:
         browser.open(start)
         assert evil in browser.text("tbody") or evil in browser.text("main")
         assert browser.script("return document.querySelectorAll('img').length") == 0
         assert browser.driver.title != "evil"
+        assert browser.text(".changes li").count("shares") == 1, "its kind once"
     assert browser.complaints() == []
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from keras_het.launch.report.facts import DeviceFacts, Facts
 from keras_het.launch.report.plain_text import count, milliseconds, number, percent, score
 from keras_het.planning.diagnosis.recording import Change
 
-# A plan says after which step it was made, a change which step is the first one after that.
-_STEP = re.compile(r"^step -?\d+: ")
 # Times that differ by less are equal.
 _SAME = 0.005
 
@@ -101,5 +98,5 @@ def change_text(change: Change) -> str:
     Args:
         change: the change.
     """
-    text = _STEP.sub("", change.text)
+    text = change.text
     return text if text.startswith(change.kind) else f"{change.kind}: {text}"

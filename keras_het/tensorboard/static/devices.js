@@ -169,7 +169,9 @@ export class Changes {
             "li",
             {},
             element("span", { class: "step", text: `step ${count(change.step)}` }),
-            element("span", { class: "kind", text: change.kind }),
+            ...(change.text.startsWith(change.kind)
+              ? []
+              : [element("span", { class: "kind", text: change.kind })]),
             element("span", { text: change.text }),
           ),
         ),
