@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -61,7 +62,8 @@ class Telemetry(SessionCallback):
         prometheus_port: port on which the chief serves the metrics for Prometheus; None for none.
             Needs the extra "prometheus".
         prometheus_address: address that it listens on.
-        verbose: 1 prints the verdict on the chief at the end of `fit`, or why there is none.
+        verbose: 1 prints the verdict on the chief at the end of `fit`, or why there is none; not
+            below an error.
 
     Attributes:
         verdict: who is slow, why, and what to do, after `fit`; None before.
@@ -93,6 +95,7 @@ class Telemetry(SessionCallback):
         self._log: EventLog | None = None
         self._endpoint: PrometheusEndpoint | None = None
         self._background: Background | None = None
+        self._writing = threading.Lock()
         self._strategy: TrainingStrategy | None = None
         self._paces: np.ndarray | None = None
         self._samples = 0
@@ -122,7 +125,7 @@ class Telemetry(SessionCallback):
             self._open_outlets(recorder)
         fit.on_change(self._note_change)
         fit.before_callbacks("on_epoch_end", self._end_epoch)
-        fit.on_end(self._end)
+        fit.on_end(lambda: self._end(fit.error))
         self._background = Background(self._tick, _INTERVAL_SECONDS)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -210,21 +213,25 @@ class Telemetry(SessionCallback):
             strategy.compute_times.phases.send_samples(np.asarray(self._sampler.sample()))
 
     def _write_steps(self, recorder: StepRecorder) -> None:
-        blocks = recorder.take_new()
-        if self._log is None or not blocks:
-            return
-        for first, rows in blocks:
-            self._log.write_steps(first, rows)
+        # two threads come here, and what is written later counts where blocks overlap
+        with self._writing:
+            blocks = recorder.take_new()
+            if self._log is None or not blocks:
+                return
+            for first, rows in blocks:
+                self._log.write_steps(first, rows)
         wall = float(np.nanmean(rows[:, :4].sum(axis=1)))
         numbers = recorder.logs(latest=len(rows))
         curves = {
             "step_seconds": wall,
-            "samples_per_second": numbers["samples_per_second"],
-            "slowest_wait": numbers["slowest_replica_wait"],
-            "input_wait": numbers["input_wait"],
+            "samples_per_second": numbers.get("samples_per_second"),
+            "slowest_wait": numbers.get("slowest_replica_wait"),
+            "input_wait": numbers.get("input_wait"),
         }
-        last = first + len(rows) - 1
-        self._log.write_scalars(last, {f"heterogeneous/{name}": curves[name] for name in curves})
+        known = {
+            f"heterogeneous/{name}": value for name, value in curves.items() if value is not None
+        }
+        self._log.write_scalars(first + len(rows) - 1, known)
 
     def _note_change(self, kind: str, text: str) -> None:
         if self._recorder is not None:
@@ -232,7 +239,7 @@ class Telemetry(SessionCallback):
             if self._log is not None:
                 self._log.write_change(change)
 
-    def _end(self) -> None:
+    def _end(self, error: BaseException | None) -> None:
         """Stop the thread and close what is open, however the `fit` ended."""
         if self._background is not None:
             self._background.stop()
@@ -241,7 +248,9 @@ class Telemetry(SessionCallback):
             with contextlib.suppress(Exception):  # after an error there may be nothing to read
                 self._write_steps(recorder)
             self.verdict = diagnose(recorder.recording())
-            if self._verbose and self._strategy is not None and self._strategy.is_chief:
+            # below an error "nothing to do" would be wrong; a signal is no error of the training
+            is_told = self._verbose and not isinstance(error, Exception)
+            if is_told and self._strategy is not None and self._strategy.is_chief:
                 sys.stdout.write("\n".join(["", *_lines_of(self.verdict), ""]))
         if self._log is not None:
             self._log.close()

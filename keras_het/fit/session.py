@@ -55,6 +55,7 @@ class FitSession:
         callbacks: the user's callbacks.
         is_in_step: whether a step is running: any other read of the data is not this session's.
         is_over: whether the call has ended.
+        error: what ended the call, for functions of `on_end`; None if it ended by itself.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class FitSession:
     ) -> None:
         self.model, self.loop, self.callbacks = model, loop, list(callbacks)
         self.is_in_step = self.is_over = False
+        self.error: BaseException | None = None
         self._layers: dict[Rank, Layer] = {}
         self._ends = contextlib.ExitStack()
         self._before_inner: list[Callable[[FitSession], None]] = []
@@ -204,13 +206,13 @@ class FitSession:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.is_over = True
+        self.is_over, self.error = True, error
         try:
             self._ends.__exit__(kind, error, traceback)
         finally:
             _running[self.model].remove(self)
             self._layers.clear()
-            self._layered = None
+            self._layered = self.error = None
 
 
 class _LayeredStep:

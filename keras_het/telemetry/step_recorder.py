@@ -184,6 +184,8 @@ class StepRecorder:
             of_epoch = self._rows[self._steps >= self._epoch_start]
             rows = of_epoch if latest is None else self._rows[-latest:]
         rows = rows[:, :, ~np.isnan(rows).all(axis=(0, 1))] if len(rows) else rows
+        # without a collective in each step, other workers' are known of the latest steps only
+        rows = rows[~np.isnan(rows).any(axis=(1, 2))]
         if not rows.size:
             return {}
         wall = rows[:, :4].sum(axis=1).mean(axis=1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import threading
 import time
+import types
 import urllib.request
 
 import keras
@@ -15,6 +17,8 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, LoaderTuner, Telemetry
+from keras_het.strategy.measure.phase_times import PARTS
+from keras_het.telemetry.step_recorder import StepRecorder
 
 NUMBERS = {"samples_per_second", "slowest_replica", "slowest_replica_wait", "input_wait"}
 STEPS = 12
@@ -224,6 +228,70 @@ def test_changes_are_recorded_with_their_reasons(cpu_devices, tmp_path):
     assert run.recording.steps.tolist() == list(range(2 * STEPS - 1))
 
 
+class Phases:
+    """Measured steps of two workers, of which this one knows its own."""
+
+    count = 0
+
+    def __init__(self):
+        self.new = np.zeros((0, PARTS, 2))
+
+    def read_new(self):
+        rows, self.new = self.new, self.new[:0]
+        self.count += len(rows)
+        return self.count - len(rows), rows
+
+
+def test_numbers_of_an_epoch_are_those_of_the_steps_that_are_known_of_all():
+    phases = Phases()
+    others = np.zeros((1, 64, PARTS, 2))
+    others[..., 0, 1], others[..., 4, 1] = 0.1, 24  # compute, share
+    strategy = types.SimpleNamespace(
+        compute_times=types.SimpleNamespace(phases=phases),
+        extended=types.SimpleNamespace(
+            gather_over_workers=lambda own: np.concatenate([own, others])
+        ),
+    )
+    recorder = StepRecorder(strategy, ["worker 0", "worker 1"])
+    recorder.begin(0)
+    phases.new = np.zeros((100, PARTS, 2))
+    phases.new[:, 0, 0], phases.new[:, 4, 0] = 0.1, 8
+    recorder.complete(strategy)
+    assert recorder.logs()["samples_per_second"] == pytest.approx(320)
+    phases.new = np.zeros((3, PARTS, 2))
+    recorder.read()
+    assert recorder.logs(latest=3) == {}, "nothing is known of these"
+
+
+def test_blocks_of_steps_are_written_in_their_order():
+    """The end of an epoch, in the main thread, does not overtake the thread that writes."""
+    telemetry, written = Telemetry(), []
+    blocks = [(0, np.ones((8, PARTS, 1))), (8, np.ones((8, PARTS, 1)))]
+
+    class Recorder:
+        def take_new(self):
+            return [blocks.pop(0)]
+
+        def logs(self, latest):
+            return {}
+
+    class Log:
+        def write_steps(self, first, rows):
+            if first == 0:
+                other.start()
+                other.join(0.2)
+            written.append(first)
+
+        def write_scalars(self, step, values):
+            assert set(values) == {"heterogeneous/step_seconds"}
+
+    recorder, telemetry._log = Recorder(), Log()
+    other = threading.Thread(target=telemetry._write_steps, args=[recorder])
+    telemetry._write_steps(recorder)
+    other.join(30)
+    assert written == [0, 8]
+
+
 def test_the_end_says_why_there_is_no_verdict(cpu_devices, capsys):
     _, model = make_model(cpu_devices[:2])
     telemetry = Telemetry(verbose=1)
@@ -248,16 +316,15 @@ def test_a_log_that_cannot_be_written_is_one_warning(cpu_devices, tmp_path, capl
 
 
 @pytest.mark.full
-def test_an_error_of_fit_ends_the_thread(cpu_devices):
-    import threading
-
+def test_an_error_of_fit_ends_the_thread(cpu_devices, capsys):
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             raise RuntimeError("on purpose")
 
     _, model = make_model(cpu_devices[:1])
     with pytest.raises(RuntimeError, match="on purpose"):
-        model.fit(make_data(), verbose=0, callbacks=[Telemetry(), Fails()])
+        model.fit(make_data(), verbose=0, callbacks=[Telemetry(verbose=1), Fails()])
+    assert "erdict" not in capsys.readouterr().out, "nothing is said below an error"
     assert not [each for each in threading.enumerate() if each.name == "keras_het-telemetry"]
 
 
