@@ -8,6 +8,7 @@ from pathlib import Path
 
 from keras_het import __version__
 from keras_het.launch.doctor_command import add_doctor_command
+from keras_het.launch.grammar import add_command, not_negative, number
 from keras_het.launch.loader_commands import add_loader_commands
 from keras_het.launch.report_command import add_report_command
 from keras_het.launch.serve_command import add_serve
@@ -33,14 +34,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"keras-het {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
+    run = add_command(
+        commands,
         "run",
-        help="start a script as several workers on this machine",
-        description="Starts a script as several workers on this machine, with TF_CONFIG on "
+        "start a script as several workers on this machine",
+        "Starts a script as several workers on this machine, with TF_CONFIG on "
         "127.0.0.1 and free ports. Ends all when one fails and says which and why.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _EPILOG,
     )
     _add_target(run)
     _add_emulation(run)
@@ -153,13 +153,13 @@ def _add_emulation(run: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--sample-milliseconds",
-        type=_not_negative,
+        type=not_negative,
         metavar="MS",
         help="time of one sample on a device of speed 1 (default: 4)",
     )
     group.add_argument(
         "--fixed-milliseconds",
-        type=_not_negative,
+        type=not_negative,
         metavar="MS",
         help="time of a step without samples, on every device (default: 0)",
     )
@@ -198,7 +198,7 @@ def _add_output(run: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--grace-seconds",
-        type=_not_negative,
+        type=not_negative,
         default=10.0,
         metavar="S",
         help="time to obey a signal before a stronger one follows (default: 10)",
@@ -217,22 +217,8 @@ def _positive_integer(text: str) -> int:
     return number
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
-
-
-def _not_negative(text: str) -> float:
-    number = _number(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, received {text!r}")
-    return number
-
-
 def _speeds(text: str) -> tuple[float, ...]:
-    speeds = tuple(_number(part) for part in text.split(","))
+    speeds = tuple(number(part) for part in text.split(","))
     if not all(0 < speed < float("inf") for speed in speeds):
         raise argparse.ArgumentTypeError(
             f"expected positive numbers with commas, such as 4,2,1; received {text!r}"

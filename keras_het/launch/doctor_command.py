@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+
+from keras_het.launch.grammar import Commands, add_command, not_negative
 
 _DESCRIPTION = """\
 Says what is on this machine, what keras_het would do with it, and what is wrong, with its fix:
@@ -25,27 +26,17 @@ Exit code: 1 if training would fail, else 0, also with warnings.
 """
 
 
-def add_doctor_command(commands: Any) -> None:
-    """Add the command to the parser.
-
-    Args:
-        commands: the result of `argparse.ArgumentParser.add_subparsers`.
-    """
-    parser = commands.add_parser(
-        "doctor",
-        help="say what is on this machine, what is wrong, and how to fix it",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_doctor_command(commands: Commands) -> None:
+    """Add the command to those of `keras-het`."""
+    summary = "say what is on this machine, what is wrong, and how to fix it"
+    parser = add_command(commands, "doctor", summary, _DESCRIPTION, _EPILOG)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIRECTORY", help="where training will write: is there room"
     )
     parser.add_argument(
         "--wait",
-        type=_seconds,
+        type=not_negative,
         default=30.0,
         metavar="S",
         help="how long to wait for the doctors of the other machines (default: 30; 0: only see "
@@ -81,13 +72,3 @@ def run_doctor(options: argparse.Namespace) -> int:
     else:
         show(report, sys.stdout)
     return 1 if report.count(FAULT) else 0
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, received {text!r}")
-    return number

@@ -6,6 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+from keras_het.launch.grammar import Commands, add_command, positive
+
 _LARGEST_PORT = 65535
 _ADVICE = """\
 Runs the script up to its first model.fit, takes the tf.data.Dataset that is given to it, and says
@@ -18,30 +20,20 @@ networks you trust.
 """
 
 
-def add_loader_commands(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-) -> None:
-    """Add the commands to the parser.
-
-    Args:
-        commands: the result of `ArgumentParser.add_subparsers`.
-    """
-    advice = commands.add_parser(
-        "loader-advice",
-        help="say what a script's input pipeline could gain, and how",
-        description=_ADVICE,
-        allow_abbrev=False,
-    )
+def add_loader_commands(commands: Commands) -> None:
+    """Add the commands to those of `keras-het`."""
+    summary = "say what a script's input pipeline could gain, and how"
+    advice = add_command(commands, "loader-advice", summary, _ADVICE)
     advice.add_argument(
         "--seconds",
-        type=_positive,
+        type=positive,
         default=0.5,
         metavar="S",
         help="how long to run each part of the pipeline (default: 0.5)",
     )
     advice.add_argument(
         "--step-milliseconds",
-        type=_positive,
+        type=positive,
         default=None,
         metavar="MS",
         help="time of the device for a batch; a pipeline that is faster gains nothing",
@@ -49,12 +41,8 @@ def add_loader_commands(
     advice.add_argument("script", metavar="SCRIPT", help="script that calls model.fit")
     advice.add_argument("script_arguments", nargs=argparse.REMAINDER, metavar="...")
     advice.set_defaults(execute=_run_advice)
-    worker = commands.add_parser(
-        "loader-worker",
-        help="prepare data for consumers on other machines (tf.data service)",
-        description=_WORKER,
-        allow_abbrev=False,
-    )
+    summary = "prepare data for consumers on other machines (tf.data service)"
+    worker = add_command(commands, "loader-worker", summary, _WORKER)
     worker.add_argument(
         "--dispatcher", required=True, metavar="HOST:PORT", help="address of the dispatcher"
     )
@@ -68,7 +56,7 @@ def add_loader_commands(
     )
     worker.add_argument(
         "--patience",
-        type=_positive,
+        type=positive,
         default=10.0,
         metavar="S",
         help="end when the dispatcher has been gone so long (default: 10)",
@@ -103,13 +91,3 @@ def _port(text: str) -> int:
             f"expected a port from 0 (a free one) to {_LARGEST_PORT}, received {text!r}"
         )
     return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number, received {text!r}")
-    return number

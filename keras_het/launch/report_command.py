@@ -6,7 +6,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
+
+from keras_het.launch.grammar import Commands, add_command
 
 _DESCRIPTION = """\
 Tells from the log of a training which device is slow and why, where the time of a step goes, what
@@ -21,20 +23,10 @@ examples:
 """
 
 
-def add_report_command(commands: Any) -> None:
-    """Add the command to the parser.
-
-    Args:
-        commands: the result of `argparse.ArgumentParser.add_subparsers`.
-    """
-    parser = commands.add_parser(
-        "report",
-        help="tell the story of a training from its log",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_report_command(commands: Commands) -> None:
+    """Add the command to those of `keras-het`."""
+    summary = "tell the story of a training from its log"
+    parser = add_command(commands, "report", summary, _DESCRIPTION, _EPILOG)
     parser.add_argument("log_dir", metavar="LOGDIR", help="directory of the log")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
     parser.add_argument(

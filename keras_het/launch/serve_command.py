@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND, check_keras_backend
+from keras_het.launch.grammar import Commands, add_command
 
 if TYPE_CHECKING:
     from keras_het.strategy.cluster.cluster_config import ClusterConfig
@@ -60,20 +61,16 @@ def compute_without_splitting() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
-def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to a parser.
-
-    Args:
-        commands: the result of `ArgumentParser.add_subparsers`.
-    """
-    serve = commands.add_parser(
+def add_serve(commands: Commands) -> None:
+    """Add the command to those of `keras-het`."""
+    serve = add_command(
+        commands,
         "serve",
-        help="hold a part of the parameter service (job ps in TF_CONFIG)",
-        description="Holds a part of the center weights of a hybrid training, on a machine that "
+        "hold a part of the parameter service (job ps in TF_CONFIG)",
+        "Holds a part of the center weights of a hybrid training, on a machine that "
         "needs neither script nor data. The leader of the sync group says what to hold. Reads "
         "TF_CONFIG and the secret KERAS_HET_SERVICE_SECRET or KERAS_HET_SERVICE_SECRET_FILE. Ends "
         "with Ctrl-C or SIGTERM.",
-        allow_abbrev=False,
     )
     serve.add_argument("--once", action="store_true", help="end after one training")
     serve.set_defaults(execute=serve_parameters)

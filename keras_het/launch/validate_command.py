@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from keras_het.launch.grammar import Commands, add_command
+
 if TYPE_CHECKING:
     from keras_het.loader.validation.tfdv_adapter import Schema, Statistics
 
@@ -30,21 +32,16 @@ wrong usage.
 """
 
 
-def add_validate_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's grammar.
-
-    Args:
-        commands: the result of `argparse.ArgumentParser.add_subparsers`.
-    """
-    parser = commands.add_parser(
+def add_validate_command(commands: Commands) -> None:
+    """Add the command to those of `keras-het`."""
+    parser = add_command(
+        commands,
         "validate",
-        help="check data against a schema, and compare shards",
-        description="Checks data against a schema and compares it with each other (TensorFlow "
-        "Data Validation). DATA is a TFRecord file or pattern of tf.train.Examples, a .stats file, "
+        "check data against a schema, and compare shards",
+        "Checks data against a schema and compares it with each other (TensorFlow Data "
+        "Validation). DATA is a TFRecord file or pattern of tf.train.Examples, a .stats file, "
         "or a directory that keras_het.callbacks.DataValidation has written; NAME=DATA names it.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _EPILOG,
     )
     parser.add_argument("data", nargs="+", metavar="[NAME=]DATA", help="what to look at")
     _add_schema_options(parser)

@@ -309,6 +309,16 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "start a script as several workers" in capsys.readouterr().out
 
 
+COMMANDS = ("run", "doctor", "validate", "serve", "loader-advice", "loader-worker", "report")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_on_a_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,0 +1,56 @@
+"""What commands' grammars have in common: how a parser begins, and numbers as arguments."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from typing import TypeAlias
+
+_WIDTH = 96
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""The result of `argparse.ArgumentParser.add_subparsers`."""
+
+
+def add_command(
+    commands: Commands, name: str, summary: str, description: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command's parser, and return it.
+
+    Args:
+        commands: those of `keras-het`.
+        name: of the command.
+        summary: what it does, for the list of commands.
+        description: what it does, for its own help; lines are broken anew.
+        epilog: examples, shown as they are.
+    """
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=textwrap.fill(description, _WIDTH),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def number(text: str) -> float:
+    """Return a number, NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def not_negative(text: str) -> float:
+    """Return a finite number of at least 0."""
+    if not 0 <= number(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, received {text!r}")
+    return number(text)
+
+
+def positive(text: str) -> float:
+    """Return a finite number above 0."""
+    if not 0 < number(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number, received {text!r}")
+    return number(text)
