@@ -45,9 +45,18 @@ def run_report(options: argparse.Namespace) -> int:
         options: options of the command line.
 
     Raises:
-        ValueError: if there is no log.
+        ValueError: if there is no log, or no place for a file.
         OSError: if a file cannot be read or written.
     """
+    for option, path in (("--html", options.html), ("--trace", options.trace)):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            what = "which is a directory: add a name of a file"
+            if not path.is_dir():
+                what = f"and there is no directory {str(path.parent)!r}: make it first"
+            raise ValueError(
+                f"{option} needs the name of a file in a directory that exists. Received: "
+                f"{str(path)!r}, {what}."
+            )
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # nothing is computed here, and TensorFlow says at each import that it is on
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")

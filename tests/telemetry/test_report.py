@@ -23,6 +23,7 @@ from written_logs import Fault, Training, balanced_recording, write_log
 from keras_het.launch.command_line import main
 from keras_het.launch.report import trace
 from keras_het.launch.report.facts import Facts, facts_of
+from keras_het.launch.report.hardware_text import hardware_texts
 from keras_het.launch.report.page import page
 from keras_het.launch.report.plain_text import plain
 from keras_het.launch.report.terminal import console_for, show
@@ -115,6 +116,16 @@ def test_devices_have_the_numbers_of_recent_steps(balanced: Facts) -> None:
     assert "8 of 16 GB" in balanced.devices[0].hardware
     assert balanced.samples_per_second == pytest.approx(128 / balanced.step_seconds)
     assert balanced.num_steps == 160
+
+
+def test_cpus_in_use_have_no_digits_that_nobody_needs() -> None:
+    steps = len(balanced_recording().hardware_steps)
+    used = {"process.cpu.usage": [0.0775, 1.314, 2.0, 31.4], "keras_het.cpu.budget": [1, 2, 8, 64]}
+    recording = dataclasses.replace(
+        balanced_recording(), hardware={name: np.array([used[name]] * steps) for name in used}
+    )
+    expected = ["0.08 of 1 CPU", "1.31 of 2 CPUs", "2 of 8 CPUs", "31.4 of 64 CPUs"]
+    assert hardware_texts(recording) == expected
 
 
 def test_the_verdict_and_the_repairs_name_the_same_worker(balanced: Facts) -> None:
@@ -485,7 +496,12 @@ def test_a_training_that_is_not_there_is_refused(
 def test_a_page_that_cannot_be_written_is_an_error(
     log_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "none/report.html" in error(capsys, log_dir, "--html", tmp_path / "none" / "report.html")
+    page = tmp_path / "none" / "report.html"
+    text = error(capsys, log_dir, "--html", page)
+    assert f"Received: '{page}', and there is no directory '{page.parent}': make it first" in text
+    text = error(capsys, log_dir, "--trace", tmp_path)
+    assert "--trace needs the name of a file in a directory that exists. Received: " in text
+    assert text.endswith(f"'{tmp_path}', which is a directory: add a name of a file.")
 
 
 def test_the_command_line_does_not_import_tensorflow() -> None:

@@ -50,7 +50,9 @@ def _text(known: Mapping[str, float]) -> str:
         clock = _of(known, "keras_het.gpu.clock", "keras_het.gpu.clock_limit", _MEGA)
         parts.append(f"{clock} MHz")
     if "process.cpu.usage" in known:
-        parts.append(f"{_of(known, 'process.cpu.usage', 'keras_het.cpu.budget', 1.0)} CPUs")
+        used = {**known, "process.cpu.usage": round(known["process.cpu.usage"], 2)}
+        unit = "CPU" if known.get("keras_het.cpu.budget") == 1 else "CPUs"
+        parts.append(f"{_of(used, 'process.cpu.usage', 'keras_het.cpu.budget', 1.0)} {unit}")
     if known.get("keras_het.cpu.throttled", 0.0) >= _THROTTLED:
         parts.append(f"CPU quota stops it {percent(known['keras_het.cpu.throttled'])} of the time")
     if "system.cpu.utilization" in known:
