@@ -29,6 +29,7 @@ from keras_het.launch.report.plain_text import plain
 from keras_het.launch.report.terminal import console_for, show
 from keras_het.launch.report.wording import change_text, gain_line
 from keras_het.planning.diagnosis.recording import PHASES, Change, Device, Recording
+from keras_het.planning.diagnosis.verdict import Verdict
 from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_content import LogContent
 
@@ -408,7 +409,17 @@ def test_a_log_of_one_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "2 replicas, 1 step; in step 0" in out
-    assert "not enough steps yet: 1 of 20" in out
+    assert "\nNo verdict: not enough steps yet: 1 of 20" in out
+
+
+def test_a_verdict_that_does_not_know_all_says_so(balanced: Facts) -> None:
+    verdict = dataclasses.replace(balanced.verdict, missing=("no clock of a GPU",))
+    report = dataclasses.replace(balanced, verdict=verdict)
+    for text in (shown(report), page(report)):
+        assert "The verdict does not know all: no clock of a GPU." in text
+    report = dataclasses.replace(report, verdict=Verdict((), (), verdict.missing))
+    for text in (shown(report), page(report)):
+        assert "No verdict: no clock of a GPU." in text
 
 
 def event_file(folder: Path) -> Path:

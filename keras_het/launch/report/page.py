@@ -15,6 +15,7 @@ from keras_het.launch.report.wording import (
     device_numbers,
     exchange_lines,
     gain_line,
+    missing_lines,
     summary_line,
 )
 from keras_het.planning.diagnosis.recording import PHASES
@@ -60,7 +61,7 @@ def _verdict(facts: Facts) -> str:
         causes = facts.verdict.causes
         kind = causes[index].severity if index < len(causes) else "good"
         items.append(f'<li class="{kind}"><b>{html.escape(line)}</b></li>')
-    items += [f"<li>Verdict: {html.escape(line)}.</li>" for line in facts.verdict.missing]
+    items += [f"<li>{html.escape(line)}</li>" for line in missing_lines(facts)]
     return f'<ul class="verdict">{"".join(items)}</ul>\n' if items else ""
 
 

@@ -18,6 +18,7 @@ from keras_het.launch.report.wording import (
     device_numbers,
     exchange_lines,
     gain_line,
+    missing_lines,
     summary_line,
 )
 from keras_het.planning.diagnosis.recording import PHASES
@@ -63,8 +64,8 @@ def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
         cause = facts.verdict.causes[index] if index < len(facts.verdict.causes) else None
         style = "green" if cause is None else "red" if cause.share_of_step > CRITICAL else "yellow"
         yield Text(line, style=f"bold {style}")
-    for line in facts.verdict.missing:
-        yield Text(f"Verdict: {line}.", style="yellow")
+    for line in missing_lines(facts):
+        yield Text(line, style="yellow")
     if facts.devices:
         yield Text()
         yield from _devices(facts, width)

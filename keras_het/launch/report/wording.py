@@ -29,6 +29,16 @@ def summary_line(facts: Facts) -> str:
     )
 
 
+def missing_lines(facts: Facts) -> list[str]:
+    """Return what the verdict would need to know; without one, that there is none.
+
+    Args:
+        facts: the numbers of a report.
+    """
+    start = "The verdict does not know all" if facts.verdict.lines else "No verdict"
+    return [f"{start}: {reason}." for reason in facts.verdict.missing]
+
+
 def gain_line(facts: Facts) -> str:
     """Return what balancing has gained against even shares; empty if that is unknown.
 
