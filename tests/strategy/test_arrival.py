@@ -83,3 +83,28 @@ def test_the_own_place_is_free_again(addresses: tuple[str, ...]) -> None:
         wait_for_peers(addresses[0], {"worker 1": addresses[1]}, 0.1)
     host, port = addresses[0].split(":")
     socket.create_server((host, int(port)), reuse_port=False).close()
+
+
+def test_a_port_that_another_program_uses_is_named(
+    addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrival, "_SECONDS_TO_END", 0.1)
+    host, port = addresses[0].split(":")
+    with (
+        socket.create_server((host, int(port))),
+        pytest.raises(RuntimeError, match=f"listen at {addresses[0]}.*the same index"),
+    ):
+        wait_for_peers(addresses[0], peers_of(0, addresses), TIMEOUT)
+
+
+def test_a_port_of_a_program_that_is_ending_is_waited_for(
+    addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrival, "_SECONDS_TO_END", TIMEOUT)
+    host, port = addresses[0].split(":")
+    ending = socket.create_server((host, int(port)))
+    waits = threading.Event()
+    monkeypatch.setattr(arrival.time, "sleep", lambda _: (waits.set(), ending.close()))
+    with pytest.raises(TimeoutError):
+        wait_for_peers(addresses[0], peers_of(0, addresses), 0.1)
+    assert waits.is_set()

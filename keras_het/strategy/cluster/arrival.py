@@ -23,6 +23,7 @@ _FIRST_MESSAGE_SECONDS = 10.0
 _SECONDS_BETWEEN_ROUNDS = 0.2
 _ANSWER_SECONDS = 2.0
 _AT_ONCE = 200
+_SECONDS_TO_END = 5.0
 _MOST_NAMES = 8
 _QUEUE = 1024
 
@@ -40,6 +41,7 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], connect_seconds: 
 
     Raises:
         TimeoutError: if a worker has not arrived by then; the message names it.
+        RuntimeError: if another program uses this worker's port.
     """
     missing, began, next_message = dict(peers), time.monotonic(), _FIRST_MESSAGE_SECONDS
     with _listening(own_address):
@@ -53,8 +55,8 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], connect_seconds: 
                 raise TimeoutError(
                     f"{_names(missing)} did not come within {connect_seconds:g} s, "
                     "`connect_seconds` of HeterogeneousStrategy. See whether the process runs "
-                    "there, that TF_CONFIG is the same on all workers, and that a firewall lets "
-                    "the port through."
+                    "there, that TF_CONFIG is the same on all workers but for the index, which "
+                    "each has for itself, and that a firewall lets the port through."
                 )
             if waited >= next_message:
                 _logger.warning("Waiting for %s, %.0f s ...", _names(missing), waited)
@@ -70,7 +72,7 @@ def _names(missing: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _listening(address: str) -> Iterator[None]:
-    """Accept connections at an address; TensorFlow complains if another process uses it."""
+    """Accept connections at an address."""
     with contextlib.ExitStack() as open_sockets:
         for family, place in places_of(address)[:1]:
             listener = open_sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -79,9 +81,28 @@ def _listening(address: str) -> Iterator[None]:
             every = "::" if family == socket.AF_INET6 else ""
             is_loopback = place[0].startswith("127.") or place[0] == "::1"
             with contextlib.suppress(OSError):
-                listener.bind((place[0] if is_loopback else every, place[1]))
+                _bind(listener, (place[0] if is_loopback else every, place[1]), address)
                 listener.listen(_QUEUE)
         yield
+
+
+def _bind(listener: socket.socket, place: tuple[str, int], address: str) -> None:
+    """Bind a socket; one that belongs to a program that is just ending may still be in use."""
+    end = time.monotonic() + _SECONDS_TO_END
+    while True:
+        try:
+            return listener.bind(place)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            if time.monotonic() >= end:
+                raise RuntimeError(
+                    f"This worker cannot listen at {address}, its address in TF_CONFIG: another "
+                    "program on this machine uses the port. Perhaps a second worker has the same "
+                    "index, or a worker of an earlier run has not ended. End it, or give this "
+                    "worker another index or port."
+                ) from None
+            time.sleep(_SECONDS_BETWEEN_ROUNDS)
 
 
 def _accepting(addresses: Iterable[str]) -> set[str]:
