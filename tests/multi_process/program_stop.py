@@ -3,7 +3,8 @@
 Its single argument is a JSON object: "mode" ("fit", "evaluate", "predict", "custom_loop",
 "wait_at_start", "handler", "fork"), "backup" and "result" (paths), "validate", and for each worker
 a list: "signal_at" (its signal at a step, the number of the step), "stuck_at" (a step in which it
-stays), "signal".
+stays), "saves_at" (a step after which it saves), "signal". With "plan", stages of numbers of
+devices, the workers train a pipeline.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from recorded import arrays
 from recording import small_model
 
 import keras_het
+from keras_het.planning.pipeline import PipelinePlan, Stage
 
 OPTIONS = json.loads(sys.argv[1])
 TASK = json.loads(os.environ.get("TF_CONFIG") or '{"task": {"type": "worker", "index": 0}}')["task"]
@@ -46,6 +48,8 @@ class Happens(keras.callbacks.Callback):
             print("training", flush=True)
         if self.step == option("signal_at"):
             os.kill(os.getpid(), option("signal") or signal.SIGTERM)
+        if self.step == option("saves_at"):
+            self.model.save_weights("mine.weights.h5")
         if self.step == option("stuck_at"):
             print("stuck", flush=True)
             threading.Event().wait()
@@ -56,6 +60,16 @@ class Happens(keras.callbacks.Callback):
 class HappensInValidation(Happens):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts no steps of training."""
+
+
+def pipeline(plan: list[list[int]]) -> Any:
+    """A strategy for a model of two layers, cut between them."""
+    stages = tuple(
+        Stage(number, number + 1, tuple(devices), tuple(m % len(devices) for m in range(2)))
+        for number, devices in enumerate(plan)
+    )
+    memory = (0.0,) * (1 + max(device for devices in plan for device in devices))
+    return keras_het.PipelineStrategy(PipelinePlan(stages, 2, "1f1b", 0.0, memory), 2, ["CPU:0"])
 
 
 def train_without_fit(strategy: Any, model: Any, data: Any) -> None:
@@ -81,7 +95,8 @@ def main() -> None:
     mode = option("mode")
     if mode == "handler":
         signal.signal(signal.SIGTERM, lambda *_: print("my own handler", flush=True))
-    strategy = keras_het.HeterogeneousStrategy()
+    plan = option("plan") and json.loads(option("plan"))
+    strategy = pipeline(plan) if plan else keras_het.HeterogeneousStrategy()
     keras.utils.set_random_seed(7)
     print("joined", flush=True)
     if mode == "wait_at_start" and strategy.is_chief:
@@ -103,7 +118,8 @@ def main() -> None:
     validates = option("validate")
     callbacks: list[Any] = [HappensInValidation() if validates else Happens()]
     if backup := option("backup"):
-        callbacks.insert(0, keras_het.callbacks.BackupAndRestore(backup))
+        save_freq = option("save_freq") or "epoch"
+        callbacks.insert(0, keras_het.callbacks.BackupAndRestore(backup, save_freq))
     if local := option("local"):
         callbacks.append(keras_het.callbacks.LocalTraining(local))
     if TASK["type"] == "async" or option("hybrid"):

@@ -306,10 +306,11 @@ class PipelineStrategy(HeterogeneousStrategy):
             f"model.{purpose}",
             {},
             leaves_loop=(
-                f"Each worker has trained its own stages of the model. Received: {purpose} within "
-                f"an epoch on worker {self.worker_index}, but not on all workers. Call it on every "
-                "worker after the same step (only the chief writes files), or at the end of an "
-                "epoch, when each of them has the whole model."
+                # begins as all messages that travel between workers do
+                "The workers have each trained their own stages of the model. Received: "
+                f"{purpose} within an epoch on worker {self.worker_index}, but not on all workers. "
+                "Call it on every worker after the same step (only the chief writes files), or at "
+                "the end of an epoch, when each of them has the whole model."
             ),
         )
         self._has_trained(model)
