@@ -1,6 +1,6 @@
 """The module for private symbols of Keras's graphs of layers.
 
-``tests/test_private_api.py`` names every symbol; see `private_api`.
+``tests/test_private_graphs.py`` names every symbol; see `private_api`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,12 @@ from keras_het.strategy.exact import keras_hooks
 
 PACKAGE = Path(private_api.__file__).parent
 # The only files that may import private symbols.
-ADAPTERS = {"private_api.py", "loader/iterator_adapter.py", "loader/tf_data_adapter.py"}
+ADAPTERS = {
+    "private_api.py",
+    "keras_graphs_adapter.py",
+    "loader/iterator_adapter.py",
+    "loader/tf_data_adapter.py",
+}
 
 # Module or class, attribute, names of its first parameters.
 SIGNATURES = [

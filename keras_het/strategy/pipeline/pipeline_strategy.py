@@ -26,7 +26,11 @@ from keras_het.strategy.pipeline.measurement.measured_plan import (
 )
 from keras_het.strategy.pipeline.measurement.profiling import measure, slowed
 from keras_het.strategy.pipeline.placement import place
-from keras_het.strategy.pipeline.refusals import REFUSED_CALLBACKS, check_can_be_cut
+from keras_het.strategy.pipeline.refusals import (
+    REFUSED_CALLBACKS,
+    check_can_be_cut,
+    check_has_no_async_workers,
+)
 from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
@@ -118,6 +122,7 @@ class PipelineStrategy(HeterogeneousStrategy):
             connect_seconds=connect_seconds,
             peer_timeout_seconds=peer_timeout_seconds,
         )
+        check_has_no_async_workers(self.num_async_workers)
         self._own_devices = choose_devices(devices, 1)
         super()._warn_of_emulation(len(self._own_devices))
         limits = _limits(memory_bytes, self._own_devices)

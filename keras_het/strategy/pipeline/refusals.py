@@ -15,8 +15,26 @@ REFUSED_CALLBACKS = {
     "BatchBalancer": "it gives micro-batches to devices by their measured speed",
     "HybridAggregation": "async workers train whole models",
     "LocalTraining": "a worker has no whole model to train by itself",
+    "Telemetry": "it measures steps of whole models, and a pipeline's steps are passes of parts",
 }
 """Callbacks that a pipeline makes no sense of, and why."""
+
+
+def check_has_no_async_workers(number: int) -> None:
+    """Refuse a cluster with workers outside of the sync group.
+
+    Args:
+        number: number of async workers.
+
+    Raises:
+        ValueError: if there are any.
+    """
+    if number:
+        raise ValueError(
+            "All workers of a pipeline train together: each has a part of the model. Received: "
+            f'a cluster with {number} task(s) in the job "async". Make them tasks of the job '
+            f'"worker", or {_ELSEWHERE.replace("train it", "train")}.'
+        )
 
 
 def check_can_be_cut(units: ModelUnits) -> None:

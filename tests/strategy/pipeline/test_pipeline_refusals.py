@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,15 @@ def test_a_loop_of_the_users_own() -> None:
         strategy.run(own, args=(1.0,))
 
 
+def test_async_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in (4001, 4002, 4003)]
+    cluster = {"worker": addresses[:1], "async": addresses[1:2], "ps": addresses[2:]}
+    task = {"type": "worker", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    with pytest.raises(ValueError, match=r'Received: a cluster with 1 task.s. in the job "async"'):
+        keras_het.PipelineStrategy(devices=DEVICES)
+
+
 def own(value: float) -> float:
     return value
 
@@ -192,6 +202,7 @@ def own(value: float) -> float:
         callbacks.BatchBalancer(),
         callbacks.LocalTraining("sync_easgd"),
         callbacks.HybridAggregation(),
+        callbacks.Telemetry(),
     ],
     ids=lambda callback: type(callback).__name__,
 )
