@@ -6,6 +6,7 @@ Without a cluster it trains each model on one device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -26,7 +27,7 @@ from keras_het.strategy.pipeline.step.model_units import ModelUnits
 
 sys.path.append(str(Path(__file__).parents[1] / "strategy/pipeline"))
 from pipeline_models import MODELS
-from pipeline_optimizers import perceptron, rows
+from pipeline_optimizers import normalizing, perceptron, rows
 from pipeline_training import Outcome, floatx, plan_of, train
 
 IS_CLUSTER = "TF_CONFIG" in os.environ
@@ -42,7 +43,11 @@ MODELS.update(
     half=(functools.partial(perceptron, "clipnorm"), rows),
     overflow=(functools.partial(perceptron, None), rows),
     callbacks=MODELS["masked"],
+    normalizing=(normalizing, rows),
+    again=(functools.partial(perceptron, "clipnorm"), rows),
 )
+# micro-batches are normalized and dropped by themselves: not as on one device
+IN_PIPELINE = ("normalizing",)
 IN_FLOAT32 = {"half": "mixed_float16", "overflow": "float32"}
 REPLICAS: dict[str, list[list[int]]] = {
     "three stages": [[0], [2], [1]],
@@ -52,6 +57,7 @@ REPLICAS: dict[str, list[list[int]]] = {
     "idle chief": [[3], [2]],
     "recomputed": [[2], [1, 3]],
     "head": [[0], [1], [0], [2]],
+    "three workers": [[0, 4], [2], [5, 3]],
 }
 ROUTES = {1: (0, 0, 0, 0), 2: (0, 1, 1, 0), 4: (2, 0, 1, 3)}
 EPOCHS = 1
@@ -107,6 +113,8 @@ def run(name: str, folder: Path, strategy: Any) -> dict[str, Any]:
         # a process joins a cluster once: one strategy has the plans of all checks
         strategy._wishes = dataclasses.replace(strategy._wishes, plan=plan)
     at_ends = folder / f"{name.replace('/', '-')}.weights.h5"
+    if strategy is None and model in IN_PIPELINE:
+        strategy = keras_het.PipelineStrategy(plan_for(model, "three stages"), 4)
     sees = Sees(at_ends)
     options: dict[str, Any] = {"epochs": EPOCHS, "callbacks": [sees]}
     if model == "callbacks":
@@ -118,11 +126,37 @@ def run(name: str, folder: Path, strategy: Any) -> dict[str, Any]:
         x, y, _ = data()
         trained.train_on_batch(x[:9], y[:9])
         trained.save_weights(at_ends.with_name(f"{at_ends.name}-last.weights.h5"))
+    if model == "again":
+        found |= train_again(trained, data)
     if strategy is None or strategy.is_chief:
         for path in sorted(at_ends.parent.glob(f"{at_ends.name}*")):
             with h5py.File(path) as file:
                 file.visititems(functools.partial(_note, found, path.name.split(".h5")[-1]))
     return found
+
+
+class Fails(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            raise InterruptedError("within an epoch")
+
+
+def train_again(model: keras.Model, data: Any) -> dict[str, Any]:
+    """Train after a failure, and after another compilation: a loss of other messages."""
+    x, y, _ = data()
+    options: dict[str, Any] = {"batch_size": 12, "verbose": 0, "shuffle": False}
+    with contextlib.suppress(InterruptedError):
+        model.fit(x, y, **options, callbacks=[Fails()])
+    histories = [model.fit(x, y, **options).history]
+    model.layers[1].trainable = False
+    loss = lambda y, found: keras.ops.var(found - y)  # noqa: E731
+    model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.1), loss, jit_compile=False)
+    histories.append(model.fit(x, y, **options).history)
+    model.set_weights([weight / 2 for weight in model.get_weights()])
+    histories.append(model.fit(x, y, **options).history)
+    values = [*model.variables, *model.optimizer.variables]
+    found = {f"again {i}": keras.ops.convert_to_numpy(value) for i, value in enumerate(values)}
+    return found | {f"history {i}": each["loss"] for i, each in enumerate(histories)}
 
 
 def callbacks_that_save(path: Path) -> list[keras.callbacks.Callback]:
@@ -142,7 +176,7 @@ def _note(found: dict[str, Any], path: str, name: str, item: Any) -> None:
 def main() -> None:
     folder, *names = sys.argv[1:]
     cpu = tf.config.list_physical_devices("CPU")[0]
-    logical = [tf.config.LogicalDeviceConfiguration()] * len(DEVICES)
+    logical = [tf.config.LogicalDeviceConfiguration()] * (2 if IS_CLUSTER else 4)
     tf.config.set_logical_device_configuration(cpu, logical)
     if not IS_CLUSTER:
         names = list(dict.fromkeys(name.partition("/")[0] for name in names))

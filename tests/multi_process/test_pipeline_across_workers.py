@@ -1,7 +1,7 @@
 """A model in stages on several processes trains as on one device, on every worker.
 
-One cluster runs all checks in one go, beside a process with one device; the tests compare what they
-have written.
+Each cluster runs all its checks in one go, beside a process with one device; the tests compare what
+they have written.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ CHECKS = (
     "own_loss/replicas",
     "own_loss/data parallelism",
     "own_loss/measured",
+)
+TRAININGS = (
     "accumulation/three stages",
     "accumulation/replicas",
     "averages/head",
@@ -38,23 +40,31 @@ CHECKS = (
     "overflow/replicas",
     "half/three stages",
     "callbacks/three stages",
+    "normalizing/three stages",
+    "normalizing/replicas",
+    "again/three stages",
+    "again/replicas",
 )
 TOLERANCES = {"half": 5e-3, "overflow": 1e-4}
-# The first test waits for all checks.
+LONGEST_SECONDS = 540.0
+# The first test of a cluster waits for all its checks.
 pytestmark = pytest.mark.timeout(600)
 
 
 class Written:
     """What the workers and one device have written."""
 
-    def __init__(self, start: Any, folder: Path, checks: tuple[str, ...]) -> None:
-        self._folder = folder
+    def __init__(
+        self, start: Any, folder: Path, checks: tuple[str, ...], num_workers: int = 2
+    ) -> None:
+        self._folder, self._num_workers = folder, num_workers
         self.processes = [
-            start("program_pipeline.py", jobs, [folder, *checks]) for jobs in (None, {"worker": 2})
+            start("program_pipeline.py", jobs, [folder, *checks])
+            for jobs in (None, {"worker": num_workers})
         ]
         for processes in self.processes:
             try:
-                processes.wait()
+                processes.wait(LONGEST_SECONDS)
             except TimeoutError:
                 processes.close()  # the checks that were reached are still worth comparing
 
@@ -66,6 +76,23 @@ class Written:
             results = dict(stored)
         assert "failed" not in results, f"{name}:\n{results['failed']}"
         return results
+
+    def assert_as_one_device(self, check: str) -> None:
+        """Fails unless every worker has what one device has."""
+        model, _, _ = check.partition("/")
+        expected, tolerance = self.load(f"{model}-single"), TOLERANCES.get(model, 1e-9)
+        for worker in range(self._num_workers):
+            found = self.load(f"{check}-{worker}")
+            names = {name for name in expected if worker == 0 or not name.startswith("saved")}
+            assert found.keys() == names
+            for name in sorted(names):
+                np.testing.assert_allclose(
+                    found[name],
+                    expected[name],
+                    rtol=tolerance,
+                    atol=tolerance,
+                    err_msg=f"{name} of worker {worker}",
+                )
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +106,25 @@ def written(
 @pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_worker_has_what_one_device_has(written: Written, check: str) -> None:
-    model, _, _ = check.partition("/")
-    expected, tolerance = written.load(f"{model}-single"), TOLERANCES.get(model, 1e-9)
-    for worker in range(2):
-        found = written.load(f"{check}-{worker}")
-        names = {name for name in expected if worker == 0 or not name.startswith("saved")}
-        assert found.keys() == names
-        for name in sorted(names):
-            np.testing.assert_allclose(
-                found[name],
-                expected[name],
-                rtol=tolerance,
-                atol=tolerance,
-                err_msg=f"{name} of worker {worker}",
-            )
+    written.assert_as_one_device(check)
+
+
+@pytest.fixture(scope="module")
+def written_of_trainings(
+    start_for_session: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Written:
+    return Written(start_for_session, tmp_path_factory.mktemp("trainings"), TRAININGS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", TRAININGS)
+def test_trainings_of_other_kinds(written_of_trainings: Written, check: str) -> None:
+    written_of_trainings.assert_as_one_device(check)
+
+
+@pytest.mark.full
+def test_stages_on_some_of_three_workers(start_workers: Any, tmp_path: Path) -> None:
+    checks = "masked/three workers", "averages/three workers"
+    written = Written(start_workers, tmp_path, checks, 3)
+    for check in checks:
+        written.assert_as_one_device(check)

@@ -51,6 +51,16 @@ def perceptron(optimizer: str | None, embeds: bool = False) -> keras.Model:
     return model
 
 
+def normalizing() -> keras.Model:
+    """Moving averages and random generators in several stages."""
+    inputs = keras.Input([4])
+    x = L.Dropout(0.3)(L.BatchNormalization(momentum=0.8)(L.Dense(5)(inputs)))
+    x = L.GaussianNoise(0.1)(L.BatchNormalization(momentum=0.8)(L.Dense(5)(x)))
+    model = keras.Model(inputs, L.Dense(3)(L.Dropout(0.3)(x)))
+    model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    return model
+
+
 def rows(embeds: bool = False) -> tuple[Any, Any, Any]:
     random = np.random.default_rng(0)
     x = random.integers(0, 5, (ROWS, 4)) if embeds else random.normal(size=(ROWS, 4))
