@@ -89,7 +89,7 @@ def transformer(keras: Any, length: int = 16, width: int = 128, blocks: int = 6)
     for _ in range(blocks):
         normal = layers.LayerNormalization()(x)
         x = layers.Add()([x, layers.MultiHeadAttention(4, width // 4)(normal, normal)])
-        inner = layers.Dense(4 * width, activation="relu")(layers.LayerNormalization()(x))
+        inner = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
         x = layers.Add()([x, layers.Dense(width)(inner)])
     x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
     return keras.Model(tokens, layers.Dense(NUM_CLASSES)(x))

@@ -44,6 +44,14 @@ FIELDS = {
         "advised_late",
     },
     "hybrid_faults": {"step_ms", "step_ms_p99", "long_steps", "ratio", "num_steps"},
+    "pipeline": {
+        "mode",
+        "ratio_to_data_parallel",
+        "predicted_step_ms",
+        "measured_step_ms",
+        "peak_mb",
+        "plan",
+    },
     "solver": {"mode", "milliseconds", "optimal"},
     "summation": {
         "n",
