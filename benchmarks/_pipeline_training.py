@@ -74,7 +74,7 @@ def vgg(layers: Any) -> list[Any]:
 
 
 def wide(layers: Any) -> list[Any]:
-    """Wide activations everywhere and few weights; 10 kB."""
+    """Wide activations everywhere and few weights; 11 kB."""
     convolutions = [
         layers.Conv2D(8, 3, padding="same", activation="relu", name=f"wide_{i}") for i in range(5)
     ]
@@ -82,7 +82,7 @@ def wide(layers: Any) -> list[Any]:
 
 
 def transformer(keras: Any, length: int = 16, width: int = 128, blocks: int = 6) -> Any:
-    """Blocks of attention and a dense part, 128 wide; 5.4 MB."""
+    """Blocks of attention and a dense part, 128 wide; 5.3 MB."""
     layers = keras.layers
     tokens = keras.Input((length,), dtype="int32")
     x = layers.Embedding(1000, width)(tokens)
@@ -117,19 +117,20 @@ def make_batch(case: Case) -> tuple[Any, Any]:
     return rng.normal(size=(case.batch, 32, 32, 3)).astype("float32"), y
 
 
-def run_process(case: Case, mode: str, plan: Any, process: int, pipe: Any) -> None:
+def run_process(case: Case, mode: str, forced: Any, process: int, pipe: Any) -> None:
     """Serve the benchmark: "info", "weights", or a number of steps, whose seconds are answered.
 
     Args:
         case: the case.
         mode: the mode.
-        plan: a forced plan of the mode "pipeline", or None.
+        forced: a plan that is not to be chosen, with the times of the layers that the processes
+            measured for it; or None.
         process: number of this process.
         pipe: the connection to the benchmark.
     """
     try:
         _set_up_devices(case, mode, process)
-        training = Training(case, mode, plan)
+        training = Training(case, mode, forced, process)
         training.run(WARM_UP_STEPS)
         pipe.send(training.info())
         while (request := pipe.recv()) != "end":
@@ -157,10 +158,14 @@ class Training:
     Args:
         case: the case.
         mode: the mode.
-        plan: a forced plan of a pipeline, or None.
+        forced: as in `run_process`.
+        process: number of this process.
     """
 
-    def __init__(self, case: Case, mode: str, plan: Any) -> None:
+    def __init__(self, case: Case, mode: str, forced: Any = None, process: int = 0) -> None:
+        plan, measured = forced or (None, None)
+        self._measured: list[Any] = [] if measured is None else [measured[process]]
+        _keep_measurements(self._measured)
         self._case, self._known = case, _record_plans()
         self.strategy = _strategy(case, mode, plan)
         make = _loop if mode == "stock" else _fit
@@ -179,6 +184,7 @@ class Training:
         plan = getattr(self.strategy, "plan", None)
         return {
             "plan": plan,
+            "measured": self._measured[0] if self._measured else None,
             "others": _other_plans(self._case, *self._known[0]) if self._known else {},
             "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
@@ -199,6 +205,24 @@ def _strategy(case: Case, mode: str, plan: Any) -> Any:
     return keras_het.PipelineStrategy(
         plan, case.micro_batches, devices, memory_bytes=case.memory_bytes
     )
+
+
+def _keep_measurements(known: list[Any]) -> None:
+    """Measure once: the layers' parts of an emulated device's time must not change with the plan.
+
+    Args:
+        known: gets what is measured, and has priority over it.
+    """
+    from keras_het.strategy.pipeline import pipeline_strategy
+
+    original = pipeline_strategy.measure
+
+    def measure(*arguments: Any) -> Any:
+        if not known:
+            known.append(original(*arguments))
+        return known[0]
+
+    pipeline_strategy.measure = measure  # type: ignore[assignment]
 
 
 def _record_plans() -> list[Any]:

@@ -89,9 +89,10 @@ def measure(name: str, quick: bool) -> list[dict[str, Any]]:
         others = groups["pipeline"].info["others"]
         chosen = groups["pipeline"].info["plan"]
         modes: list[tuple[str, Any]] = [(mode, None) for mode in peers_of(case)]
-        modes += [(mode, plan) for mode, plan in others.items() if not same(plan, chosen)]
-        for number, (mode, plan) in enumerate(modes, 1):
-            groups[mode] = stack.enter_context(Group(case, hosts, mode, number, plan))
+        measured = groups["pipeline"].info["measured"]
+        modes += [(m, (plan, measured)) for m, plan in others.items() if not same(plan, chosen)]
+        for number, (mode, forced) in enumerate(modes, 1):
+            groups[mode] = stack.enter_context(Group(case, hosts, mode, number, forced))
         for mode, _ in modes:
             groups[mode].wait_for_start()
         check_weights(groups)
@@ -171,10 +172,10 @@ class Group:
         hosts: the hosts, None for this machine.
         mode: the mode.
         number: number of the mode, for ports.
-        plan: a forced plan, or None.
+        forced: a plan and the measurements for it, or None.
     """
 
-    def __init__(self, case: Case, hosts: Any, mode: str, number: int, plan: Any) -> None:
+    def __init__(self, case: Case, hosts: Any, mode: str, number: int, forced: Any) -> None:
         per_host = case.devices_per_host if mode == "stock" and case.hosts > 1 else 1
         places = [(host, i) for host in range(case.hosts) for i in range(per_host)]
         addresses = [
@@ -188,7 +189,7 @@ class Group:
         context = multiprocessing.get_context("fork")
         for index, (host, _) in enumerate(places):
             own, other = context.Pipe()
-            arguments = (hosts, host, addresses, index, (case, mode, plan), other)
+            arguments = (hosts, host, addresses, index, (case, mode, forced), other)
             process = context.Process(target=enter, args=arguments, daemon=True)
             process.start()
             other.close()
@@ -198,7 +199,9 @@ class Group:
     def wait_for_start(self) -> None:
         """Wait until all processes have trained their first steps."""
         found = [self._receive(pipe) for pipe in self._pipes]
-        self.info = {**found[0], "peak_mb": max(each["peak_mb"] for each in found)}
+        measured = [each["measured"] for each in found]
+        peak = max(each["peak_mb"] for each in found)
+        self.info = {**found[0], "peak_mb": peak, "measured": measured}
         plan = found[0]["plan"]
         print(f"{self._mode} trains {'' if plan is None else plan_text(plan)}", flush=True)
 
@@ -243,8 +246,8 @@ def enter(
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         os.environ["TF_CONFIG"] = json.dumps(cluster)
     os.environ.update(KERAS_HET_SERVICE_SECRET=SECRET, no_proxy="*")
-    case, mode, plan = task
-    run_process(case, mode, plan, index, pipe)
+    case, mode, forced = task
+    run_process(case, mode, forced, index, pipe)
 
 
 if __name__ == "__main__":
