@@ -45,6 +45,10 @@ class Telemetry(SessionCallback):
     only the chief writes. Another thread samples the hardware of all workers (GPUs by NVML, hosts
     and processes) twice a second, and writes the log once.
 
+    Under a `keras_het.PipelineStrategy` a "replica" is a device of the plan: its compute time is
+    that of its forward and backward passes, its sync wait the rest of the step's passes (the
+    bubble, and transfers), its share the samples of the micro-batches it takes.
+
     The log is for TensorBoard's tab "Heterogeneous" and for `keras-het report`. Keras's logs get
     four numbers, so `History`, `CSVLogger` and other loggers have them: "samples_per_second";
     "slowest_replica", the number of the replica that the others wait for; "slowest_replica_wait",
@@ -114,8 +118,8 @@ class Telemetry(SessionCallback):
             raise ValueError(
                 "One Telemetry records a fit. Received: two among its callbacks. Leave one out."
             )
-        local = list(strategy.extended.worker_devices)
         strategy._measure_phases(self.model, len(HARDWARE))
+        local = list(strategy.compute_times.phases.devices)
         self._sampler = HardwareSampler(local)
         devices = devices_of(strategy, describe_devices(local))
         self._recorder = recorder = StepRecorder(strategy, devices)

@@ -189,10 +189,11 @@ class StepRecorder:
         if not rows.size:
             return {}
         wall = rows[:, :4].sum(axis=1).mean(axis=1)
+        samples = rows[:, 4].sum() / self._phases.stages
         ready = rows[:, :2].sum(axis=1).mean(axis=0)
         sync = np.median(rows[:, 2], axis=0)
         return {
-            "samples_per_second": float(rows[:, 4].sum() / max(wall.sum(), 1e-9)),
+            "samples_per_second": float(samples / max(wall.sum(), 1e-9)),
             "slowest_replica": float(np.argmax(ready)),
             "slowest_replica_wait": float(sync.max() - sync.min()),
             "input_wait": float(rows[:, 1].mean(axis=0).max()),
@@ -206,14 +207,17 @@ def devices_of(strategy: TrainingStrategy, models: Sequence[str]) -> list[Device
         strategy: the strategy.
         models: product names of this worker's devices, empty where unknown.
     """
-    counts = strategy.layout.replicas_per_worker
-    own = json.dumps(list(models)).encode()[:_LONGEST_NAMES]
+    phases = strategy.compute_times.phases
+    counts = phases.layout.replicas_per_worker
+    # processes of a pipeline may have devices of different types
+    kinds = [tf.DeviceSpec.from_string(device).device_type for device in phases.devices]
+    own = json.dumps([*zip(kinds, models, strict=True)]).encode()
+    if len(own) > _LONGEST_NAMES:
+        own = json.dumps([(kind, "") for kind in kinds]).encode()[:_LONGEST_NAMES]
     padded = np.zeros([1, _LONGEST_NAMES], np.uint8)
     padded[0, : len(own)] = np.frombuffer(own, np.uint8)
     if strategy.num_workers > 1:
         padded = strategy.extended.gather_over_workers(padded)
-    # a collective group has one type of device
-    kind = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type
     config = strategy.cluster_config
     addresses = config.sync_group_addresses if config is not None else ()
     hosts = [address.rpartition(":")[0] for address in addresses]
@@ -224,13 +228,7 @@ def devices_of(strategy: TrainingStrategy, models: Sequence[str]) -> list[Device
         except ValueError:  # too long
             names = []
         for local in range(count):
-            found.append(
-                Device(
-                    f"worker {worker} {kind} {local}",
-                    worker,
-                    kind,
-                    hosts[worker] if worker < len(hosts) else "",
-                    names[local] if local < len(names) else "",
-                )
-            )
+            kind, model = names[local] if local < len(names) else (kinds[0], "")
+            host = hosts[worker] if worker < len(hosts) else ""
+            found.append(Device(f"worker {worker} {kind} {local}", worker, kind, host, model))
     return found

@@ -242,7 +242,13 @@ def _synchronise(
         position = step.replica_id - strategy.layout.local_replicas.start
         if is_first:
             strategy.compute_times.phases.record(summed[place])
-        strategy.compute_times.phases.finish_step(position, step.samples, step.clock)
+        strategy.compute_times.phases.finish_step(
+            position,
+            step.samples,
+            step.clock.seconds,
+            step.clock.seconds_in_collectives(),
+            step.clock.end_of_collectives,
+        )
     request = _carried_request(strategy)
     if request and wishes and is_first:
         request.record(summed[-1])

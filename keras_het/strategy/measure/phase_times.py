@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het.planning.replica_layout import ReplicaLayout
-from keras_het.strategy.measure.step_clock import StepClock, host_of
+from keras_het.strategy.measure.step_clock import host_of
 
 CAPACITY = 2048
 PARTS = 5
@@ -37,27 +37,40 @@ class PhaseTimes:
         layout: the replicas.
 
     Attributes:
+        layout: the replicas.
+        devices: those of this worker's replicas; empty before `begin`.
+        stages: how many shares count each sample: the stages of a pipeline, else 1.
         is_measuring: whether the train steps that are traced now measure.
     """
 
     def __init__(self, layout: ReplicaLayout) -> None:
-        self._layout, self._num_replicas = layout, layout.num_replicas
+        self.layout, self._num_replicas = layout, layout.num_replicas
+        self.devices: tuple[str, ...] = ()
+        self.stages = 1
         self.is_measuring = False
         self._measured: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._sampled = 0
         self._read = 0
 
-    def begin(self, model: keras.Model, devices: Sequence[str], sampled: int = 0) -> None:
+    def begin(
+        self,
+        model: keras.Model,
+        devices: Sequence[str],
+        sampled: int = 0,
+        host: str | None = None,
+    ) -> None:
         """Make a model's training steps measure from now on; every worker must call it.
 
         Args:
             model: the model; its step is retraced if it exists already.
             devices: those of this worker's replicas.
             sampled: quantities for `send_samples`, the same number in each call.
+            host: device on which times are kept; by default, that of each replica, if it is a CPU.
         """
         if not self.is_measuring:
             self._sampled, self.is_measuring = sampled, True
-            self._hosts = [host_of(device) for device in devices]
+            self.devices = tuple(devices)
+            self._hosts = [host or host_of(device) for device in devices]
             self._create_variables()
         if model in self._measured:
             return
@@ -83,8 +96,9 @@ class PhaseTimes:
 
     def restart_clock(self) -> None:
         """Exclude the time since the latest step: a validation is not a part of the next one."""
+        now = time.time()
         for end in self._ends if self.is_measuring else ():
-            end.assign(time.time())
+            end.assign(now)
 
     def note_input_wait(self, seconds: float) -> None:
         """Note how long this worker waited for the batch of the step that begins.
@@ -129,22 +143,31 @@ class PhaseTimes:
                 ]
             return tf.concat(pieces, 0)
 
-    def finish_step(self, position: int, samples: tf.Tensor, clock: StepClock) -> None:
+    def finish_step(
+        self,
+        position: int,
+        samples: tf.Tensor,
+        compute: tf.Tensor,
+        sync: tf.Tensor,
+        end: tf.Tensor,
+    ) -> None:
         """Note the parts of a replica's step when its collective has ended; in the graph.
 
         Args:
             position: index of the replica among this worker's.
             samples: its share, int64 scalar.
-            clock: the clock of its step.
+            compute: its compute time, in seconds.
+            sync: how long it waited for others, in seconds.
+            end: when the collective has ended, in seconds since the epoch.
         """
         with tf.device(self._hosts[position]):
-            wall = clock.end_of_collectives - self._ends[position].value()
+            wall = end - self._ends[position].value()
             # one variable for a worker, which is on the device of its first replica
             waited = 0.0 if position else self._input_wait.value()
-            sync, share = clock.seconds_in_collectives(), tf.cast(samples, tf.float64)
-            parts = tf.stack([clock.seconds, waited, sync, wall, share])
+            share = tf.cast(samples, tf.float64)
+            parts = tf.stack([compute, waited, sync, wall, share])
             self._own[position].assign(tf.cast(parts, tf.float32), read_value=False)
-            self._ends[position].assign(clock.end_of_collectives, read_value=False)
+            self._ends[position].assign(end, read_value=False)
 
     def record(self, summed: tf.Tensor) -> None:
         """Write the step before; called in the graph, by the first local replica.
@@ -157,6 +180,10 @@ class PhaseTimes:
             written = self._rows.scatter_update(tf.IndexedSlices(summed, place))
             with tf.control_dependencies([written]):
                 self._count.assign_add(1, read_value=False)
+
+    def latest_step(self) -> tf.Tensor:
+        """Number of the step that `record` writes next, int64 scalar; in the graph."""
+        return self._count.value() - 1
 
     @property
     def count(self) -> int:
@@ -175,7 +202,7 @@ class PhaseTimes:
         first, self._read = max(self._read, count - CAPACITY, 1), max(count, 1)
         rows = self._gather(np.arange(first, max(count, first)))[:, : PARTS * self._num_replicas]
         parts = rows.reshape(len(rows), self._num_replicas, PARTS).transpose(0, 2, 1)
-        counts = self._layout.replicas_per_worker
+        counts = self.layout.replicas_per_worker
         parts[:, _INPUT] = parts[:, _INPUT, np.repeat(np.cumsum((0, *counts[:-1])), counts)]
         wall = parts[:, _REST]
         rest = np.maximum(wall - parts[:, :_REST].sum(axis=1), 0)

@@ -90,10 +90,23 @@ class StepClock:
         Independent of other stateful operations: otherwise a replica would have to delay its start
         until the previous one ends.
         """
-        if self._on_accelerator:
-            values = _on_host(values)
-        with tf.control_dependencies(list(values)), tf.device(self._host):
-            return private_api.run_independently(tf.timestamp())
+        return time_when_ready(values, self._on_accelerator)
+
+
+def time_when_ready(values: Sequence[tf.Tensor], on_accelerator: bool) -> tf.Tensor:
+    """Return the time at which values are available, float64 scalar; in the graph.
+
+    Args:
+        values: the values.
+        on_accelerator: whether they are on a device that works asynchronously to the host.
+    """
+    if on_accelerator:
+        values = _on_host(values)
+    with (
+        tf.control_dependencies(list(values)),
+        tf.device("CPU:0" if on_accelerator else ""),
+    ):
+        return private_api.run_independently(tf.timestamp())
 
 
 def host_of(device: str) -> str:

@@ -15,6 +15,7 @@ from keras_het.planning.pipeline import PipelinePlan, Timeline
 from keras_het.planning.pipeline.recomputation import check_recompute
 from keras_het.planning.pipeline.schedule import check_micro_batches, check_schedule
 from keras_het.strategy.heterogeneous_strategy import HeterogeneousStrategy
+from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.membership import choose_devices
 from keras_het.strategy.pipeline.extended import PipelineExtended
 from keras_het.strategy.pipeline.gathered_state import gather_state, install_completion
@@ -129,7 +130,12 @@ class PipelineStrategy(HeterogeneousStrategy):
         self._wishes = Wishes(plan, micro_batches, schedule, recompute, limits)
         self._places = self._find_places()
         self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+        self._latest: weakref.ref[Pipeline] | None = None
         self._plan: PipelinePlan | None = None
+        owners = [place.process for place in self._places]
+        counts = tuple(owners.count(process) for process in range(self.num_workers))
+        # a "replica" of these times is a device
+        self._compute_times.phases = PhaseTimes(ReplicaLayout(counts, self.worker_index))
         self._num_pipelines = 0
         self._timeline: Timeline | None = None
         if self.num_workers > 1:
@@ -209,6 +215,28 @@ class PipelineStrategy(HeterogeneousStrategy):
         """The plan of the model whose step was built last, None before the first."""
         return self._plan
 
+    @property
+    def measured_passes(self) -> Timeline | None:
+        """The passes of a recent step of the latest plan, as measured.
+
+        `keras_het.callbacks.Telemetry` makes training measure them; None before the second step
+        with it. Each process's times count from the begin of the step on its own clock. A backward
+        pass includes the recomputation before it.
+        """
+        latest = self._latest_passes()
+        return None if latest is None else latest[1]
+
+    def _latest_passes(self) -> tuple[int, Timeline] | None:
+        """Return the number of a step in `compute_times.phases`, and its passes."""
+        pipeline = None if self._latest is None else self._latest()
+        times = None if pipeline is None else pipeline.times
+        return None if times is None else times.latest()
+
+    def _measure_phases(self, model: keras.Model, sampled: int) -> None:
+        phases = self._compute_times.phases
+        self._data_path.on_input_wait = phases.note_input_wait
+        phases.begin(model, self._own_devices, sampled, host="CPU:0")
+
     def run(
         self,
         fn: Callable[..., Nest],
@@ -256,11 +284,18 @@ class PipelineStrategy(HeterogeneousStrategy):
                 plan, emulation = self._make_plan(units, inputs)
                 others = [each for each in self._pipelines if each.units.model is not model]
                 taken = {id(variable) for each in others for variable in each.variables}
-                pipeline = Pipeline(units, plan, self._places, self._new_group(), emulation)
+                pipeline = Pipeline(
+                    units,
+                    plan,
+                    self._places,
+                    self._new_group(),
+                    emulation,
+                    self._compute_times.phases,
+                )
                 place(self.extended, pipeline.stages, pipeline.homes(), model.optimizer, taken)
             vars(model)[_ATTRIBUTE] = pipeline
             self._pipelines.add(pipeline)
-        self._plan = pipeline.plan
+        self._plan, self._latest = pipeline.plan, weakref.ref(pipeline)
         return pipeline
 
     def _make_plan(

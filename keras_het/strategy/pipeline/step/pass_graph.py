@@ -16,6 +16,7 @@ from keras_het.strategy.pipeline.step.loss_head import LossHead
 from keras_het.strategy.pipeline.step.messages import Messages
 from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
+from keras_het.strategy.pipeline.step.pass_times import Pass, PassClock
 from keras_het.strategy.pipeline.step.stage import PassResult, Stage
 from keras_het.value_types import Summand
 
@@ -52,6 +53,7 @@ class PassGraph:
         edges: the ways of tensors between stages.
         messages: what this process exchanges with others.
         emulation: times of emulated devices, None for real ones.
+        clock: measures the passes, None if nobody wants to know.
 
     Attributes:
         gradients: for each stage that this process holds, those of its weights.
@@ -68,10 +70,11 @@ class PassGraph:
         edges: Edges,
         messages: Messages,
         emulation: Emulation | None = None,
+        clock: PassClock | None = None,
     ) -> None:
         self._units, self._stages, self._plan = units, list(stages), plan
         self._edges, self._messages, self._process = edges, messages, messages.process
-        self._emulation = emulation
+        self._emulation, self._clock = emulation, clock
         self.gradients: dict[int, list[Summand | None]] = {}
         self.losses: list[tf.Tensor] = []
         self.outputs: dict[int, list[tf.Tensor]] = {}
@@ -200,6 +203,12 @@ class PassGraph:
         own, given = self._stages[stage], self._given[stage, number]
         inputs = self._inputs[number]
         given.tensors.update((t, tf.identity(inputs[t])) for t in own.taken if t in inputs)
+        which, device = Pass(stage, "forward", number), self._edges.replica(stage, replica).device
+        if self._clock is not None:
+            taken = {token: given.tensors[token] for token in own.taken}
+            after = self._clock.begin(which, device, list(taken.values()), after)
+            with tf.control_dependencies(after):
+                given.tensors.update((token, tf.identity(taken[token])) for token in taken)
         received = {
             token: given.tensors[token]
             for token in own.taken
@@ -228,7 +237,10 @@ class PassGraph:
             self._deliver(token, number, tensor, result.masks.get(token))
             self._messages.send_everywhere(token, number, tensor, result.masks.get(token))
         # all of them: a function that TensorFlow has inlined does not end as one
-        return tf.group(*sent, *result.state, result.means, result.sums)
+        made = [*sent, *result.state, result.means, result.sums]
+        if self._clock is not None:
+            return tf.group(*made, self._clock.end(which, device, made))
+        return tf.group(*made)
 
     def _emulated(
         self,
@@ -311,6 +323,9 @@ class PassGraph:
                 targets.append(result.tensors[token])
                 seeds.append(tf.add_n(returned[token]))
         sources = [*pending.received.values(), *self._weights[stage, replica]]
+        which, device = Pass(stage, "backward", number), self._edges.replica(stage, replica).device
+        if self._clock is not None:
+            after = self._clock.begin(which, device, seeds, after)
         with tf.control_dependencies([*after, *seeds]):
             # each seed after the pass before: otherwise TensorFlow may begin with some of it
             seeds = [tf.identity(seed) for seed in seeds]
@@ -325,6 +340,8 @@ class PassGraph:
             self._return(token, number, stage, gradient, tensor)
         self._sums[stage].append(found[len(pending.received) :])
         ends = [g.values if isinstance(g, tf.IndexedSlices) else g for g in found if g is not None]
+        if self._clock is not None:
+            ends.append(self._clock.end(which, device, ends or seeds))
         return tf.group(*ends, *after)
 
     def _return(

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_het import keras_graphs_adapter
 from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.pipeline.step.edges import Edges, Place, Spec
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.loss_head import LossHead, join
@@ -18,6 +19,7 @@ from keras_het.strategy.pipeline.step.messages import Messages
 from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
 from keras_het.strategy.pipeline.step.pass_graph import PassGraph
+from keras_het.strategy.pipeline.step.pass_times import PassClock, PassTimes
 from keras_het.strategy.pipeline.step.process_group import ProcessGroup
 from keras_het.strategy.pipeline.step.stage import Stage
 from keras_het.strategy.pipeline.step.update import apply_own_gradients, square_norm
@@ -37,6 +39,7 @@ class Pipeline:
         places: place of each device of the plan.
         group: the processes, None for one.
         emulation: times of emulated devices, None for real ones.
+        phases: where the time of each device goes; None measures nothing.
 
     Attributes:
         stages: the stages.
@@ -44,6 +47,7 @@ class Pipeline:
         group: the processes, None for one.
         gather: the traced function of `gather_state`, None before its first call.
         optimizer: the model's optimizer, None without one.
+        times: the passes of the latest step, None without `phases`.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Pipeline:
         places: Sequence[Place],
         group: ProcessGroup | None = None,
         emulation: Emulation | None = None,
+        phases: PhaseTimes | None = None,
     ) -> None:
         self.units, self.plan, self.group = units, plan, group
         transport = None if group is None else group.transport
@@ -66,6 +71,8 @@ class Pipeline:
         with tf.device("CPU:0"):
             self._steps = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._gathered_at = 0
+        self.times = None if phases is None else PassTimes(plan, places, self._process, phases)
+        self._clock: PassClock | None = None
 
     @property
     def is_outdated(self) -> bool:
@@ -154,12 +161,22 @@ class Pipeline:
         self._batches = batches = MicroBatches(inputs, self.plan.micro_batches)
         head = LossHead(self.units, batches, targets, weight) if kind == "train" else None
         flat = keras_graphs_adapter.flat_inputs(self.units.graph, inputs)
+        self._clock = None
+        if kind == "train" and self.times is not None and self.times.is_measuring:
+            self._clock = PassClock(flat)
+            flat = self._clock.inputs
         specs = self._specs(flat) if self._transport is not None else {}
         number = _KINDS.index(kind)
         first = number * _MESSAGES_PER_KIND
         self._messages = Messages(self.edges, self._transport, specs, first)
         passes = PassGraph(
-            self.units, self.stages, self.plan, self.edges, self._messages, self._emulation
+            self.units,
+            self.stages,
+            self.plan,
+            self.edges,
+            self._messages,
+            self._emulation,
+            self._clock,
         )
         passes.run(batches, lambda number: batches.part(number, flat), head)
         if self._is_collector:
@@ -237,11 +254,18 @@ class Pipeline:
         with tf.device("CPU:0"):
             dtype = losses[0].dtype if losses else keras.config.floatx()
             total = tf.add_n([tf.cast(each, dtype) for each in losses] or [tf.zeros([], dtype)])
+            times = self.times if self._clock is not None else None
+            measured = [] if times is None else [times.contribution()]
+            results = [total, *_tensors(passes)]
             if self.group is not None:
-                sent = [tf.cast(total, tf.float64)]
+                sent = [tf.cast(total, tf.float64), *measured]
                 sent += [] if square is None else [square]
-                sums = self.group.sum_of_step(sent)
-                total, square = tf.cast(sums[0], dtype), sums[-1]
+                results = self.group.sum_of_step(sent)
+                measured = results[1 : 1 + len(measured)]
+                total, square = tf.cast(results[0], dtype), results[-1]
+            if times is not None and self._clock is not None:
+                times.record(*measured)
+                times.finish_step(self._clock, results, self._batches)
         keras_graphs_adapter.loss_tracker(model).update_state(
             total, sample_weight=self._batches.rows
         )
@@ -285,3 +309,9 @@ class Pipeline:
             logs = model.get_metrics_result() if logs is None else logs
         with tf.control_dependencies(self._messages.sends):
             return {name: tf.identity(value) for name, value in (logs or {}).items()}
+
+
+def _tensors(passes: PassGraph) -> list[tf.Tensor]:
+    """Return all that the passes have made for the update."""
+    flat = tf.nest.flatten(passes.gradients, expand_composites=True)
+    return [value for value in flat if value is not None]

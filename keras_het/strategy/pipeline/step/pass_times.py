@@ -1,0 +1,200 @@
+"""When each pass of a step begins and ends: measured in the graph, known to all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_het.planning.pipeline import Event, PipelinePlan, Timeline
+from keras_het.planning.pipeline.schedule import stage_order
+from keras_het.strategy.measure.phase_times import PhaseTimes
+from keras_het.strategy.measure.step_clock import time_when_ready
+from keras_het.strategy.pipeline.step.edges import Place
+from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
+
+_HOST = "CPU:0"
+
+
+class Pass(NamedTuple):
+    """A pass of a plan.
+
+    Args:
+        stage: number of the stage.
+        kind: "forward" or "backward".
+        micro_batch: number of the micro-batch.
+    """
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+
+class PassClock:
+    """Reads the clock in one step's graph, for the passes of this process.
+
+    Args:
+        inputs: tensors of the batch; the step begins when they are there.
+
+    Attributes:
+        inputs: the same tensors, but not before the step has begun.
+    """
+
+    def __init__(self, inputs: Sequence[tf.Tensor]) -> None:
+        with tf.device(_HOST):
+            self.step_begin = time_when_ready(inputs, False)
+        with tf.control_dependencies([self.step_begin]):
+            self.inputs = [tf.identity(value) for value in inputs]
+        self._begins: dict[Pass, tf.Tensor] = {}
+        self.times: dict[Pass, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def begin(
+        self, which: Pass, device: str, taken: Sequence[tf.Tensor], after: Sequence[tf.Operation]
+    ) -> list[tf.Operation]:
+        """Note when a pass can begin; the pass must come after the operations that it returns.
+
+        Args:
+            which: the pass.
+            device: name of its device.
+            taken: what it takes.
+            after: operations that come before it.
+        """
+        with tf.control_dependencies(list(after)):
+            begin = time_when_ready([self.step_begin, *taken], "CPU" not in device)
+        self._begins[which] = begin
+        return [begin.op]
+
+    def end(self, which: Pass, device: str, made: Sequence[tf.Tensor]) -> tf.Operation:
+        """Note when a pass has ended; the next one on its device must come after what it returns.
+
+        Args:
+            which: the pass.
+            device: name of its device.
+            made: all that it makes.
+        """
+        end = time_when_ready(made, "CPU" not in device)
+        self.times[which] = self._begins.pop(which), end
+        return end.op
+
+
+class PassTimes:
+    """The passes of the latest step, and where the time of each device went.
+
+    A process knows its passes only when the step's sum is done, so they travel with that of the
+    step after, as `PhaseTimes` does. Times count from the step's begin on the process's own clock.
+
+    Args:
+        plan: the plan.
+        places: place of each device of the plan.
+        process: number of this process.
+        phases: where the time of each device goes; its replicas are the devices of the plan.
+    """
+
+    def __init__(
+        self, plan: PipelinePlan, places: Sequence[Place], process: int, phases: PhaseTimes
+    ) -> None:
+        self._phases = phases
+        phases.stages = len(plan.stages)
+        self._device_of: dict[Pass, int] = {}
+        for number, stage in enumerate(plan.stages):
+            for replica, device in enumerate(stage.devices):
+                for each in stage_order(plan.stages, number, replica, plan.schedule):
+                    self._device_of[Pass(number, *each)] = device
+        self._slots = {each: slot for slot, each in enumerate(self._device_of)}
+        self._own = [i for i, place in enumerate(places) if place.process == process]
+        self._process = process
+        self._lengths = 2 * len(self._slots)  # behind the passes: of each process's step
+        self._size = self._lengths + 1 + max(place.process for place in places)
+        self._variables: tuple[tf.Variable, tf.Variable] | None = None
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the train steps that are traced now measure."""
+        return self._phases.is_measuring
+
+    def _create(self) -> tuple[tf.Variable, tf.Variable]:
+        """Make room for the passes of this process, and for those of all with the step's number."""
+        if self._variables is None:
+            with tf.init_scope(), tf.device(_HOST):
+                self._variables = (
+                    tf.Variable(tf.zeros([self._size], tf.float64), trainable=False),
+                    tf.Variable(tf.fill([1 + self._size], tf.constant(-1.0, tf.float64))),
+                )
+        return self._variables
+
+    def contribution(self) -> tf.Tensor:
+        """Return what this process adds to the step's sum, float64 [K]; in the graph."""
+        with tf.device(_HOST):
+            parts = [self._phases.contribution(d, i) for i, d in enumerate(self._own)]
+            own = self._create()[0].value()
+            return tf.concat([tf.cast(tf.add_n(parts), tf.float64), own], 0)
+
+    def record(self, summed: tf.Tensor) -> None:
+        """Write the step before; in the graph.
+
+        Args:
+            summed: sum of the contributions of all processes.
+        """
+        with tf.device(_HOST):
+            step = tf.cast(self._phases.latest_step(), tf.float64)
+            rows, passes = summed[: -self._size], summed[-self._size :]
+            self._create()[1].assign(tf.concat([step[None], passes], 0), read_value=False)
+            self._phases.record(tf.cast(rows, tf.float32))
+
+    def finish_step(
+        self, clock: PassClock, results: Sequence[tf.Tensor], batches: MicroBatches
+    ) -> None:
+        """Note this process's passes when the step's sum is there; in the graph.
+
+        Args:
+            clock: the clock of the step.
+            results: the sum; in a single process, all that the passes have made.
+            batches: the batch in parts.
+        """
+        ends = [end for _, end in clock.times.values()]
+        with tf.device(_HOST):
+            step_end = time_when_ready([*results, *ends], False)
+            length = step_end - clock.step_begin
+            times = [tf.zeros([], tf.float64)] * self._size
+            for which, pair in clock.times.items():
+                slot = 2 * self._slots[which]
+                times[slot : slot + 2] = [each - clock.step_begin for each in pair]
+            times[self._lengths + self._process] = length
+            for position, device in enumerate(self._own):
+                mine = [each for each in clock.times if self._device_of[each] == device]
+                compute = _sum([clock.times[each][1] - clock.times[each][0] for each in mine])
+                sizes = [_size(batches, p.micro_batch) for p in mine if p.kind == "forward"]
+                wait = tf.maximum(length - compute, 0)
+                self._phases.finish_step(position, _sum(sizes), compute, wait, step_end)
+            self._create()[0].assign(tf.stack(times), read_value=False)
+
+    def latest(self) -> tuple[int, Timeline] | None:
+        """Return the latest step that is known to all, by the number in `PhaseTimes`, and when.
+
+        Events are those of each device by their begin; None before the second step.
+        """
+        if self._variables is None:
+            return None
+        values = self._variables[1].numpy()
+        if values[0] < 0:
+            return None
+        step, times = int(values[0]), values[1:]
+        events: list[list[Event]] = [[] for _ in range(self._phases.layout.num_replicas)]
+        for which, slot in self._slots.items():
+            begin, end = map(float, times[2 * slot : 2 * slot + 2])
+            events[self._device_of[which]].append(
+                Event(which.kind, which.micro_batch, which.stage, begin, end)
+            )
+        ordered = (tuple(sorted(of_device, key=lambda e: e.begin)) for of_device in events)
+        return step, Timeline(tuple(ordered), float(np.max(times[self._lengths :])))
+
+
+def _sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n([tf.cast(value, tf.float64) for value in values] or [tf.zeros([], tf.float64)])
+
+
+def _size(batches: MicroBatches, number: int) -> tf.Tensor:
+    begin, end = batches.offset(number)
+    return end - begin
