@@ -19,9 +19,11 @@ from keras_het.fit.model_strategy import heterogeneous_strategy
 from keras_het.fit.session import FitSession, Rank, SessionCallback
 from keras_het.planning.diagnosis.recording import HARDWARE, Recording
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
+from keras_het.strategy.pipeline import PipelineStrategy
 from keras_het.telemetry.background import Background
 from keras_het.telemetry.event_log import EventLog
 from keras_het.telemetry.hardware import HardwareSampler, describe_devices
+from keras_het.telemetry.pipeline_log import PipelineLog
 from keras_het.telemetry.prometheus import PrometheusEndpoint
 from keras_het.telemetry.step_recorder import StepRecorder, devices_of
 from keras_het.training_strategy import TrainingStrategy
@@ -48,6 +50,9 @@ class Telemetry(SessionCallback):
     Under a `keras_het.PipelineStrategy` a "replica" is a device of the plan: its compute time is
     that of its forward and backward passes, its sync wait the rest of the step's passes (the
     bubble, and transfers), its share the samples of the micro-batches it takes.
+
+    The log has the plan, too, the passes of a step as predicted, and about every 10 s those
+    measured in one step.
 
     The log is for TensorBoard's tab "Heterogeneous" and for `keras-het report`. Keras's logs get
     four numbers, so `History`, `CSVLogger` and other loggers have them: "samples_per_second";
@@ -98,6 +103,7 @@ class Telemetry(SessionCallback):
         self._sampler: HardwareSampler | None = None
         self._log: EventLog | None = None
         self._endpoint: PrometheusEndpoint | None = None
+        self._pipeline: PipelineLog | None = None
         self._background: Background | None = None
         self._writing = threading.Lock()
         self._strategy: TrainingStrategy | None = None
@@ -127,6 +133,8 @@ class Telemetry(SessionCallback):
         self._send_samples(strategy)
         if strategy.is_chief:
             self._open_outlets(recorder)
+        if isinstance(strategy, PipelineStrategy):
+            self._pipeline = PipelineLog(strategy, recorder, self._log)
         fit.on_change(self._note_change)
         fit.before_callbacks("on_epoch_end", self._end_epoch)
         fit.on_end(lambda: self._end(fit.error))
@@ -208,6 +216,8 @@ class Telemetry(SessionCallback):
         if self._samples % _SAMPLES_PER_WRITE:
             return
         self._write_steps(recorder)
+        if self._pipeline is not None:
+            self._pipeline.write()
         self._watch_async_workers(recorder.next_step)
         if self._log is not None:
             self._log.flush()
@@ -251,6 +261,9 @@ class Telemetry(SessionCallback):
         if recorder is not None:
             with contextlib.suppress(Exception):  # after an error there may be nothing to read
                 self._write_steps(recorder)
+            with contextlib.suppress(Exception):
+                if self._pipeline is not None:
+                    self._pipeline.write(is_last=True)
             self.verdict = diagnose(recorder.recording())
             # below an error "nothing to do" would be wrong; a signal is no error of the training
             is_told = self._verbose and not isinstance(error, Exception)
@@ -262,7 +275,7 @@ class Telemetry(SessionCallback):
             self._sampler.close()
         if self._endpoint is not None:
             self._endpoint.close()
-        self._background = self._log = self._sampler = self._endpoint = None
+        self._background = self._log = self._sampler = self._endpoint = self._pipeline = None
 
 
 def _lines_of(verdict: Verdict) -> tuple[str, ...]:

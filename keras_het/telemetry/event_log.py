@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
 from keras_het.planning.diagnosis.recording import Change, Device
+from keras_het.planning.pipeline import Timeline
 from keras_het.telemetry.event_files import EventFile, FileNames, event_files
 from keras_het.telemetry.thinning import raw_steps_in, thinned_file
-from keras_het.tensorboard import log_format
+from keras_het.tensorboard import log_format, pipeline_format
 from keras_het.tensorboard.log_content import Value
 
 _logger = logging.getLogger("keras_het")
@@ -59,6 +61,7 @@ class EventLog:
         self._names: FileNames | None = None
         self._file: EventFile | None = None
         self._steps_in_file = 0
+        self._plan: bytes | None = None
         self._raw: dict[str, int] = {}  # steps of each earlier file that is not thinned
         self._entries: dict[str, tuple[int, list[dict[str, Any]]]] = {}
         self._time = 0.0
@@ -102,6 +105,31 @@ class EventLog:
         """
         entry = {"worker": worker, **values}
         self._guard(lambda: self._write_entry(log_format.ASYNC, step, entry))
+
+    def write_plan(self, step: int, plan: PipelineRecord) -> None:
+        """Write the plan of a model in stages; it holds until the next one.
+
+        Args:
+            step: number of the first step with it.
+            plan: the plan; its devices are those of the log.
+        """
+        text = pipeline_format.plan_text(plan).encode()
+
+        def write() -> None:
+            self._write(step, {log_format.PLAN: text})
+            self._plan = text  # each further file begins with it
+
+        self._guard(write)
+
+    def write_passes(self, step: int, passes: Timeline) -> None:
+        """Write when the passes of a step of a pipeline were.
+
+        Args:
+            step: number of the step.
+            passes: its passes on each device.
+        """
+        text = pipeline_format.timeline_text(passes).encode()
+        self._guard(lambda: self._write(step, {log_format.PASSES: text}))
 
     def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write points of plain curves, which TensorBoard's Scalars tab shows.
@@ -198,7 +226,11 @@ class EventLog:
             self._thin_old()
         self._file = EventFile(self._names.next())
         self._steps_in_file = 0
-        self._file.write([Value(log_format.SETUP, step, self._now(), self._setup)])
+        now = self._now()
+        first = [Value(log_format.SETUP, step, now, self._setup)]
+        if self._plan is not None:
+            first.append(Value(log_format.PLAN, step, now, self._plan))
+        self._file.write(first)
 
     def _next_file(self) -> None:
         self._flush()

@@ -91,7 +91,7 @@ class PrometheusEndpoint:
             for name, value in zip(names, rows.shares[-1], strict=True):
                 shares.add_metric([name], float(value))
             wall = float(np.nanmean(rows.wall, axis=1).sum())
-            rate.add_metric([], float(np.nansum(rows.shares)) / max(wall, 1e-9))
+            rate.add_metric([], float(np.sum(rows.samples)) / max(wall, 1e-9))
         yield from (phases, shares, rate)
         for quantity, unit in HARDWARE.items():
             values = recording.hardware.get(quantity)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
 from keras_het.planning.diagnosis.recording import HARDWARE, Change, Device, Recording
 from keras_het.strategy.measure.phase_times import PARTS
 from keras_het.training_strategy import TrainingStrategy
@@ -31,6 +32,7 @@ class StepRecorder:
         devices: the devices of all replicas.
         offset: what is added to a measured step's number, counted from 0, to get the training's.
         changes: what was changed, oldest first.
+        pipeline: the plan of a model in stages, None without one.
     """
 
     def __init__(self, strategy: TrainingStrategy, devices: Sequence[Device]) -> None:
@@ -39,6 +41,7 @@ class StepRecorder:
         self._lock = threading.Lock()
         self.offset = 0
         self.changes: list[Change] = []
+        self.pipeline: PipelineRecord | None = None
         self._steps = np.zeros(0, np.int64)
         self._rows = np.zeros((0, PARTS, len(devices)), np.float32)
         self._samples: deque[tuple[int, np.ndarray]] = deque(maxlen=_KEPT_SAMPLES)
@@ -56,6 +59,11 @@ class StepRecorder:
         self.offset = step - self._phases.count
         self._epoch_start = self._first = step
         self._taken = step - 1
+
+    @property
+    def first_step(self) -> int:
+        """Number of the first step of this `fit`."""
+        return self._first
 
     @property
     def next_step(self) -> int:
@@ -155,6 +163,7 @@ class StepRecorder:
             hardware={name: sampled[:, :, place] for place, name in enumerate(HARDWARE)},
             hardware_steps=np.array([step for step, _ in samples], np.int64),
             changes=tuple(self.changes),
+            pipeline=self.pipeline,
         )
 
     def note_change(self, kind: str, text: str) -> Change:

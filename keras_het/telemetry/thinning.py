@@ -12,6 +12,8 @@ from keras_het.tensorboard import log_format
 from keras_het.tensorboard.columns import windows
 from keras_het.tensorboard.log_content import Value, is_readable
 
+_KEPT = (log_format.SETUP, log_format.PLAN, log_format.CHANGES)
+
 
 def raw_steps_in(path: str) -> int:
     """Return how many steps an event file holds one by one."""
@@ -22,8 +24,8 @@ def thinned_file(path: str, every: int) -> None:
     """Replace an event file by a thinned one.
 
     Steps become rows of (lowest, median, highest), of other series the last value of each window
-    stays; setups and changes stay as they are. The new file is complete before it takes the place
-    of the old one, whose name it has: a reader finds one of them, at the same position.
+    stays; setups, plans and changes stay as they are. The new file is complete before it takes the
+    place of the old one, whose name it has: a reader finds one of them, at the same position.
 
     Args:
         path: of the file.
@@ -57,7 +59,7 @@ def thinned(values: Sequence[Value], every: int) -> list[Value]:
     kept = list(_thinned_steps([each for each in values if each.tag == log_format.STEPS], every))
     last: dict[tuple[str, int], Value] = {}
     for each in values:
-        if each.tag in (log_format.SETUP, log_format.CHANGES) or _is_thinned(each.tag):
+        if each.tag in _KEPT or _is_thinned(each.tag):
             kept.append(each)
         elif each.tag != log_format.STEPS:
             last[each.tag, each.step // every] = each

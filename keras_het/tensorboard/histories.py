@@ -18,6 +18,7 @@ _MOST_KEPT = 4
 # A reply of the data server may have 256 MiB; memory takes four times what is read.
 _MOST_BYTES = 2**27
 _MOST_VALUES = 100_000
+_MOST_PASSES = 500
 
 
 class Histories:
@@ -89,7 +90,7 @@ class Histories:
 
     def _values(self, ctx: Any, experiment: str, run: str, tags: list[str]) -> Iterator[Value]:
         for tag in tags:
-            most = _MOST_VALUES
+            most = _MOST_PASSES if tag == log_format.PASSES else _MOST_VALUES
             if log_format.steps_per_row(tag) or tag == log_format.HARDWARE_SAMPLES:
                 for sample in self._read(ctx, experiment, run, tag, 1):
                     most = max(min(most, _MOST_BYTES // max(sample.numpy.nbytes, 1)), 1)

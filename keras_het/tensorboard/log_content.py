@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
 from keras_het.planning.diagnosis.recording import (
     PHASES,
     Device,
@@ -17,8 +18,14 @@ from keras_het.planning.diagnosis.recording import (
 )
 from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_format import ROWS, Setup
+from keras_het.tensorboard.pipeline_format import parse_plan
 
 _MEDIAN, _HIGHEST = log_format.ORDER.index("median"), log_format.ORDER.index("highest")
+_TEXTS = (
+    *(log_format.SETUP, log_format.CHANGES, log_format.ASYNC),
+    *(log_format.PLAN, log_format.PASSES),
+)
+_MOST_PASSES = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,8 @@ class LogContent:
         highest: float32 of shape [T, 5, N], the highest value of those steps; rows as in `ROWS`.
         exchanges: exchanges of async workers, each with its "step".
         messages: what could not be read, for people.
+        passes: measured passes of some steps of the recording's pipeline, oldest first: the
+            number of the step, and the JSON text.
     """
 
     recording: Recording
@@ -55,6 +64,7 @@ class LogContent:
     highest: np.ndarray[Any, np.dtype[np.float32]]
     exchanges: tuple[dict[str, Any], ...] = ()
     messages: tuple[str, ...] = ()
+    passes: tuple[tuple[int, bytes], ...] = ()
 
 
 class NoSetupError(ValueError):
@@ -66,7 +76,7 @@ def is_readable(value: Value) -> bool:
     content = value.value
     if value.step < 0:
         return False
-    if value.tag in (log_format.SETUP, log_format.CHANGES, log_format.ASYNC):
+    if value.tag in _TEXTS:
         return isinstance(content, (bytes, str))
     every = log_format.steps_per_row(value.tag)
     if not every and value.tag != log_format.HARDWARE_SAMPLES:
@@ -100,6 +110,7 @@ def log_content(values: Iterable[Value]) -> LogContent:
     every, steps, rows, highest = _steps(
         [each for each in ordered if log_format.steps_per_row(each.tag)], columns
     )
+    pipeline, passes = _pipeline(ordered, setups[-1], messages)
     recording = Recording(
         devices=columns.devices,
         steps=steps,
@@ -111,13 +122,14 @@ def log_content(values: Iterable[Value]) -> LogContent:
             for each in _latest(ordered, log_format.CHANGES)
             for change in log_format.parse_changes(each.step, each.value)
         ),
+        pipeline=pipeline,
     )
     exchanges = tuple(
         {**entry, "step": each.step}
         for each in _latest(ordered, log_format.ASYNC)
         for entry in log_format.parse_entries(each.value)
     )
-    return LogContent(recording, every, highest, exchanges, tuple(messages))
+    return LogContent(recording, every, highest, exchanges, tuple(messages), passes)
 
 
 def _undamaged(values: Sequence[Value], messages: dict[str, None]) -> list[Value]:
@@ -236,6 +248,32 @@ def _hardware(values: Sequence[Value], columns: _Columns) -> dict[str, Any]:
                 arrays[name][row] = of_devices
     steps = np.array([each.step for each in samples], np.int64)
     return {"hardware": arrays, "hardware_steps": steps}
+
+
+def _pipeline(
+    values: Sequence[Value], setup: tuple[float, Setup], messages: dict[str, None]
+) -> tuple[PipelineRecord | None, tuple[tuple[int, bytes], ...]]:
+    """Return the plan of the latest setup, if it has one, and the passes measured with it."""
+    plans = [each for each in values if each.tag == log_format.PLAN]
+    if not plans or plans[-1].time < setup[0]:
+        return None, ()
+    try:
+        record = parse_plan(plans[-1].value)
+    except ValueError as error:
+        messages[str(error)] = None
+        return None, ()
+    devices = range(len(setup[1].devices))
+    known = all(device in devices for stage in record.stages for device in stage.devices)
+    if not known or (record.predicted and len(record.predicted.events) != len(devices)):
+        messages["A plan was left out: it has devices that the setup has not."] = None
+        return None, ()
+    begin = plans[-1].time
+    for each in reversed(plans):
+        if each.value != plans[-1].value:
+            break
+        begin = each.time
+    passes = [each for each in _latest(values, log_format.PASSES) if each.time >= begin]
+    return record, tuple((each.step, each.value) for each in passes[-_MOST_PASSES:])
 
 
 def _latest(values: Sequence[Value], tag: str) -> list[Value]:

@@ -30,6 +30,8 @@ THINNED = "keras_het/thinned_"
 HARDWARE_SAMPLES = "keras_het/hardware"
 CHANGES = "keras_het/changes"
 ASYNC = "keras_het/async"
+PLAN = "keras_het/plan"
+PASSES = "keras_het/passes"
 
 CURVES: Mapping[str, str] = {
     "heterogeneous/samples_per_second": "Samples that all replicas train on in a second.",
@@ -46,6 +48,8 @@ _DESCRIPTIONS = {
     HARDWARE_SAMPLES: "[replicas, quantities], in the order of the setup's names.",
     CHANGES: "What was changed while the model trained, as JSON.",
     ASYNC: "Exchanges of workers outside the sync group, as JSON.",
+    PLAN: "The stages of a model and the predicted passes of a step, as JSON.",
+    PASSES: "The measured passes of one step of a model in stages, as JSON.",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,6 +13,8 @@ import pytest
 import keras_het
 from keras_het.callbacks import Telemetry
 from keras_het.planning.pipeline import PipelinePlan, Stage
+from keras_het.telemetry.read_log import read_log
+from keras_het.tensorboard.pipeline_format import parse_timeline
 
 BATCH, STEPS = 12, 8
 
@@ -95,10 +98,10 @@ def test_the_same_weights_with_and_without(cpu_devices: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_times_of_each_device(cpu_devices: Any, schedule: str) -> None:
+def test_times_of_each_device(cpu_devices: Any, schedule: str, tmp_path: Path) -> None:
     plan = plan_of(schedule)
     _, expected, _ = train(cpu_devices, [], plan)
-    telemetry = Telemetry()
+    telemetry = Telemetry(tmp_path)
     strategy, model, history = train(cpu_devices, [telemetry], plan)
     assert same_weights(model, expected)
     assert_passes_of_a_step(strategy, plan)
@@ -118,6 +121,16 @@ def test_times_of_each_device(cpu_devices: Any, schedule: str) -> None:
     length = recording.compute + recording.sync
     np.testing.assert_allclose(length, length[:, :1].repeat(4, axis=1), rtol=1e-5)
     np.testing.assert_allclose(recording.wall, recording.wall[:, :1].repeat(4, axis=1), rtol=1e-5)
+    (run,) = read_log(tmp_path)
+    record = run.recording.pipeline
+    assert record is not None and record.text == str(plan)
+    assert [stage.devices for stage in record.stages] == [(0,), (2, 1)]
+    assert [stage.micro_batches for stage in record.stages] == [(4,), (3, 1)]
+    assert record.stages[0].layers[0].startswith("dense")
+    step, passes = run.content.passes[-1]
+    assert step == 2 * STEPS - 2
+    assert [len(events) for events in parse_timeline(passes).events] == [8, 2, 6, 0]
+
     rows = recording.between(STEPS, 2 * STEPS)
     speed = BATCH * len(rows.steps) / rows.wall[:, 0].sum()
     assert history.history["samples_per_second"][1] == pytest.approx(speed, rel=1e-3)

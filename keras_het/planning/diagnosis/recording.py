@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
+
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -98,6 +100,8 @@ class Recording:
         hardware: by name of a quantity (OpenTelemetry's where one exists), float64 of shape [S, N].
         hardware_steps: int64 of shape [S], the step before which each row of `hardware` was taken.
         changes: what was changed meanwhile, in the order of steps.
+        pipeline: the plan of a model in stages, whose devices are the "replicas"; None if each
+            replica has the whole model.
 
     Raises:
         ValueError: if shapes do not match.
@@ -113,6 +117,7 @@ class Recording:
     hardware: Mapping[str, Floats] = dataclasses.field(default_factory=dict)
     hardware_steps: Integers = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     changes: tuple[Change, ...] = ()
+    pipeline: PipelineRecord | None = None
 
     def __post_init__(self) -> None:
         expected = (len(self.steps), len(self.devices))
@@ -126,6 +131,13 @@ class Recording:
     def wall(self) -> Floats:
         """Wall time of each replica's steps in seconds, float64 of shape [T, N]."""
         return self.compute + self.input + self.sync + self.other
+
+    @property
+    def samples(self) -> Floats:
+        """Samples of each step, float64 of shape [T]: each stage of a pipeline takes all."""
+        stages = 1 if self.pipeline is None else max(len(self.pipeline.stages), 1)
+        total: Floats = np.nansum(self.shares, axis=1) / stages
+        return total
 
     def between(self, first: int, last: int) -> Recording:
         """Return the rows of some steps, with the hardware and the changes of that time.

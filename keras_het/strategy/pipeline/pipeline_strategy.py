@@ -232,6 +232,12 @@ class PipelineStrategy(HeterogeneousStrategy):
         times = None if pipeline is None else pipeline.times
         return None if times is None else times.latest()
 
+    @property
+    def _layer_names(self) -> list[str]:
+        """Names of the layer calls of the model that was trained last, as a plan numbers them."""
+        pipeline = None if self._latest is None else self._latest()
+        return [] if pipeline is None else [unit.name for unit in pipeline.units.units]
+
     def _measure_phases(self, model: keras.Model, sampled: int) -> None:
         phases = self._compute_times.phases
         self._data_path.on_input_wait = phases.note_input_wait

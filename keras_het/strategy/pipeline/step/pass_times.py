@@ -103,6 +103,7 @@ class PassTimes:
                 for each in stage_order(plan.stages, number, replica, plan.schedule):
                     self._device_of[Pass(number, *each)] = device
         self._slots = {each: slot for slot, each in enumerate(self._device_of)}
+        self._on_accelerator = any("CPU" not in p.device for p in places if p.process == process)
         self._own = [i for i, place in enumerate(places) if place.process == process]
         self._process = process
         self._lengths = 2 * len(self._slots)  # behind the passes: of each process's step
@@ -155,7 +156,7 @@ class PassTimes:
         """
         ends = [end for _, end in clock.times.values()]
         with tf.device(_HOST):
-            step_end = time_when_ready([*results, *ends], False)
+            step_end = time_when_ready([*results, *ends], self._on_accelerator)
             length = step_end - clock.step_begin
             times = [tf.zeros([], tf.float64)] * self._size
             for which, pair in clock.times.items():

@@ -1,0 +1,128 @@
+"""Plans and measured passes in the log: written, read back, damaged, replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keras_het.planning.diagnosis.pipeline_record import PipelineRecord, StageRecord
+from keras_het.planning.diagnosis.recording import Device
+from keras_het.planning.pipeline import Event, Timeline
+from keras_het.telemetry.event_log import EventLog
+from keras_het.telemetry.read_log import Run, read_log
+from keras_het.tensorboard import log_format
+from keras_het.tensorboard.log_content import Value, log_content
+from keras_het.tensorboard.pipeline_format import parse_plan, parse_timeline, plan_text
+
+DEVICES = tuple(Device(f"worker 0 CPU {n}", 0) for n in range(2))
+PASSES = Timeline(
+    (
+        (Event("forward", 0, 0, 0.0, 0.1), Event("backward", 0, 0, 0.3, 0.5)),
+        (Event("forward", 0, 1, 0.1, 0.2), Event("backward", 0, 1, 0.2, 0.3)),
+    ),
+    0.5,
+)
+PLAN = PipelineRecord(
+    "stage  layers",
+    (StageRecord(("a", "b"), (0,), (1,), (10.0,), ("a",)), StageRecord(("c",), (1,), (1,), (5.0,))),
+    PASSES,
+)
+
+
+def write_steps(log: EventLog, first: int, steps: int) -> None:
+    log.write_steps(first, np.ones((steps, 5, 2), np.float32))
+
+
+def only_run(folder: Path) -> Run:
+    (run,) = read_log(folder)
+    return run
+
+
+def test_a_plan_and_passes_are_read_as_they_were_written(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "telemetry", DEVICES)
+    write_steps(log, 0, 5)
+    log.write_plan(2, PLAN)
+    log.write_passes(3, PASSES)
+    log.write_passes(4, PASSES)
+    log.close()
+    run = only_run(tmp_path)
+    assert run.messages == ()
+    assert run.recording.pipeline == PLAN
+    assert [step for step, _ in run.content.passes] == [3, 4]
+    assert parse_timeline(run.content.passes[-1][1]) == PASSES
+    # two stages count each sample
+    np.testing.assert_array_equal(run.recording.samples, np.ones(5))
+
+
+def test_a_log_without_a_plan_has_none(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "telemetry", DEVICES)
+    write_steps(log, 0, 5)
+    log.close()
+    run = only_run(tmp_path)
+    assert run.recording.pipeline is None
+    assert run.content.passes == ()
+    np.testing.assert_array_equal(run.recording.samples, np.full(5, 2))
+
+
+def test_each_file_has_the_plan_and_old_passes_are_thinned(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "telemetry", DEVICES, keep_steps=20, segment_steps=10, every=5)
+    log.write_plan(0, PLAN)
+    for step in range(60):
+        write_steps(log, step, 1)
+        log.write_passes(step, PASSES)
+    log.close()
+    run = only_run(tmp_path)
+    assert run.recording.pipeline == PLAN
+    steps = [step for step, _ in run.content.passes]
+    assert steps[:3] == [4, 9, 14]
+    assert steps[-3:] == [57, 58, 59]
+
+
+def test_another_fit_in_the_same_folder_has_its_own_plan_or_none(tmp_path: Path) -> None:
+    folder = tmp_path / "telemetry"
+    first = EventLog(folder, DEVICES)
+    first.write_plan(0, PLAN)
+    write_steps(first, 0, 5)
+    first.write_passes(4, PASSES)
+    first.close()
+    second = EventLog(folder, DEVICES)
+    write_steps(second, 5, 5)
+    second.flush()
+    assert only_run(tmp_path).recording.pipeline is None
+    other = PipelineRecord("other", PLAN.stages)
+    second.write_plan(7, other)
+    second.write_passes(8, PASSES)
+    second.close()
+    run = only_run(tmp_path)
+    assert run.recording.pipeline == other
+    assert [step for step, _ in run.content.passes] == [8]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        b"{",
+        b'{"text": "", "stages": 3}',
+        b'{"text": "", "stages": [{"layers": [], "devices": ["x"], "micro_batches": [1]}]}',
+        plan_text(PLAN).replace('"devices": [1]', '"devices": [7]').replace("[1]", "[9]").encode(),
+        plan_text(PLAN).replace("0.3", "NaN").encode(),
+    ],
+)
+def test_a_damaged_plan_costs_the_plan_only(plan: bytes) -> None:
+    values = [
+        Value(log_format.SETUP, 0, 1.0, log_format.setup_text(DEVICES, ()).encode()),
+        Value(log_format.STEPS, 0, 2.0, np.ones((5, 5, 2), np.float32)),
+        Value(log_format.PLAN, 0, 3.0, plan),
+        Value(log_format.PASSES, 4, 4.0, b"nothing"),
+    ]
+    content = log_content(values)
+    assert content.recording.pipeline is None
+    assert len(content.messages) == 1
+    assert len(content.recording.steps) == 5
+
+
+def test_members_of_newer_versions_are_left_out() -> None:
+    text = plan_text(PLAN).replace('"text"', '"new":1,"text"')
+    assert parse_plan(text) == PLAN
