@@ -24,13 +24,15 @@ def diagnosis(recording: Recording) -> dict[str, Any]:
     from keras_het.planning.diagnosis.verdict import diagnose
     from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
 
-    costs = what_if(recording)
+    # with a model in stages, steps do not wait for the slowest replica
+    costs = what_if(recording) if recording.pipeline is None else None
     against_best, against_own_best = scores(recording)
     verdict = diagnose(recording)
     return {
         "verdict": [str(line) for line in verdict.lines],
         "missing": [str(reason) for reason in verdict.missing],
-        "what_if": {
+        "what_if": costs
+        and {
             "step_seconds": _number(costs.step_seconds),
             "by_device": _numbers(costs.by_device),
             "by_worker": {str(name): _number(value) for name, value in costs.by_worker.items()},
@@ -40,7 +42,7 @@ def diagnosis(recording: Recording) -> dict[str, Any]:
             "against_best": _numbers(against_best),
             "against_own_best": _numbers(against_own_best),
         },
-        "gain": _number(gain_over_even(recording)),
+        "gain": _number(gain_over_even(recording)) if costs else None,
     }
 
 

@@ -32,7 +32,8 @@ def scores(recording: Recording, window: int = WINDOW) -> tuple[Floats, Floats]:
     that fails has a low one against itself. A block is 2 % of the steps and at least 16; times in
     it are relative to the line of the device, so that shares may differ. Both are 1 at most, and
     NaN where nothing is known: a device without samples has no speed, and a recording without 16
-    steps before the recent ones has no best.
+    steps before the recent ones has no best. In a pipeline devices have different layers: nothing
+    is known of one against another.
 
     Args:
         recording: the recording.
@@ -44,7 +45,10 @@ def scores(recording: Recording, window: int = WINDOW) -> tuple[Floats, Floats]:
     with np.errstate(all="ignore"):
         windows = choose_windows(recording, window)
         lines = device_lines(recording, windows.recent)
-        return against_best(lines, windows.recent), against_own_best(lines, windows)
+        best = against_best(lines, windows.recent)
+        if recording.pipeline is not None:
+            best = np.full_like(best, np.nan)
+        return best, against_own_best(lines, windows)
 
 
 def against_best(lines: DeviceLines, recent: Steps) -> Floats:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from keras_het.planning.diagnosis.pipeline_lines import input_parts, pipeline_lines
+from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
 from keras_het.planning.diagnosis.recording import Recording
 from keras_het.planning.diagnosis.scores import WINDOW
 from keras_het.planning.diagnosis.situation import Situation
@@ -120,6 +122,9 @@ def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
         window: largest number of recent rows that count; earlier ones tell what is usual. It ends
             early at a change of shares, and at a lasting change of the step time.
 
+    In a pipeline, devices have different layers: a step waits for its plan, and the verdict says
+    how long each device is idle, as predicted and as measured.
+
     Returns:
         The verdict. It abstains, and says so in `missing`, where steps or readings are missing.
 
@@ -135,7 +140,32 @@ def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
         abstention = _abstention(recording, windows)
         if abstention:
             return Verdict((), (), (abstention,))
+        if recording.pipeline is not None:
+            return _pipeline_verdict(recording, recording.pipeline, windows)
         return _verdict(Situation(recording, windows))
+
+
+def _pipeline_verdict(recording: Recording, record: PipelineRecord, windows: Windows) -> Verdict:
+    """Say what makes the steps of a pipeline long: devices do not do the same, nor get shares."""
+    parts = np.nan_to_num(input_parts(windows))
+    worst = int(parts.argmax())
+    causes: tuple[Cause, ...] = ()
+    if parts[worst] >= SILENT:
+        worker = recording.devices[worst].worker
+        cost = min(float(parts[worst]), 1.0)
+        causes = (
+            Cause(
+                "input",
+                (worst,),
+                (worker,),
+                "critical" if cost > CRITICAL else "note",
+                cost,
+                f"worker {worker} waits for its batch in {100 * cost:.0f} % of each step.",
+                "Add LoaderTuner, or see the guide on input pipelines.",
+            ),
+        )
+    lines = [f"{cause.text} {cause.advice}" for cause in causes]
+    return Verdict((*lines, *pipeline_lines(recording, record, windows)), causes, ())
 
 
 def _abstention(recording: Recording, windows: Windows) -> str:
