@@ -48,6 +48,7 @@ class HetPlugin(base_plugin.TBPlugin):
             "/overview": self._app(self._overview),
             "/diagnosis": self._app(self._diagnosis),
             "/heat_map": self._app(self._heat_map),
+            "/pipeline": self._app(self._pipeline),
             "/lanes": self._app(self._lanes),
             "/static/*": self._app(self._static),
         }
@@ -88,6 +89,10 @@ class HetPlugin(base_plugin.TBPlugin):
     def _diagnosis(self, request: Any) -> Any:
         _, part = self._content(request)
         return _json(request, diagnosis(part.recording))
+
+    def _pipeline(self, request: Any) -> Any:
+        _, part = self._content(request)
+        return _json(request, views.pipeline(part))
 
     def _heat_map(self, request: Any) -> Any:
         _, part = self._content(request)

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import PHASES, Floats
+from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.columns import columns, edges_between, windows
 from keras_het.tensorboard.log_content import LogContent
+from keras_het.tensorboard.pipeline_format import parse_timeline, timeline_values
 from keras_het.tensorboard.quantities import quantities, series
 
 MOST_COLUMNS, MOST_ROWS = 600, 200
@@ -21,6 +23,7 @@ _LANE_COLUMNS = 300
 _MOST_ROWS_FOR_MEDIANS = 1_000
 _MOST_CHANGES, _MOST_EXCHANGES = 500, 500
 _LONGEST_TEXT = 1_000
+_MOST_PASSES, _LONGEST_PLAN, _LONGEST_NAME = 10_000, 100_000, 200
 
 
 def between(content: LogContent, first: int | None, last: int | None) -> LogContent:
@@ -48,6 +51,7 @@ def between(content: LogContent, first: int | None, last: int | None) -> LogCont
         every=content.every[rows],
         highest=content.highest[rows],
         exchanges=tuple(each for each in content.exchanges if begin <= each["step"] < end),
+        passes=tuple(each for each in content.passes if begin <= each[0] < end) or content.passes,
     )
 
 
@@ -64,9 +68,8 @@ def overview(content: LogContent) -> dict[str, Any]:
     rows = np.arange(len(recording.steps))[
         :: max(len(recording.steps) // _MOST_ROWS_FOR_MEDIANS, 1)
     ]
-    shares = recording.shares[rows]
     slowest = np.max(np.nan_to_num(recording.wall[rows]), axis=1, initial=0.0)
-    samples = np.nansum(shares, axis=1)
+    samples = recording.samples[rows]
     return {
         "first": first,
         "last": last,
@@ -78,12 +81,60 @@ def overview(content: LogContent) -> dict[str, Any]:
         ),
         "devices": _devices(content, rows),
         "quantities": [dataclasses.asdict(each) for each in quantities(content)],
+        "pipeline": recording.pipeline is not None,
         "changes": [
             {"step": each.step, "kind": each.kind[:60], "text": each.text[:_LONGEST_TEXT]}
             for each in recording.changes[-_MOST_CHANGES:]
         ],
         "exchanges": [_plain(each) for each in content.exchanges[-_MOST_EXCHANGES:]],
         "messages": [each[:_LONGEST_TEXT] for each in content.messages],
+    }
+
+
+def pipeline(content: LogContent) -> dict[str, Any]:
+    """Return the plan of a model in stages, and the passes of one step, predicted and measured.
+
+    Args:
+        content: the training or a part of one; its latest measured step counts.
+    """
+    recording, record = content.recording, content.recording.pipeline
+    names = [device.name for device in recording.devices]
+    if record is None:
+        return {"text": "", "stages": [], "devices": names, "predicted": None, "measured": None}
+    measured = None
+    for step, text in reversed(content.passes):
+        try:
+            timeline = parse_timeline(text)
+        except ValueError:
+            continue
+        if len(timeline.events) == len(names):
+            measured = {"step": step, **_timeline(timeline)}
+            break
+    return {
+        "text": record.text[:_LONGEST_PLAN],
+        "stages": [
+            {
+                **dataclasses.asdict(stage),
+                "layers": [each[:_LONGEST_NAME] for each in stage.layers],
+                "recomputed": [each[:_LONGEST_NAME] for each in stage.recomputed],
+            }
+            for stage in record.stages
+        ],
+        "devices": names,
+        "predicted": None if record.predicted is None else _timeline(record.predicted),
+        "measured": measured,
+    }
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    """Return events, as many of each device as the page can draw, and idle times of all."""
+    devices = range(len(timeline.events))
+    most = max(_MOST_PASSES // max(len(devices), 1), 1)
+    events = tuple(of_device[:most] for of_device in timeline.events)
+    return {
+        **timeline_values(dataclasses.replace(timeline, events=events)),
+        "idle": [_number(max(timeline.idle_seconds(device), 0.0)) for device in devices],
+        "cut": any(len(of_device) > most for of_device in timeline.events),
     }
 
 

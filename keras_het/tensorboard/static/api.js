@@ -44,6 +44,10 @@ export async function heatMap(run, range, quantity, how) {
   return { ...answer, values: floats(answer.values) };
 }
 
+export function pipeline(run, range) {
+  return get("pipeline", { run, ...range });
+}
+
 export const PHASES = ["compute", "input", "sync", "other"];
 
 export async function lanes(run, range, devices) {

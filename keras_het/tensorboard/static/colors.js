@@ -14,6 +14,22 @@ export const PHASE_TITLES = {
   other: "other",
 };
 
+export const PASS_COLORS = {
+  forward: "#0072b2",
+  backward: "#009e73",
+  recompute: "#e69f00",
+  transfer: "#cc79a7",
+  all_reduce: "#d55e00",
+};
+export const PASS_TITLES = {
+  forward: "forward",
+  backward: "backward",
+  recompute: "recomputation",
+  transfer: "transfer",
+  all_reduce: "all-reduce",
+  idle: "idle",
+};
+
 const LINES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999"];
 const DASHES = [[], [10, 8], [3, 6]];
 const STYLES = ["solid", "dashed", "dotted"];

@@ -30,6 +30,11 @@ export function seconds(value) {
 
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
+// As the text of a plan has them.
+export function decimalBytes(value) {
+  return Number.isFinite(value) ? scaled(value, ["B", "kB", "MB", "GB", "TB"], 1000) : MISSING;
+}
+
 export function quantity(value, unit) {
   if (!Number.isFinite(value)) return MISSING;
   switch (unit) {

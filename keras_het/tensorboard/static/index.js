@@ -7,6 +7,7 @@ import { steps } from "./format.js";
 import { HeatMap } from "./heat_map.js";
 import { followTheme, onReload } from "./host.js";
 import { Lanes } from "./lanes.js";
+import { Pipeline } from "./pipeline.js";
 import { Shares } from "./shares.js";
 import { Verdict, WhatIf } from "./summary.js";
 
@@ -34,6 +35,7 @@ class Page {
         this.load(false);
       },
     });
+    this.pipeline = new Pipeline();
     this.lanes = new Lanes({ zoom });
     this.shares = new Shares({ zoom });
     this.whatIf = new WhatIf();
@@ -76,6 +78,7 @@ class Page {
       "main",
       { hidden: true },
       this.verdict.node,
+      this.pipeline.node,
       this.heatMap.node,
       this.lanes.node,
       this.shares.node,
@@ -203,7 +206,9 @@ class Page {
       for (const view of [this.heatMap, this.lanes, this.shares, this.whatIf]) {
         view.node.hidden = !hasSteps;
       }
+      this.whatIf.node.hidden ||= this.overview.pipeline; // it is about whole replicas
       const parts = [this.loadDiagnosis(run, range, everything, isLate)];
+      if (everything) parts.push(this.loadPipeline(run, range, isLate));
       if (hasSteps) {
         parts.push(map.then((answer) => isLate() || this.showHeatMap(answer)));
         parts.push(
@@ -223,6 +228,13 @@ class Page {
     if (isLate()) return;
     this.diagnosis = diagnosis;
     this.showDiagnosis();
+  }
+
+  async loadPipeline(run, range, isLate) {
+    this.pipeline.node.hidden ||= !this.overview.pipeline;
+    if (!this.overview.pipeline) return;
+    const answer = await api.pipeline(run, range);
+    if (!isLate()) this.pipeline.show(answer);
   }
 
   showOverview(overview) {
