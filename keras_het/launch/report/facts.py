@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,7 +17,11 @@ from keras_het.planning.diagnosis.recording import PHASES, Device, Floats, Integ
 from keras_het.planning.diagnosis.scores import WINDOW, scores
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
 from keras_het.planning.diagnosis.windows import choose_windows
+from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.log_content import LogContent
+from keras_het.tensorboard.pipeline_format import parse_timeline
+
+_MOST_LINES = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +71,8 @@ class Facts:
         repairs: what a step would take if something was not slow.
         exchanges: exchanges of async workers.
         messages: what could not be read.
+        plan: lines of the plan of a model in stages, none without one.
+        passes: measured passes of some steps of it, by the number of the step.
     """
 
     run: str
@@ -78,6 +86,8 @@ class Facts:
     repairs: Repairs
     exchanges: tuple[WorkerExchanges, ...]
     messages: tuple[str, ...]
+    plan: tuple[str, ...] = ()
+    passes: tuple[tuple[int, Timeline], ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -110,7 +120,7 @@ def facts_of(run: str, content: LogContent) -> Facts:
         repairs = repairs_of(recording, windows.recent)
         devices = _devices(recording, rows)
         step = windows.recent.mean(windows.recent.seconds)
-        total = float(np.nansum([each.share for each in devices]))
+        total = float(np.mean(recording.samples[rows])) if len(rows) else np.nan
         numbers = recording.steps[rows]
         return Facts(
             plain(run),
@@ -124,7 +134,22 @@ def facts_of(run: str, content: LogContent) -> Facts:
             repairs,
             worker_exchanges(content.exchanges),
             tuple(plain(message) for message in content.messages),
+            _plan_lines(recording),
+            tuple(_passes(content)),
         )
+
+
+def _passes(content: LogContent) -> Iterator[tuple[int, Timeline]]:
+    for step, text in content.passes:
+        with contextlib.suppress(ValueError):  # damaged
+            timeline = parse_timeline(text)
+            if len(timeline.events) == len(content.recording.devices):
+                yield step, timeline
+
+
+def _plan_lines(recording: Recording) -> tuple[str, ...]:
+    text = "" if recording.pipeline is None else recording.pipeline.text
+    return tuple(plain(line) for line in text.splitlines()[:_MOST_LINES])
 
 
 def _devices(recording: Recording, rows: Integers) -> tuple[DeviceFacts, ...]:

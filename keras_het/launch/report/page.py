@@ -37,6 +37,7 @@ def page(facts: Facts) -> str:
         _paragraph(summary_line(facts), "soft"),
         _verdict(facts),
         _paragraph(gain_line(facts)),
+        _plan(facts),
         what_if_bars(facts),
         step_time(facts),
         shares_over_time(facts),
@@ -63,6 +64,16 @@ def _verdict(facts: Facts) -> str:
         items.append(f'<li class="{kind}"><b>{html.escape(line)}</b></li>')
     items += [f"<li>{html.escape(line)}</li>" for line in missing_lines(facts)]
     return f'<ul class="verdict">{"".join(items)}</ul>\n' if items else ""
+
+
+def _plan(facts: Facts) -> str:
+    if not facts.plan:
+        return ""
+    text = html.escape("\n".join(facts.plan))
+    return (
+        "<figure><figcaption><h2>Plan of the pipeline</h2></figcaption>"
+        f'<div class="scroll"><pre>{text}</pre></div></figure>\n'
+    )
 
 
 def _devices(facts: Facts) -> str:

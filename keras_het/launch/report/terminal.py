@@ -66,6 +66,10 @@ def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
         yield Text(line, style=f"bold {style}")
     for line in missing_lines(facts):
         yield Text(line, style="yellow")
+    if facts.plan:
+        yield Text("\nPlan of the pipeline", style="bold")
+        # whole lines: a table that is wrapped cannot be read
+        yield Text("\n".join(f"  {line}" for line in facts.plan), no_wrap=True)
     if facts.devices:
         yield Text()
         yield from _devices(facts, width)

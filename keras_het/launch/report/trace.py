@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_het.launch.report.facts import Facts
+from keras_het.launch.report.plain_text import plain
 from keras_het.launch.report.wording import change_text
 from keras_het.planning.diagnosis.middles import checked
 from keras_het.planning.diagnosis.recording import Device, Floats, Integers
@@ -76,7 +77,9 @@ def _events(facts: Facts, first: int) -> Iterator[Event]:
     shares = checked(recording.shares[first:], np.inf)
     shares = np.where(np.isfinite(shares), shares, 0.0)
     yield from _counters(recording.devices, processes, shares, begins)
-    yield from _speeds(training, shares, begins, every)
+    stages = 1 if recording.pipeline is None else max(len(recording.pipeline.stages), 1)
+    yield from _speeds(training, shares / stages, begins, every)
+    yield from _passes(facts, processes, threads, steps, begins)
     for change in sorted(recording.changes, key=lambda each: each.step):
         if len(steps) and change.step >= steps[0]:
             row = int(np.searchsorted(steps, change.step))
@@ -85,6 +88,35 @@ def _events(facts: Facts, first: int) -> Iterator[Event]:
                 **{"pid": training, "tid": training, "ts": _micro(begins[row])},
                 "args": {"step": change.step},
             }
+
+
+def _passes(
+    facts: Facts, processes: dict[int, int], threads: list[int], steps: Integers, begins: Floats
+) -> Iterator[Event]:
+    """Yield the measured passes of a pipeline, in a thread of their own for each device.
+
+    A step's passes begin when its batch is there.
+    """
+    devices = facts.recording.devices
+    for index, device in enumerate(devices if facts.passes else ()):
+        process, thread = processes[device.worker], threads[-1] + 1 + index
+        yield _name("thread_name", process, thread, f"{device.name}: passes")
+        end = 0.0
+        for step, timeline in facts.passes:
+            row = int(np.searchsorted(steps, step))
+            if row == len(steps) or steps[row] != step:
+                continue
+            waited = facts.recording.input[np.searchsorted(facts.recording.steps, step), index]
+            origin = begins[row] + (waited if np.isfinite(waited) else 0.0)
+            for each in timeline.events[index]:
+                begin = max(end, _micro(origin + each.begin))
+                end = max(begin, _micro(min(origin + each.end, begins[row + 1])))
+                if end > begin:
+                    yield {
+                        **{"ph": "X", "name": plain(each.kind), "cat": "pass", "pid": process},
+                        **{"tid": thread, "ts": begin, "dur": round(end - begin, 1)},
+                        "args": {"step": step, "stage": each.stage, "micro": each.micro_batch},
+                    }
 
 
 def _processes(devices: tuple[Device, ...]) -> dict[int, int]:
