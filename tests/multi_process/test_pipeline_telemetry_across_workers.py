@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from keras_het.telemetry.read_log import read_log
+
 
 @pytest.mark.full
 def test_the_passes_of_all_processes_are_known_to_all(start_workers: Any, tmp_path: Path) -> None:
@@ -28,5 +30,10 @@ def test_the_passes_of_all_processes_are_known_to_all(start_workers: Any, tmp_pa
     expected[0] += [("forward", 1, 2), ("backward", 1, 2)]
     passes = [sorted(map(tuple, of_device)) for of_device in found[0]["passes"]]
     assert passes == [sorted(of_device) for of_device in expected]
+    (run,) = read_log(tmp_path / "log")  # the chief's
+    record = run.recording.pipeline
+    assert record is not None
+    assert [stage.devices for stage in record.stages] == [(0,), (1, 0)]
+    assert run.content.passes[-1][0] == 10
     for busy, compute in zip(found[0]["busy"], found[0]["compute"], strict=True):
         assert compute == pytest.approx(busy, rel=1e-5)
