@@ -15,7 +15,6 @@ REFUSED_CALLBACKS = {
     "BatchBalancer": "it gives micro-batches to devices by their measured speed",
     "HybridAggregation": "async workers train whole models",
     "LocalTraining": "a worker has no whole model to train by itself",
-    "Telemetry": "it measures steps of whole models, and a pipeline's steps are passes of parts",
 }
 """Callbacks that a pipeline makes no sense of, and why."""
 

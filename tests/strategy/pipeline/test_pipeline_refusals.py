@@ -202,7 +202,6 @@ def own(value: float) -> float:
         callbacks.BatchBalancer(),
         callbacks.LocalTraining("sync_easgd"),
         callbacks.HybridAggregation(),
-        callbacks.Telemetry(),
     ],
     ids=lambda callback: type(callback).__name__,
 )
