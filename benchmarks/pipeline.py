@@ -49,7 +49,7 @@ TOLERANCE = 1e-5
 PEERS = ("all_reduce", "summation", "stock")
 EQUAL = (1.0, 1.0, 1.0, 1.0)
 CASES = {
-    # compute and links in about the proportion of VGG-16 on a data centre's GPU at 10 Gbit/s
+    # the all-reduce is two thirds of a data-parallel step: what a pipeline gains depends on it
     "vgg": Case("vgg", 64, 8, EQUAL, 2, 0.015),
     "transformer": Case("transformer", 32, 8, EQUAL, 2, 0.03),
     "wide": Case("wide", 64, 8, EQUAL, 2, 0.015),
