@@ -456,6 +456,11 @@ def is_too_late_to_join() -> bool:
     return context._context_handle is not None and context._collective_leader is None
 
 
+def listens_for_workers() -> bool:
+    """Tell whether this process has joined a cluster, and so listens at its own address."""
+    return eager_context.context()._collective_leader is not None
+
+
 @contextlib.contextmanager
 def coordination_timeouts(register_seconds: float, silence_seconds: float) -> Iterator[None]:
     """Set the timeouts of a cluster that is joined meanwhile.

@@ -204,7 +204,10 @@ def wait_for_workers(membership: Membership, connect_seconds: float) -> float:
         )
     peers = {short_name(task): address for task, address in membership.peers.items()}
     own_address = membership.workers[membership.own_task]
-    return max(_SHORTEST_WAIT, wait_for_peers(own_address, peers, connect_seconds))
+    # a further strategy of the process: TensorFlow itself listens since the first
+    listens = not private_api.listens_for_workers()
+    left = wait_for_peers(own_address, peers, connect_seconds, listens=listens)
+    return max(_SHORTEST_WAIT, left)
 
 
 def watch_peers(membership: Membership, patience_seconds: float) -> PeerWatch:

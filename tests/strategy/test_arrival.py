@@ -85,6 +85,18 @@ def test_the_own_place_is_free_again(addresses: tuple[str, ...]) -> None:
     socket.create_server((host, int(port)), reuse_port=False).close()
 
 
+def test_a_further_strategy_finds_its_port_in_use_by_its_own_process(
+    addresses: tuple[str, ...],
+) -> None:
+    own, other = addresses[:2]
+    ports = [int(address.split(":")[1]) for address in (own, other)]
+    with (
+        socket.create_server(("127.0.0.1", ports[0])),
+        socket.create_server(("127.0.0.1", ports[1])),
+    ):
+        assert wait_for_peers(own, {"worker 1": other}, TIMEOUT, listens=False) > 0
+
+
 def test_a_port_that_another_program_uses_is_named(
     addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

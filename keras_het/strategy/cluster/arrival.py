@@ -28,13 +28,16 @@ _MOST_NAMES = 8
 _QUEUE = 1024
 
 
-def wait_for_peers(own_address: str, peers: Mapping[str, str], connect_seconds: float) -> float:
+def wait_for_peers(
+    own_address: str, peers: Mapping[str, str], connect_seconds: float, listens: bool = True
+) -> float:
     """Wait until every other worker has reached the same point.
 
     Args:
         own_address: where this worker listens, `host:port`.
         peers: name of each other worker to its address.
         connect_seconds: longest wait, in seconds.
+        listens: whether to listen meanwhile; False where this process does already.
 
     Returns:
         The seconds left of `connect_seconds`.
@@ -44,7 +47,7 @@ def wait_for_peers(own_address: str, peers: Mapping[str, str], connect_seconds: 
         RuntimeError: if another program uses this worker's port.
     """
     missing, began, next_message = dict(peers), time.monotonic(), _FIRST_MESSAGE_SECONDS
-    with _listening(own_address):
+    with _listening(own_address) if listens else contextlib.nullcontext():
         while True:
             here = _accepting(missing.values())
             missing = {name: at for name, at in missing.items() if at not in here}
