@@ -50,7 +50,7 @@ def plans(name: str) -> dict[str, PipelinePlan]:
     }
 
 
-@pytest.mark.quick("convnet-three stages", "masked-replicas", "masked_outputs-three stages")
+@pytest.mark.quick("convnet-three stages", "masked-replicas", "own_loss-three stages")
 @pytest.mark.parametrize("layout", ["three stages", "replicas"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pipeline_trains_as_one_device(name: str, layout: str) -> None:
@@ -91,6 +91,7 @@ def test_inputs_are_converted_as_on_one_device() -> None:
     assert_same(train(build, columns, strategy, epochs=1), expected)
 
 
+@pytest.mark.full
 def test_the_user_names_the_layers_to_cut_behind() -> None:
     strategy = keras_het.PipelineStrategy(["dense", "dense_1"], 4, DEVICES)
     build, data = MODELS["own_loss"]
