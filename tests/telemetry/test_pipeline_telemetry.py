@@ -9,10 +9,16 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import Telemetry
+from keras_het.planning import ReplicaLayout
 from keras_het.planning.pipeline import PipelinePlan, Stage
+from keras_het.strategy.measure.phase_times import PhaseTimes
+from keras_het.strategy.pipeline.step.edges import Place
+from keras_het.strategy.pipeline.step.micro_batches import MicroBatches
+from keras_het.strategy.pipeline.step.pass_times import PassClock, PassTimes
 from keras_het.telemetry.read_log import read_log
 from keras_het.tensorboard.pipeline_format import parse_timeline
 
@@ -146,3 +152,22 @@ def test_a_model_that_was_trained_before_is_measured_from_then_on(cpu_devices: A
     model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[telemetry])
     assert_passes_of_a_step(strategy, plan)
     np.testing.assert_array_equal(telemetry.recording().steps, np.arange(2 * STEPS, 3 * STEPS - 1))
+
+
+def test_a_process_without_a_stage_only_waits() -> None:
+    plan = PipelinePlan((Stage(0, 2, (0,), (0, 0)),), 2, "1f1b", 0.0, (0.0, 0.0))
+    phases = PhaseTimes(ReplicaLayout((1, 1), 1))
+    phases.begin(keras.Model(), ["CPU:0"])
+    times = PassTimes(plan, [Place(0, "CPU:0"), Place(1, "CPU:0")], 1, phases)
+    batch = tf.zeros([4, 1])
+    for _ in range(3):
+        contribution = times.contribution()
+        times.record(contribution)
+        times.finish_step(PassClock([batch]), [batch], MicroBatches(batch, 2))
+    _, rows = phases.read_new()
+    assert (rows[:, 2, 1] > 0).all()
+    assert (rows[:, [0, 4]] == 0).all()
+    latest = times.latest()
+    assert latest is not None
+    assert latest[0] == 1
+    assert latest[1].step_seconds == pytest.approx(rows[1, 2, 1], rel=1e-5)

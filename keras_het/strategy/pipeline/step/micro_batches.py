@@ -61,6 +61,11 @@ class MicroBatches:
         """Return the first row of a micro-batch and the row behind its last one that counts."""
         return self._bounds[number], self._bounds[number + 1]
 
+    def sizes(self) -> tf.Tensor:
+        """Return the rows of each micro-batch that count, int32 [M]."""
+        bounds = tf.stack(self._bounds)
+        return bounds[1:] - bounds[:-1]
+
     def weight(self, number: int) -> tf.Tensor:
         """Return the micro-batch's part of the batch's rows, float64 scalar."""
         size = self._bounds[number + 1] - self._bounds[number]

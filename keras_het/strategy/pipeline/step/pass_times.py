@@ -154,22 +154,32 @@ class PassTimes:
             results: the sum; in a single process, all that the passes have made.
             batches: the batch in parts.
         """
+        # few operations for all passes together: each would cost as much as reading the clock
+        done, owners = list(clock.times), [self._device_of[each] for each in clock.times]
         ends = [end for _, end in clock.times.values()]
         with tf.device(_HOST):
             step_end = time_when_ready([*results, *ends], self._on_accelerator)
             length = step_end - clock.step_begin
-            times = [tf.zeros([], tf.float64)] * self._size
-            for which, pair in clock.times.items():
-                slot = 2 * self._slots[which]
-                times[slot : slot + 2] = [each - clock.step_begin for each in pair]
-            times[self._lengths + self._process] = length
+            # a process may have no pass
+            flat = [clock.step_begin, *(time for pair in clock.times.values() for time in pair)]
+            times = tf.reshape(tf.stack(flat)[1:] - clock.step_begin, [len(done), 2])
+            seconds = times[:, 1] - times[:, 0]
+            sizes = batches.sizes()
             for position, device in enumerate(self._own):
-                mine = [each for each in clock.times if self._device_of[each] == device]
-                compute = _sum([clock.times[each][1] - clock.times[each][0] for each in mine])
-                sizes = [_size(batches, p.micro_batch) for p in mine if p.kind == "forward"]
+                mine = np.array([owner == device for owner in owners], np.float64)
+                taken = np.zeros(batches.count)
+                for each, owner in zip(done, owners, strict=True):
+                    taken[each.micro_batch] += owner == device and each.kind == "forward"
+                compute = tf.tensordot(mine, seconds, 1)
+                share = tf.tensordot(taken, tf.cast(sizes, tf.float64), 1)
                 wait = tf.maximum(length - compute, 0)
-                self._phases.finish_step(position, _sum(sizes), compute, wait, step_end)
-            self._create()[0].assign(tf.stack(times), read_value=False)
+                self._phases.finish_step(position, share, compute, wait, step_end)
+            slots = [2 * self._slots[each] + i for each in done for i in range(2)]
+            slots.append(self._lengths + self._process)
+            values = tf.concat([tf.reshape(times, [-1]), length[None]], 0)
+            places = np.array(slots, np.int32)[:, None]
+            own = tf.scatter_nd(places, values, [self._size])
+            self._create()[0].assign(own, read_value=False)
 
     def latest(self) -> tuple[int, Timeline] | None:
         """Return the latest step that is known to all, by the number in `PhaseTimes`, and when.
@@ -190,12 +200,3 @@ class PassTimes:
             )
         ordered = (tuple(sorted(of_device, key=lambda e: e.begin)) for of_device in events)
         return step, Timeline(tuple(ordered), float(np.max(times[self._lengths :])))
-
-
-def _sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n([tf.cast(value, tf.float64) for value in values] or [tf.zeros([], tf.float64)])
-
-
-def _size(batches: MicroBatches, number: int) -> tf.Tensor:
-    begin, end = batches.offset(number)
-    return end - begin
