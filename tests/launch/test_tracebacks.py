@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+import keras_het
 from keras_het.launch.local.tracebacks import TracebackFolder, uncaught_error
-from keras_het.strategy.cluster import agreement
+
+PACKAGE = Path(keras_het.__file__).parent
 
 
 def lines(text: str) -> list[str]:
@@ -49,7 +51,7 @@ OF_A_GRAPH = lines(
 # of an editable installation
 IN_THE_LIBRARY = [
     *OWN[:3],
-    f'  File "{Path(agreement.__file__)}", line 101, in agree',
+    f'  File "{PACKAGE / "strategy/cluster/agreement.py"}", line 101, in agree',
     "ValueError: The workers do not agree",
 ]
 CHAINED = [
