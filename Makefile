@@ -32,8 +32,8 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 # Two processes share the tests file by file, the files that take long first: the last one would
 # leave a core idle. Those that look at what they measure run alone.
 ROOMS := multi_process benchmarks recipes docs strategy exactness asynchronous loader callbacks \
-  outside launch summation planning telemetry tensorboard fit rpc
-TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make packaging private_api rooms)
+  outside launch summation pipeline planning telemetry tensorboard fit rpc
+TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make packaging private_api private_graphs rooms)
 PYTEST := .venv/bin/python -m pytest
 # One that crashes ends the run: xdist would wait for the tests that it has lost.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -74,7 +74,7 @@ test-oldest: .venv-oldest/installed ## Several processes and the loader controll
 	.venv-oldest/bin/python -m pytest $(DEPTH) $(SIDE_BY_SIDE) -k "not change_no_bit" $(OLDEST_LOADER)
 
 # What the next release will break: private symbols, Keras's data adapters, exact numbers.
-NIGHTLY := $(patsubst %,tests/%.py,test_private_api loader/test_tf_data_adapter \
+NIGHTLY := $(patsubst %,tests/%.py,test_private_api test_private_graphs loader/test_tf_data_adapter \
   loader/test_keras_arrays loader/test_keras_sources) tests/exactness
 test-nightly: .venv-nightly/installed ## Private symbols, data adapters and exactness, on the nightly builds.
 	.venv-nightly/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(NIGHTLY)

@@ -63,12 +63,14 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.full
 def test_one_micro_batch_is_normalized_and_dropped_as_on_one_device() -> None:
     expected = trained(None)
     again = ([], [3, 4, 5])
     assert_equal(trained(strategy_of([0, 1, 6], [[2], [1]], [(0,), (0,)], again)), expected)
 
 
+@pytest.mark.full
 def test_layers_that_are_computed_again_see_the_same_random_numbers() -> None:
     bounds, replicas, routes = [0, 3, 6], [[2, 0], [1]], [(0, 1, 0), (0, 0, 0)]
     plain = trained(strategy_of(bounds, replicas, routes))
@@ -139,6 +141,7 @@ class Counts(L.Dense):
         return super().call(inputs, *args, **options)
 
 
+@pytest.mark.full
 def test_layers_are_not_called_more_often_for_more_micro_batches() -> None:
     calls = {}
     for number in (4, 16):

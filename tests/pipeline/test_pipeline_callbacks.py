@@ -35,6 +35,7 @@ def strategy(cpu_devices: Any) -> keras_het.PipelineStrategy:
     return keras_het.PipelineStrategy(["one"], 2, DEVICES)
 
 
+@pytest.mark.full
 def test_the_loader_is_tuned(strategy: keras_het.PipelineStrategy) -> None:
     fit(model_under(strategy), callbacks=[callbacks.LoaderTuner()])
 
@@ -45,6 +46,7 @@ class Stops(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.full
 def test_training_goes_on_within_an_epoch(
     strategy: keras_het.PipelineStrategy, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_measured_plan_trains_as_one_device() -> None:
     assert "predicted step" in text and "data parallelism on all devices" in text
 
 
+@pytest.mark.full
 def test_inputs_are_converted_as_on_one_device() -> None:
     build, data = MODELS["own_loss"]
     x, y, _ = data()

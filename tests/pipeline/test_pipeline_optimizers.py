@@ -132,6 +132,7 @@ class Life:
         self.fit(model)
 
 
+@pytest.mark.full
 @pytest.mark.quick("short")
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
 def test_much_is_done_to_a_model(tmp_path: Path, long: bool) -> None:
