@@ -53,6 +53,7 @@ def columns():
     return inputs, targets, weights
 
 
+@pytest.mark.full
 def test_dictionaries_of_inputs_and_outputs():
     def data():
         return tf.data.Dataset.from_tensor_slices(columns()).batch(8, ONLY_WHOLE_BATCHES)

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-QUICK = ("masked/replicas", "convnet/three stages")
+QUICK = ("masked/replicas",)
 CHECKS = (
     *QUICK,
+    "convnet/three stages",
     "masked/three stages",
     "masked/data parallelism",
     "masked/idle chief",

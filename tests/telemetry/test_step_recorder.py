@@ -232,6 +232,7 @@ class Phases:
     """Measured steps of two workers, of which this one knows its own."""
 
     count = 0
+    stages = 1
 
     def __init__(self):
         self.new = np.zeros((0, PARTS, 2))
