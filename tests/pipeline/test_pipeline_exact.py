@@ -50,7 +50,7 @@ def plans(name: str) -> dict[str, PipelinePlan]:
     }
 
 
-@pytest.mark.quick("convnet-three stages", "masked-replicas", "own_loss-three stages")
+@pytest.mark.quick("masked-replicas", "own_loss-three stages")
 @pytest.mark.parametrize("layout", ["three stages", "replicas"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pipeline_trains_as_one_device(name: str, layout: str) -> None:
