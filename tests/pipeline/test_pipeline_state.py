@@ -11,7 +11,10 @@ import pytest
 from pipeline_training import DEVICES, floatx, plan_of
 
 import keras_het
+from keras_het.planning.pipeline import Stage as PlannedStage
 from keras_het.strategy.pipeline.placement import bytes_on_devices
+from keras_het.strategy.pipeline.step.model_units import ModelUnits
+from keras_het.strategy.pipeline.step.stage import Stage
 
 L = keras.layers
 ROWS = 8
@@ -154,3 +157,30 @@ def test_layers_are_not_called_more_often_for_more_micro_batches() -> None:
         model.fit(x, y, batch_size=32, verbose=0)
         calls[number] = Counts.calls
     assert calls[16] == calls[4] <= 12
+
+
+class CountsSamples(L.Layer):
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(
+            name="seen", dtype="int32", initializer="zeros", trainable=False
+        )
+
+    def call(self, inputs: Any) -> Any:
+        self.count.assign_add(keras.ops.shape(inputs)[0])
+        return inputs
+
+
+def traced_stage(layer: L.Layer) -> Stage:
+    units = ModelUnits(keras.Sequential([keras.Input([3]), layer]))
+    stage = Stage(units, PlannedStage(0, len(units.units), (0, 1), (0, 1)))
+    state = [variable.value for variable in stage.state]
+    weights = [variable.value for variable in stage.weights]
+    stage.forward(weights, state, {units.inputs[0]: keras.ops.ones([2, 3])}, {}, True)
+    return stage
+
+
+def test_a_count_is_refused_where_each_process_would_have_its_own() -> None:
+    with pytest.raises(ValueError, match=r"Received: .*seen\. Give plan="):
+        traced_stage(CountsSamples()).check_may_be_shared()
+    for layer in (L.BatchNormalization(), L.Dropout(0.5)):
+        traced_stage(layer).check_may_be_shared()

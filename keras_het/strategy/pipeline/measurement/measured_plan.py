@@ -73,11 +73,6 @@ class Processes:
         self.places, self.process, self.transport = list(places), process, transport
         self._gather = gather
 
-    @property
-    def own_devices(self) -> list[str]:
-        """Names of this process's devices."""
-        return [place.device for place in self.places if place.process == self.process]
-
     def columns(self, own: np.ndarray) -> np.ndarray:
         """Concatenate columns, one for each own device, of all processes.
 

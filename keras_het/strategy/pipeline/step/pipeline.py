@@ -228,6 +228,8 @@ class Pipeline:
         own, processes = self.stages[stage], self.edges.processes_of(stage)
         state = passes.state_after(stage)
         means = [i for i in state if own.is_mean(i)]
+        if len(processes) > 1:
+            own.check_may_be_shared()
         if self._transport is not None and len(processes) > 1 and means:
             values = [state[i] for i in means]
             sums = self._transport.sum(values, processes, stage, 1 + kind)

@@ -98,6 +98,23 @@ class Stage:
         is_float = tf.as_dtype(variable.dtype).is_floating
         return is_float and variable.aggregation not in ("sum", "only_first_replica")
 
+    def check_may_be_shared(self) -> None:
+        """Refuse state that processes with different micro-batches would not have in common.
+
+        Raises:
+            ValueError: once a pass has been traced, if layers assign such state.
+        """
+        apart = [
+            self.state[i].path for i in self.assigned() if not (self.is_mean(i) or self._is_seed[i])
+        ]
+        if apart:
+            raise ValueError(
+                "A stage on several processes cannot have layers that count, or keep integers, "
+                "sums or the first replica's state: each process would have its own. Received: "
+                f"{', '.join(apart)}. Give plan=[...] cuts that leave these layers to a stage on "
+                "one process, or train under keras_het.HeterogeneousStrategy."
+            )
+
     def regularization(self, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the losses of the weights' regularizers.
 
