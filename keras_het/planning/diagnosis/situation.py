@@ -98,7 +98,7 @@ class Situation:
     @functools.cached_property
     def usual_seconds(self) -> float:
         """Step time in seconds, with medians in place of single times: without noise."""
-        return _usual(self.recent.own[None], self.recent.transfer[None])
+        return usual_seconds(self.recent.own[None], self.recent.transfer[None])
 
     @functools.cached_property
     def least_seconds(self) -> float:
@@ -107,7 +107,7 @@ class Situation:
         total = earlier.shares.sum(axis=1)
         now = float(medians(self.recent.shares.sum(axis=1)))
         same = np.abs(total - now) <= 0.02 * now
-        return _usual(blocks(earlier.own[same]), blocks(earlier.transfer[same]))
+        return usual_seconds(blocks(earlier.own[same]), blocks(earlier.transfer[same]))
 
     @functools.cached_property
     def balanced_seconds(self) -> float:
@@ -126,7 +126,12 @@ class Situation:
         return float(seconds.max(initial=0.0))
 
 
-def _usual(own: Floats, transfer: Floats) -> float:
-    """Return the shortest step of blocks, of shape [blocks, rows, N] and [blocks, rows]."""
+def usual_seconds(own: Floats, transfer: Floats) -> float:
+    """Return the shortest usual step of blocks: of medians over their rows.
+
+    Args:
+        own: float64 of shape [blocks, rows, N], seconds before the collective.
+        transfer: float64 of shape [blocks, rows], seconds.
+    """
     seconds = medians(own, axis=1).max(axis=1, initial=0.0) + medians(transfer, axis=1)
     return float(seconds.min(initial=np.inf))

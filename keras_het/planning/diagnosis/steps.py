@@ -20,6 +20,8 @@ _LONG_FIRST_ROW = 2.5
 # An evaluation, a checkpoint or a new trace between steps.
 _LONG_ROW = 4.0
 _MOST_LONG_ROWS = 0.05
+# What happened once proves nothing: a stall of the machine.
+_SINGLE_ROW = 1.5
 # The last batch of an epoch may be smaller than the batches around it.
 _PARTIAL_BATCH = 0.98
 
@@ -134,7 +136,7 @@ def comparable_rows(recording: Recording) -> Integers:
 
 
 def without_long_rows(steps: Steps, begins: bool) -> Steps:
-    """Leave out first steps that compile, and a few that are far longer than the others.
+    """Leave out first steps that compile, a few that are far longer, and one that stands alone.
 
     Args:
         steps: the steps.
@@ -150,6 +152,9 @@ def without_long_rows(steps: Steps, begins: bool) -> Steps:
             return steps
     kept = steps.rows(slice(first, None))
     is_long = kept.seconds > _LONG_ROW * middle
+    second, longest = np.sort(kept.seconds)[-2:] if len(kept.seconds) > 1 else (0.0, 0.0)
+    if longest > _SINGLE_ROW * second:
+        is_long[kept.seconds.argmax()] = True
     if 0 < is_long.sum() <= max(2, _MOST_LONG_ROWS * len(is_long)) < len(is_long):
         kept = kept.rows(np.flatnonzero(~is_long))
     return kept

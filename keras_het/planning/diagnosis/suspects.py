@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_het.planning.diagnosis.middles import means
 from keras_het.planning.diagnosis.recording import Floats
-from keras_het.planning.diagnosis.situation import Situation
+from keras_het.planning.diagnosis.situation import Situation, usual_seconds
 from keras_het.planning.diagnosis.slow_devices import slow_devices
 from keras_het.planning.diagnosis.suspect import Suspect
 
@@ -130,11 +130,25 @@ def seconds_without(situation: Situation, suspects: Iterable[Suspect]) -> tuple[
         situation: what is known of recent steps.
         suspects: what is repaired.
     """
-    recent = situation.recent
-    own, transfer = recent.own, recent.transfer
-    for suspect in suspects:
-        own, transfer = own - suspect.own, transfer - suspect.transfer
-    own, transfer = np.maximum(own, 0.0), np.maximum(transfer, 0.0)
+    own, transfer = _repaired(situation, suspects)
     by_step = float((own.max(axis=1) + transfer).mean())
     levels = means(own, _MOST_MEDIANS_OF_OWN)
     return by_step, float(levels.max() + transfer.mean())
+
+
+def usual_seconds_without(situation: Situation, suspects: Iterable[Suspect]) -> float:
+    """Return the usual step time without some suspects: what happens in few steps has no part.
+
+    Args:
+        situation: what is known of recent steps.
+        suspects: what is repaired.
+    """
+    own, transfer = _repaired(situation, suspects)
+    return usual_seconds(own[None], transfer[None])
+
+
+def _repaired(situation: Situation, suspects: Iterable[Suspect]) -> tuple[Floats, Floats]:
+    own, transfer = situation.recent.own, situation.recent.transfer
+    for suspect in suspects:
+        own, transfer = own - suspect.own, transfer - suspect.transfer
+    return np.maximum(own, 0.0), np.maximum(transfer, 0.0)

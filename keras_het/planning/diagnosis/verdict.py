@@ -13,7 +13,11 @@ from keras_het.planning.diagnosis.recording import Recording
 from keras_het.planning.diagnosis.scores import WINDOW
 from keras_het.planning.diagnosis.situation import Situation
 from keras_het.planning.diagnosis.suspect import Suspect
-from keras_het.planning.diagnosis.suspects import find_suspects, seconds_without
+from keras_het.planning.diagnosis.suspects import (
+    find_suspects,
+    seconds_without,
+    usual_seconds_without,
+)
 from keras_het.planning.diagnosis.windows import MIN_STEPS, Windows, choose_windows
 from keras_het.planning.diagnosis.wording import advice_for, device_names, text_of
 
@@ -31,7 +35,8 @@ CAUSES = (
 SILENT = 0.1
 """Fraction of a step below which a cause is not named."""
 LEAST = 0.03
-"""The same for a cause beside others: named if they cost `SILENT` together, and not without it."""
+"""The same for a cause beside others. If each costs less than `SILENT`, they do so together, in
+usual steps: a few stalls are no cause."""
 CRITICAL = 0.2
 """Fraction of a step above which a cause is critical; between the two it is a note."""
 EXPLAINED = 0.8
@@ -197,6 +202,8 @@ def _verdict(situation: Situation) -> Verdict:
         missing.append(_unexplained(situation, gap))
         if gap.explained < MOSTLY * gap.excess or max(costs, default=0.0) < SILENT:
             return Verdict((), (), tuple(missing))
+    elif max(costs, default=0.0) < SILENT and _saved(situation, named[:number]) < SILENT:
+        number = 0
     causes = tuple(_cause(situation, suspects[index], costs[index]) for index in order[:number])
     lines = [f"{cause.text} {cause.advice}" for cause in causes[:MOST_LINES]]
     if gap:
@@ -215,6 +222,12 @@ def _costs(situation: Situation, suspects: Sequence[Suspect]) -> list[float]:
         saved = np.subtract(seconds_without(situation, others), all_repaired)
         costs.append(float(min(max(saved.min() / step, 0.0), 1.0)))
     return costs
+
+
+def _saved(situation: Situation, named: Sequence[Suspect]) -> float:
+    """Return what some suspects cost together in a usual step, as a fraction of the mean step."""
+    saved = situation.usual_seconds - usual_seconds_without(situation, named)
+    return saved / situation.step_seconds
 
 
 @dataclasses.dataclass(frozen=True)

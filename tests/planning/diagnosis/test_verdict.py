@@ -261,6 +261,29 @@ def test_callbacks_that_take_long_are_named():
     assert (cause.kind, cause.worker) == ("other", 0)
 
 
+@pytest.mark.parametrize("name", ["compute", "input", "other"])
+@pytest.mark.parametrize("steps", [24, 60])
+def test_a_single_stall_is_no_cause(name, steps):
+    """Of one to four steps' time."""
+    for stall, seed in itertools.product((1.0, 2.0, 2.9, 4.0), range(5)):
+        recording = Training(3, steps, per_worker=3, noise=0.02, spikes=0.0, seed=seed).record()
+        times = getattr(recording, name).copy()
+        times[steps - 5, :] += stall * STEP
+        verdict = diagnose(dataclasses.replace(recording, **{name: times}))
+        assert verdict.causes == () and verdict.missing == (), (stall, seed)
+
+
+def test_a_few_small_stalls_are_no_cause():
+    """Two causes that cost about 6 % of the mean step each, in two steps each."""
+    for seed in range(20):
+        recording = Training(3, 40, per_worker=3, noise=0.01, spikes=0.0, seed=seed).record()
+        other, waited = recording.other.copy(), recording.input.copy()
+        other[[12, 30]] += 1.2 * STEP
+        waited[[20, 35]] += 1.0 * STEP
+        verdict = diagnose(dataclasses.replace(recording, other=other, input=waited))
+        assert verdict.causes == () and verdict.missing == (), seed
+
+
 def test_a_device_that_is_slow_now_and_then_is_named():
     recording = Training(4).record()
     compute = recording.compute.copy()
