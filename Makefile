@@ -18,7 +18,7 @@ RESULTS := build/benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help demo test test-all test-full test-rest test-alone test-oldest test-nightly test-validation lint format benchmarks
+.PHONY: help demo test test-all test-full test-rest test-alone test-oldest test-nightly test-gpu test-validation lint format benchmarks
 .PHONY: docs constraints clean distclean
 .PHONY: check-python check-validation
 .DEFAULT_GOAL := help
@@ -32,7 +32,7 @@ demo: .venv/installed ## Train on three emulated workers of different speed (und
 # Two processes share the tests file by file, the files that take long first: the last one would
 # leave a core idle. Those that look at what they measure run alone.
 ROOMS := multi_process benchmarks recipes docs strategy exactness asynchronous loader callbacks \
-  outside launch summation pipeline planning telemetry tensorboard fit rpc
+  outside launch summation pipeline planning telemetry tensorboard fit rpc gpu
 TESTS := $(ROOMS:%=tests/%) $(patsubst %,tests/test_%.py,depth make packaging private_api private_graphs rooms)
 PYTEST := .venv/bin/python -m pytest
 # One that crashes ends the run: xdist would wait for the tests that it has lost.
@@ -72,6 +72,12 @@ test-oldest: .venv-oldest/installed ## Several processes and the loader controll
 	.venv-oldest/bin/python -m pytest $(DEPTH) $(SIDE_BY_SIDE) -m "not alone" \
 	  $(OLDEST:%=tests/multi_process/test_%.py)
 	.venv-oldest/bin/python -m pytest $(DEPTH) $(SIDE_BY_SIDE) -k "not change_no_bit" $(OLDEST_LOADER)
+
+# Training on parts of the first GPU; the environment needs '.[cuda]'. CI has no GPU.
+ON_GPU := exactness pipeline fit callbacks/test_batch_balancer.py callbacks/test_any_order.py \
+  callbacks/test_global_batch_growth.py strategy summation gpu
+test-gpu: .venv/installed ## Training on parts of a GPU, where there is one.
+	KERAS_HET_TEST_DEVICES=GPU $(PYTEST) --quick $(SIDE_BY_SIDE) $(ON_GPU:%=tests/%)
 
 # What the next release will break: private symbols, Keras's data adapters, exact numbers.
 NIGHTLY := $(patsubst %,tests/%.py,test_private_api test_private_graphs loader/test_tf_data_adapter \

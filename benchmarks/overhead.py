@@ -1,10 +1,12 @@
 """Step time of HeterogeneousStrategy against TensorFlow's own strategies on an even cluster.
 
-    python benchmarks/overhead.py [--json FILE] [--quick]
+    python benchmarks/overhead.py [--json FILE] [--quick] [--gpu]
 
 Two processes: stock Keras 3 `fit` does not run under MultiWorkerMirroredStrategy, so that strategy
 is driven by the custom training loop of its guide (mode "fit": our `fit` against that loop; mode
-"custom_loop": the same loop under both). One process with two devices: `fit` under both.
+"custom_loop": the same loop under both). One process with two devices: `fit` under both. With
+`--gpu` instead: one GPU against Keras without a strategy, with and without `Telemetry`, and two
+parts of a GPU against MirroredStrategy.
 
 All clusters are alive for the whole run and take turns in short blocks, so a drift of the machine
 affects both; a row is the median of the ratios of neighbouring blocks.
@@ -13,12 +15,15 @@ affects both; a row is the median of the ratios of neighbouring blocks.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +42,32 @@ CASES = {
     },
     "two_devices": {"fit": ("ours:fit", "mirrored:fit")},
 }
+GPU_CASES = {
+    "one_gpu": {
+        "fit": ("ours:fit", "none:fit"),
+        "measured_fit": ("ours:balanced_fit", "none:fit"),
+        "fit_with_telemetry": ("ours:telemetry_fit", "ours:fit"),
+    },
+    "two_parts_of_a_gpu": {"fit": ("ours:fit", "mirrored:fit")},
+}
+GPU_PART_MEGABYTES = 4000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="few short blocks: form, not numbers")
+    parser.add_argument("--gpu", action="store_true", help="on one GPU, instead of CPUs")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         run_worker(*json.loads(arguments.worker))
         return
     blocks, steps = (2, 5) if arguments.quick else (11, 60)
-    models = MODELS[:1] if arguments.quick else MODELS
+    models = MODELS[:1] if arguments.quick else (*MODELS, *(["resnet50"] if arguments.gpu else []))
     rows = [
         measure(topology, mode, model, drivers, blocks, steps)
-        for topology, modes in CASES.items()
+        for topology, modes in (GPU_CASES if arguments.gpu else CASES).items()
         for model in models
         for mode, drivers in modes.items()
     ]
@@ -154,6 +169,12 @@ def run_worker(driver: str, model_name: str, topology: str, index: int) -> None:
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration()] * 2
         )
+    if topology in GPU_CASES:
+        # Both drivers' processes live side by side on the one GPU.
+        part = tf.config.LogicalDeviceConfiguration(memory_limit=GPU_PART_MEGABYTES)
+        gpu = tf.config.list_physical_devices("GPU")[0]
+        parts = [part] * (1 if topology == "one_gpu" else 2)
+        tf.config.set_logical_device_configuration(gpu, parts)
     strategy_name, loop = driver.split(":")
     run_block = BLOCKS[loop](make_strategy(strategy_name), model_name)
     for line in sys.stdin:
@@ -169,7 +190,11 @@ def make_strategy(name: str) -> Any:
     if name == "ours":
         return keras_het.HeterogeneousStrategy()
     if name == "mirrored":
-        return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+        cross_device = tf.distribute.ReductionToOneDevice() if kind == "GPU" else None
+        return tf.distribute.MirroredStrategy([f"{kind}:0", f"{kind}:1"], cross_device)
+    if name == "none":
+        return None
     return tf.distribute.MultiWorkerMirroredStrategy()
 
 
@@ -177,6 +202,10 @@ def make_model(name: str) -> Any:
     import keras
     from keras import layers
 
+    if name == "resnet50":
+        return keras.applications.ResNet50(
+            weights=None, input_shape=(128, 128, 3), classes=10, classifier_activation=None
+        )
     if name == "dense":
         return keras.Sequential(
             [
@@ -212,7 +241,20 @@ def make_dataset(model: Any) -> Any:
     return tf.data.Dataset.from_tensors((x, y)).repeat()
 
 
-def fit_block(strategy: Any, model_name: str) -> Any:
+def balanced_fit_block(strategy: Any, model_name: str) -> Any:
+    import keras_het
+
+    return fit_block(strategy, model_name, [keras_het.callbacks.BatchBalancer()])
+
+
+def telemetry_fit_block(strategy: Any, model_name: str) -> Any:
+    import keras_het
+
+    folder = tempfile.mkdtemp()
+    return fit_block(strategy, model_name, [keras_het.callbacks.Telemetry(folder)])
+
+
+def fit_block(strategy: Any, model_name: str, callbacks: Sequence[Any] = ()) -> Any:
     import keras
 
     class Clock(keras.callbacks.Callback):
@@ -223,15 +265,22 @@ def fit_block(strategy: Any, model_name: str) -> Any:
                 self.start = time.perf_counter()
             self.seconds = (time.perf_counter() - self.start) / max(batch, 1)
 
-    with strategy.scope():
+    with strategy.scope() if strategy else contextlib.nullcontext():
         model = make_model(model_name)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+        # Keras would compile with XLA on one device, and never does under a strategy.
+        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"], jit_compile=False)
     dataset = make_dataset(model)
 
     def run_block(steps: int) -> float:
         clock = Clock()
-        model.fit(dataset, steps_per_epoch=steps + 1, verbose=0, callbacks=[clock], shuffle=False)
+        model.fit(
+            dataset,
+            steps_per_epoch=steps + 1,
+            verbose=0,
+            callbacks=[*callbacks, clock],
+            shuffle=False,
+        )
         return clock.seconds
 
     return run_block
@@ -277,7 +326,12 @@ def loop_block(strategy: Any, model_name: str) -> Any:
     return run_block
 
 
-BLOCKS = {"fit": fit_block, "loop": loop_block}
+BLOCKS = {
+    "fit": fit_block,
+    "balanced_fit": balanced_fit_block,
+    "telemetry_fit": telemetry_fit_block,
+    "loop": loop_block,
+}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import signal
@@ -30,6 +29,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import psutil  # noqa: E402 - after the settings above, like all that may import TensorFlow
 import pytest  # noqa: E402
 from absl import flags  # noqa: E402
+from devices import create_logical_devices  # noqa: E402
 
 pytest_plugins = ["depth"]
 
@@ -37,7 +37,6 @@ pytest_plugins = ["depth"]
 # none of theirs.
 flags.FLAGS(["pytest"])
 
-NUM_LOGICAL_DEVICES = 4
 # Helpers of the multiprocessing module; they end with the interpreter.
 LIVES_AS_LONG_AS_PYTEST = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -48,18 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for folder in ("multi_process", "outside"):
             if folder in item.path.relative_to(Path(__file__).parent).parts:
                 item.add_marker(folder)
-
-
-@functools.cache
-def create_logical_devices() -> tuple[str, ...]:
-    """Split the CPU into logical devices; must run before the first TensorFlow operation."""
-    import tensorflow as tf
-
-    cpus = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(
-        cpus[0], [tf.config.LogicalDeviceConfiguration() for _ in range(NUM_LOGICAL_DEVICES)]
-    )
-    return tuple(device.name for device in tf.config.list_logical_devices("CPU"))
 
 
 _last_collection = 0.0
@@ -103,8 +90,8 @@ def logical_devices_where_tensorflow_is_used() -> None:
 
 
 @pytest.fixture
-def cpu_devices() -> tuple[str, ...]:
-    """Names of the four logical CPU devices."""
+def logical_devices() -> tuple[str, ...]:
+    """Names of the four logical devices."""
     return create_logical_devices()
 
 

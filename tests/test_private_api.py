@@ -231,7 +231,7 @@ def test_hooks_of_optimizers_of_ones_own_leave_nothing_behind():
     assert (dict(vars(Own)), dict(vars(Child))) == before
 
 
-def test_steps_of_keras_are_recognised(cpu_devices):
+def test_steps_of_keras_are_recognised(logical_devices):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     assert private_api.keras_step_kind(model.train_step) == "train"
@@ -240,7 +240,7 @@ def test_steps_of_keras_are_recognised(cpu_devices):
     assert private_api.keras_step_kind(lambda data: data) is None
 
 
-def test_the_step_behind_a_decorator_is_found(cpu_devices):
+def test_the_step_behind_a_decorator_is_found(logical_devices):
     class Decorated(keras.Model):
         @tf.function
         def train_step(self, data):
@@ -270,7 +270,7 @@ def test_the_step_behind_a_decorator_is_found(cpu_devices):
         assert private_api.undecorated_step(other) == other
 
 
-def test_the_predict_function_of_keras_is_recognised(cpu_devices, monkeypatch):
+def test_the_predict_function_of_keras_is_recognised(logical_devices, monkeypatch):
     kinds = []
     strategy = tf.distribute.get_strategy()
     original = type(strategy).run
@@ -300,7 +300,7 @@ def test_time_outs_of_a_cluster_that_is_joined(monkeypatch):
     assert context.coordination_service is before
 
 
-def test_metrics_of_keras_are_recognised(cpu_devices):
+def test_metrics_of_keras_are_recognised(logical_devices):
     class Own(keras.metrics.Mean):
         pass
 
@@ -318,7 +318,7 @@ def test_metrics_of_keras_are_recognised(cpu_devices):
 
 
 @pytest.mark.parametrize("is_model", [True, False])
-def test_a_step_is_not_bound_to_an_attribute_named_target(cpu_devices, is_model):
+def test_a_step_is_not_bound_to_an_attribute_named_target(logical_devices, is_model):
     class WithTarget(keras.Model):
         def __init__(self):
             super().__init__()
@@ -334,7 +334,7 @@ def test_a_step_is_not_bound_to_an_attribute_named_target(cpu_devices, is_model)
     assert private_api.keras_step_kind(step) == "train"
 
 
-def test_the_loop_of_a_running_fit_is_found(cpu_devices):
+def test_the_loop_of_a_running_fit_is_found(logical_devices):
     loops = []
 
     class Looks(keras.callbacks.Callback):
@@ -353,14 +353,14 @@ def test_the_loop_of_a_running_fit_is_found(cpu_devices):
     assert outside.steps_per_epoch is None and outside.data is None
 
 
-def test_what_an_optimizer_keeps_of_its_rate(cpu_devices):
+def test_what_an_optimizer_keeps_of_its_rate(logical_devices):
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
     for given in (schedule, lambda: 0.1):
         assert private_api.learning_rate_of(keras.optimizers.SGD(given)) is given
     assert isinstance(private_api.learning_rate_of(keras.optimizers.SGD(0.1)), keras.Variable)
 
 
-def test_operation_seeds_may_be_kept_from_a_global_seed(cpu_devices, monkeypatch):
+def test_operation_seeds_may_be_kept_from_a_global_seed(logical_devices, monkeypatch):
     seeds = iterator_adapter.random_seed
     monkeypatch.setattr(seeds, "get_seed", seeds.get_seed)
 
@@ -385,7 +385,7 @@ def test_operation_seeds_may_be_kept_from_a_global_seed(cpu_devices, monkeypatch
     assert float(in_graph) == float(tf.function(lambda: tf.random.uniform([], seed=3))())
 
 
-def test_seeds_of_one_thread_may_come_from_a_sequence_apart(cpu_devices):
+def test_seeds_of_one_thread_may_come_from_a_sequence_apart(logical_devices):
     def seeds_of(count):
         return [iterator_adapter.random_seed.get_seed(None)[1] for _ in range(count)]
 
@@ -411,7 +411,7 @@ def test_seeds_of_one_thread_may_come_from_a_sequence_apart(cpu_devices):
         assert tf.random.uniform([]).shape == []
 
 
-def test_a_function_runs_on_what_it_is_bound_to(cpu_devices):
+def test_a_function_runs_on_what_it_is_bound_to(logical_devices):
     variables = [tf.Variable(1), tf.Variable(10)]
     sections = [tf.CriticalSection() for _ in variables]
     mutexes = [private_api.mutex_of(section) for section in sections]
@@ -456,7 +456,7 @@ def test_the_function_around_a_graph_is_found():
     assert function_around() is None
 
 
-def test_an_iterator_goes_on_in_another(cpu_devices):
+def test_an_iterator_goes_on_in_another(logical_devices):
     def build(calls):
         numbers = tf.data.Dataset.range(20)
         return numbers.map(lambda value: value, num_parallel_calls=calls).batch(2).prefetch(2)
@@ -473,7 +473,7 @@ def test_an_iterator_goes_on_in_another(cpu_devices):
     assert list(old) == []
 
 
-def test_the_model_of_an_iterator_has_what_is_read_from_it(cpu_devices):
+def test_the_model_of_an_iterator_has_what_is_read_from_it(logical_devices):
     iterator = iter(tf.data.Dataset.range(20).map(lambda value: value, num_parallel_calls=2))
     next(iterator)
     model = iterator_adapter.iterator_model(iterator)
@@ -492,7 +492,7 @@ def test_the_model_of_an_iterator_has_what_is_read_from_it(cpu_devices):
     assert iterator_adapter.iterator_model(fixed) is None
 
 
-def test_a_data_set_may_pass_for_its_source(cpu_devices):
+def test_a_data_set_may_pass_for_its_source(logical_devices):
     source = tf.data.Dataset.range(3)
     variant = iterator_adapter.data_set_variant(source)
     same = iterator_adapter.UnchangedElementsDataset(source, variant)

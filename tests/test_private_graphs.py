@@ -64,7 +64,7 @@ def two_layers(**options: Any) -> keras.Model:
     return model
 
 
-def test_a_graph_of_layers_is_repeated(cpu_devices: Any) -> None:
+def test_a_graph_of_layers_is_repeated(logical_devices: Any) -> None:
     model = two_layers()
     assert adapter.graph_of(model) is model and adapter.graph_of(model.layers[2]) is None
     inner = adapter.graph_of(model.layers[1])
@@ -84,7 +84,7 @@ def test_a_graph_of_layers_is_repeated(cpu_devices: Any) -> None:
     assert adapter.seeds_of(model) == [model.layers[1].layers[1].seed_generator.state]
 
 
-def test_what_a_compiled_model_keeps(cpu_devices: Any) -> None:
+def test_what_a_compiled_model_keeps(logical_devices: Any) -> None:
     model = two_layers()
     tracker = adapter.loss_tracker(model)
     assert tracker is model.metrics[0] and tracker.name == "loss"
@@ -101,7 +101,7 @@ def test_what_a_compiled_model_keeps(cpu_devices: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["adam", "adafactor", "ftrl", "lion", "nadam"])
-def test_slots_of_an_optimizer(cpu_devices: Any, name: str) -> None:
+def test_slots_of_an_optimizer(logical_devices: Any, name: str) -> None:
     """Two weights of the same path; all but the scalars belong to one of them."""
     weights = [keras.Variable(np.full([2, 3], i, "float32"), name="same") for i in range(2)]
     optimizer = keras.optimizers.get(name)
@@ -119,7 +119,7 @@ def test_slots_of_an_optimizer(cpu_devices: Any, name: str) -> None:
     optimizer.apply([tf.ones([2, 3])], [weights[0]])
 
 
-def test_what_an_optimizer_does_without_gradients(cpu_devices: Any) -> None:
+def test_what_an_optimizer_does_without_gradients(logical_devices: Any) -> None:
     plain = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     weight = keras.Variable([1.0])
     plain.build([weight])
@@ -136,7 +136,7 @@ def test_what_an_optimizer_does_without_gradients(cpu_devices: Any) -> None:
         assert int(scaled.inner_optimizer._iterations) == steps
 
 
-def test_clipping_is_replaced_for_a_while(cpu_devices: Any) -> None:
+def test_clipping_is_replaced_for_a_while(logical_devices: Any) -> None:
     optimizer, weight = keras.optimizers.SGD(1.0, clipvalue=0.1), keras.Variable([1.0])
     optimizer.build([weight])
     with adapter.clipping_by(optimizer, lambda gradients: [g / 2 for g in gradients]):
@@ -146,6 +146,6 @@ def test_clipping_is_replaced_for_a_while(cpu_devices: Any) -> None:
     np.testing.assert_allclose(weight, [0.4], rtol=1e-6)
 
 
-def test_memory_of_a_cpu_is_not_limited(cpu_devices: Any) -> None:
+def test_memory_of_a_cpu_is_not_limited(logical_devices: Any) -> None:
     assert adapter.memory_limit("CPU:0") == float("inf")
     assert all(hasattr(found, "memory_limit") for found in adapter.device_lib.list_local_devices())

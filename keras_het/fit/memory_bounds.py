@@ -91,5 +91,5 @@ def note_out_of_memory(note: Callable[[str], str], step: StepFunction, batches: 
     except tf.errors.ResourceExhaustedError as error:
         advice = note(str(error))
         raise tf.errors.ResourceExhaustedError(
-            error.node_def, error.op, f"{advice}\n{error.message}"
+            error.node_def, error.op, f"{error.message}\n{advice}"
         ) from error

@@ -166,11 +166,22 @@ def _default_devices(num_workers: int) -> tuple[str, ...]:
 
 def _available(device_type: str) -> tuple[str, ...]:
     """Names of the devices of one type; does not initialise TensorFlow before a cluster exists."""
-    count = 0
-    for device in tf.config.list_physical_devices(device_type):
-        logical = tf.config.get_logical_device_configuration(device)
-        count += len(logical) if logical else 1
-    return tuple(f"{device_type}:{index}" for index in range(count))
+    return tuple(f"{device_type}:{index}" for index in range(len(physical_devices(device_type))))
+
+
+def physical_devices(device_type: str) -> list[tf.config.PhysicalDevice]:
+    """Return for each logical device of a type the physical device that it is a part of.
+
+    Those that `tf.config.set_visible_devices` hides do not count.
+
+    Args:
+        device_type: "CPU" or "GPU".
+    """
+    found = []
+    for device in tf.config.get_visible_devices(device_type):
+        parts = tf.config.get_logical_device_configuration(device)
+        found += [device] * (len(parts) if parts else 1)
+    return found
 
 
 def _short_name(device: str) -> str:

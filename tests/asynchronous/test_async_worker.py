@@ -112,7 +112,7 @@ def center_of(service):
     return np.array(service.center_partitions()[0])
 
 
-def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twice(cpu_devices):
+def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twice(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
     other = Worker(service, state, client=2)
@@ -133,7 +133,7 @@ def test_a_lost_answer_of_the_statistics_does_not_count_that_of_the_weights_twic
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 12)
 
 
-def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(cpu_devices):
+def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(logical_devices):
     """The ledger answers, and a part of the center does not."""
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
@@ -155,7 +155,7 @@ def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(cpu
     np.testing.assert_array_equal(center_of(service), 3)
 
 
-def test_a_service_without_a_leader_is_not_attached_to(cpu_devices):
+def test_a_service_without_a_leader_is_not_attached_to(logical_devices):
     """One that was restarted has no weights yet."""
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
@@ -175,7 +175,7 @@ def test_a_service_without_a_leader_is_not_attached_to(cpu_devices):
     np.testing.assert_array_equal(center_of(service), 2)
 
 
-def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers(cpu_devices):
+def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
     connection = worker._engine.weights._transport
@@ -192,7 +192,7 @@ def test_without_a_push_under_way_nothing_is_scaled_before_the_center_answers(cp
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 2)
 
 
-def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(cpu_devices):
+def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(logical_devices):
     """Of 1 it sent, half goes to a center of 0; when that comes, 0.01 is left."""
     service, state = start(Delta())
     worker = Worker(service, state)
@@ -208,7 +208,7 @@ def test_a_variance_that_falls_while_the_answer_travels_is_not_negative(cpu_devi
 
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("at_its_end", [False, True])
-def test_a_change_too_stale_is_sent_until_it_is_taken(cpu_devices, at_its_end):
+def test_a_change_too_stale_is_sent_until_it_is_taken(logical_devices, at_its_end):
     service, state = start(Delta(), staleness_bound=0)
     worker, other = (Worker(service, state, client) for client in (1, 2))
     other.train(10.0)
@@ -223,7 +223,7 @@ def test_a_change_too_stale_is_sent_until_it_is_taken(cpu_devices, at_its_end):
     np.testing.assert_array_equal(worker.vectors.weights.values[0], 11)
 
 
-def test_gradients_that_were_summed_up_are_sent_at_the_end_only(cpu_devices):
+def test_gradients_that_were_summed_up_are_sent_at_the_end_only(logical_devices):
     service, state = start(AsyncSGD(1.0))
     worker = Worker(service, state)
     taken = []
@@ -244,7 +244,7 @@ def test_gradients_that_were_summed_up_are_sent_at_the_end_only(cpu_devices):
     assert taken == [1]
 
 
-def test_the_statistics_of_one_worker_alone_go_on(cpu_devices):
+def test_the_statistics_of_one_worker_alone_go_on(logical_devices):
     service, _ = start(Delta())
     state = ParameterService(free_address(), PARTITIONS, StatisticsAveraging(1.0), PROOF, 3)
     state.start()
@@ -257,7 +257,7 @@ def test_the_statistics_of_one_worker_alone_go_on(cpu_devices):
     np.testing.assert_array_equal(center_of(state), 4)
 
 
-def test_statistics_keep_what_was_learned_while_the_answer_travelled(cpu_devices):
+def test_statistics_keep_what_was_learned_while_the_answer_travelled(logical_devices):
     rule = StatisticsAveraging(0.5)
     sent, own, center = (tf.constant([value]) for value in (4.0, 5.0, 3.0))
     np.testing.assert_allclose(rule.receive(own, sent, center), 4.5)
@@ -286,7 +286,7 @@ class SumOfOnes:
             raise ValueError(f"{rule}: Received: {self.rate}")
 
 
-def test_a_gradient_at_another_rate_is_not_sent(cpu_devices):
+def test_a_gradient_at_another_rate_is_not_sent(logical_devices):
     service, state = start(AsyncSGD(1.0))
     worker = Worker(service, state)
     worker._mean_gradient = SumOfOnes()
@@ -297,7 +297,7 @@ def test_a_gradient_at_another_rate_is_not_sent(cpu_devices):
     np.testing.assert_array_equal(center_of(service), -1)
 
 
-def test_a_gradient_too_stale_is_told_once_and_does_not_count(cpu_devices, caplog):
+def test_a_gradient_too_stale_is_told_once_and_does_not_count(logical_devices, caplog):
     service, state = start(AsyncSGD(1.0), staleness_bound=0)
     worker, other = (Worker(service, state, client) for client in (1, 2))
     for each in (worker, other):
@@ -314,7 +314,7 @@ def test_a_gradient_too_stale_is_told_once_and_does_not_count(cpu_devices, caplo
     assert worker._ledger.used == 4
 
 
-def test_samples_that_were_reported_before_are_not_taken_back(cpu_devices):
+def test_samples_that_were_reported_before_are_not_taken_back(logical_devices):
     """A claim reports too; the service refuses negative numbers."""
     service, state = start(AsyncSGD(1.0), staleness_bound=0)
     worker, other = (Worker(service, state, client) for client in (1, 2))
@@ -333,7 +333,7 @@ def wait_for_answers(worker):
         assert under_way.push.has_answer
 
 
-def test_an_answer_is_taken_after_the_step_in_which_it_comes(cpu_devices):
+def test_an_answer_is_taken_after_the_step_in_which_it_comes(logical_devices):
     service, state = start(Delta())
     worker, other = (Worker(service, state, client, period=3) for client in (1, 2))
     other.vectors.weights.add(10.0)
@@ -351,7 +351,7 @@ def test_an_answer_is_taken_after_the_step_in_which_it_comes(cpu_devices):
     np.testing.assert_array_equal(center_of(service), 10 + 6)  # each step counts once
 
 
-def test_an_answer_that_is_not_there_is_not_waited_for(cpu_devices):
+def test_an_answer_that_is_not_there_is_not_waited_for(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, period=3)
     for _ in range(3):
@@ -369,7 +369,7 @@ def test_an_answer_that_is_not_there_is_not_waited_for(cpu_devices):
     np.testing.assert_array_equal(center_of(service), 6)
 
 
-def test_a_lost_answer_that_is_found_before_the_next_exchange(cpu_devices):
+def test_a_lost_answer_that_is_found_before_the_next_exchange(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, period=2, goes_on_without_service=True, timeout_seconds=0.0)
     worker.train(1.0)
@@ -399,7 +399,7 @@ class NotedOrder(Ledger):
 @pytest.mark.parametrize(
     ("rule", "expected"), [(Delta(), ["report", "send"]), (AsyncSGD(1.0), ["send", "report"])]
 )
-def test_a_report_does_not_wait_behind_weights(cpu_devices, rule, expected):
+def test_a_report_does_not_wait_behind_weights(logical_devices, rule, expected):
     """A gradient's samples are reported when it is known that it was taken."""
     service, state = start(rule)
     worker, order = Worker(service, state), []
@@ -431,7 +431,7 @@ class Early:
 
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(cpu_devices, parts):
+def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(logical_devices, parts):
     service, state = start(Delta())
     worker = Worker(service, state, period=100)
     worker._early_claim, worker._epoch, worker._latest_batch = Early(), 7, -1
@@ -453,7 +453,7 @@ def test_the_next_batch_is_asked_for_while_the_last_part_is_trained_on(cpu_devic
     assert not worker._early_claim.asked
 
 
-def test_no_batch_is_asked_for_that_the_pass_does_not_come_to(cpu_devices):
+def test_no_batch_is_asked_for_that_the_pass_does_not_come_to(logical_devices):
     """Keras ends it after 4 steps, of which two batches in parts have as many."""
     service, state = start(Delta())
     worker = Worker(service, state, period=100)
@@ -482,7 +482,7 @@ class Question:
             self.is_open = False
 
 
-def test_it_trains_on_while_a_silent_service_is_asked(cpu_devices):
+def test_it_trains_on_while_a_silent_service_is_asked(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=2.0)
     connection, periods, deadline = worker._engine.weights._transport, 0, time.monotonic() + 60
@@ -511,7 +511,7 @@ def test_it_trains_on_while_a_silent_service_is_asked(cpu_devices):
     worker._engine.watch.stop()
 
 
-def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone(cpu_devices):
+def test_a_service_that_is_lost_while_a_batch_is_awaited_leaves_the_worker_alone(logical_devices):
     service, state = start(Delta())
     worker = Worker(service, state, goes_on_without_service=True, timeout_seconds=0.0)
     worker._epoch, worker._latest_batch, worker.num_batches = 1, 3, 6

@@ -79,7 +79,7 @@ class LostCall:
         return tf.constant(4), tf.constant("deadline exceeded")
 
 
-def test_a_worker_that_starts_again_is_heard(cpu_devices):
+def test_a_worker_that_starts_again_is_heard(logical_devices):
     service = start(Delta())
     for count in (1, 2, 3):
         worker = join(service)
@@ -88,7 +88,7 @@ def test_a_worker_that_starts_again_is_heard(cpu_devices):
         np.testing.assert_allclose(flat(service.center_partitions()), 2 * count)
 
 
-def test_a_part_that_answered_keeps_its_answer(cpu_devices):
+def test_a_part_that_answered_keeps_its_answer(logical_devices):
     rule = AsyncEASGD(alpha=0.5)
     service = start(rule)
     worker, other = join(service, 1, rule), join(service, 2, rule)
@@ -107,7 +107,7 @@ def test_a_part_that_answered_keeps_its_answer(cpu_devices):
 
 @pytest.mark.quick("answer lost")
 @pytest.mark.parametrize("fault", ["answer lost", "too stale"])
-def test_what_a_small_message_leaves_is_sent_later(cpu_devices, fault):
+def test_what_a_small_message_leaves_is_sent_later(logical_devices, fault):
     wire = TopKWire(0.3)
     service = start(Delta(), wire=wire, staleness_bound=0)
     worker, other = join(service, 1, wire=wire), join(service, 2, wire=wire)
@@ -131,7 +131,7 @@ def test_what_a_small_message_leaves_is_sent_later(cpu_devices, fault):
     np.testing.assert_allclose(flat(service.center_partitions()), 2 * flat(RAMP), rtol=1e-5)
 
 
-def test_looking_at_the_center_does_not_make_a_change_fresh(cpu_devices):
+def test_looking_at_the_center_does_not_make_a_change_fresh(logical_devices):
     service = start(Delta(), staleness_bound=1)
     worker, other = join(service, 1), join(service, 2)
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_looking_at_the_center_does_not_make_a_change_fresh(cpu_devices):
     assert set(pending.push.answer(worker.seen).statuses.numpy()) == {Status.STALE}
 
 
-def test_weights_that_are_not_finite_are_told_of(cpu_devices, caplog):
+def test_weights_that_are_not_finite_are_told_of(logical_devices, caplog):
     worker = join(start(Delta()))
     for _ in range(2):
         push(worker, [tf.fill([size], np.nan) for size in PARTITIONS.sizes])
@@ -150,7 +150,7 @@ def test_weights_that_are_not_finite_are_told_of(cpu_devices, caplog):
     assert "not finite" in caplog.text and "learning rate" in caplog.text
 
 
-def test_a_refused_push_is_an_error(cpu_devices):
+def test_a_refused_push_is_an_error(logical_devices):
     service = start(Delta())
     worker = join(service)
     stranger = ParameterClient(service.address, PARTITIONS, GOOD, 7)
@@ -161,7 +161,7 @@ def test_a_refused_push_is_an_error(cpu_devices):
         worker.finish(pending, ONES)
 
 
-def test_the_group_beside_the_center_can_be_stale_too(cpu_devices):
+def test_the_group_beside_the_center_can_be_stale_too(logical_devices):
     rule = AsyncSGD(1.0, damps_staleness=True)
     service = start(rule, wire=FloatWire())
     service.exchange_locally(0, 8, ONES)
@@ -173,7 +173,7 @@ def test_the_group_beside_the_center_can_be_stale_too(cpu_devices):
     np.testing.assert_allclose(before - flat(service.center_partitions()), 1 / 4)
 
 
-def test_a_change_that_comes_after_the_end_is_left_where_it_is(cpu_devices, caplog):
+def test_a_change_that_comes_after_the_end_is_left_where_it_is(logical_devices, caplog):
     service = start(Delta())
     worker = join(service)
     push(worker, ONES)
@@ -186,7 +186,7 @@ def test_a_change_that_comes_after_the_end_is_left_where_it_is(cpu_devices, capl
     assert caplog.text.count("Training ended before this worker's last change came") == 1
 
 
-def test_a_small_gradient_is_not_rounded_away(cpu_devices):
+def test_a_small_gradient_is_not_rounded_away(logical_devices):
     rule = AsyncSGD(1e9)
     service = start(rule)
     service.set_partitions([tf.ones([size]) for size in PARTITIONS.sizes])
@@ -196,7 +196,7 @@ def test_a_small_gradient_is_not_rounded_away(cpu_devices):
     np.testing.assert_allclose(flat(service.center_partitions()), 0.0, atol=1e-6)
 
 
-def test_the_final_center_has_all_bits(cpu_devices):
+def test_the_final_center_has_all_bits(logical_devices):
     service = start(Delta(), wire=FloatWire("bfloat16"))
     values = [np.float32(1 / 3) * part for part in RAMP]
     service.set_partitions(values)
@@ -205,7 +205,7 @@ def test_the_final_center_has_all_bits(cpu_devices):
     assert (flat(worker.pull()) != flat(values)).any()
 
 
-def test_a_change_that_was_too_stale_is_told_of(cpu_devices):
+def test_a_change_that_was_too_stale_is_told_of(logical_devices):
     service = start(Delta(), staleness_bound=0)
     worker, other = join(service, 1), join(service, 2)
     push(other, ONES)
@@ -238,7 +238,7 @@ def serve():
     return parts
 
 
-def test_nobody_gets_the_zeros_of_a_service_that_was_restarted(cpu_devices):
+def test_nobody_gets_the_zeros_of_a_service_that_was_restarted(logical_devices):
     parts = serve()
     connection = ParameterClient(parts.address, PARTITIONS, GOOD, 1, prefix=WEIGHTS_PREFIX)
     worker = VectorExchange(connection, Delta())
@@ -291,7 +291,7 @@ def give_turn(service, client, parts=(0, 1, 2)):
         service.slots()[part]["turn"].assign(client)
 
 
-def test_values_are_sent_again_in_their_turn_only(cpu_devices, monkeypatch):
+def test_values_are_sent_again_in_their_turn_only(logical_devices, monkeypatch):
     service = start(RoundRobinEASGD(3, alpha=0.5))
     worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
     events = {6: lambda: give_turn(service, 1, [0]), 8: lambda: give_turn(service, 1, [1, 2])}
@@ -305,7 +305,7 @@ def test_values_are_sent_again_in_their_turn_only(cpu_devices, monkeypatch):
 
 @pytest.mark.quick("closed")
 @pytest.mark.parametrize("reason", ["closed", "too stale"])
-def test_who_need_not_wait_any_more_is_told_at_once(cpu_devices, monkeypatch, reason):
+def test_who_need_not_wait_any_more_is_told_at_once(logical_devices, monkeypatch, reason):
     service = start(RoundRobinEASGD(3, alpha=0.5), staleness_bound=0)
     worker = join(service, 2, RoundRobinEASGD(3, alpha=0.5))
     first = join(service, 0, RoundRobinEASGD(3, alpha=0.5))
@@ -319,7 +319,7 @@ def test_who_need_not_wait_any_more_is_told_at_once(cpu_devices, monkeypatch, re
     np.testing.assert_array_equal(service.versions(), int(reason == "too stale"))
 
 
-def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(cpu_devices, monkeypatch):
+def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(logical_devices, monkeypatch):
     """Whoever has the turn of those may have gone on alone, for the same loss."""
     service = start(RoundRobinEASGD(3, alpha=0.5))
     worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
@@ -333,7 +333,7 @@ def test_a_part_that_is_lost_is_noticed_while_others_say_to_wait(cpu_devices, mo
         worker.finish(worker.send(ONES, 8), ONES)
 
 
-def test_a_lost_service_is_not_waited_for(cpu_devices, monkeypatch):
+def test_a_lost_service_is_not_waited_for(logical_devices, monkeypatch):
     service = start(RoundRobinEASGD(3, alpha=0.5))
     worker = join(service, 1, RoundRobinEASGD(3, alpha=0.5))
     monkeypatch.setattr(worker._transport, "ask_turns", lambda push, indices: [NO_ANSWER])

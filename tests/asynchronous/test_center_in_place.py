@@ -31,7 +31,7 @@ def push(service, value):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_the_center_is_changed_where_it_is(cpu_devices, scale):
+def test_the_center_is_changed_where_it_is(logical_devices, scale):
     service = start(Delta(scale))
     push(service, 1.0)
     before = place(service)
@@ -42,7 +42,7 @@ def test_the_center_is_changed_where_it_is(cpu_devices, scale):
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_large_center_counts_whether_or_not_it_can_be_undone(cpu_devices, factor):
+def test_a_large_center_counts_whether_or_not_it_can_be_undone(logical_devices, factor):
     service = start(Delta())
     value = factor * LARGEST_NORM / SIZE**0.5
     np.testing.assert_array_equal(push(service, value), np.float32(value))
@@ -60,7 +60,7 @@ class FourthPower(Delta):
         return super().update(center, slots, change**4, meta)
 
 
-def test_a_subclass_with_its_own_update_is_undone(cpu_devices):
+def test_a_subclass_with_its_own_update_is_undone(logical_devices):
     service = start(FourthPower())
     np.testing.assert_array_equal(push(service, 2.0), 16.0)
     np.testing.assert_array_equal(push(service, 1e10), 16.0)

@@ -41,8 +41,8 @@ def replace_optimizer(model, strategy):
 
 @pytest.mark.parametrize("shares", [None, [2, 1]])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
-def test_any_number_of_steps_is_one_large_batch(cpu_devices, shares, steps_per_execution):
-    devices = cpu_devices[: len(shares or [1])]
+def test_any_number_of_steps_is_one_large_batch(logical_devices, shares, steps_per_execution):
+    devices = logical_devices[: len(shares or [1])]
     strategy = keras_het.HeterogeneousStrategy(devices, shares=shares)
     model = make_model(strategy, steps_per_execution=steps_per_execution)
     mean = replace_optimizer(model, strategy)
@@ -57,8 +57,8 @@ def test_any_number_of_steps_is_one_large_batch(cpu_devices, shares, steps_per_e
         np.testing.assert_array_equal(after, before)
 
 
-def test_what_a_backup_brought_back_is_forgotten(cpu_devices):
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+def test_what_a_backup_brought_back_is_forgotten(logical_devices):
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     model = make_model(strategy)
     mean = replace_optimizer(model, strategy)
     weights, (x, y) = model.get_weights(), data()
@@ -69,8 +69,8 @@ def test_what_a_backup_brought_back_is_forgotten(cpu_devices):
     np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_rate_that_a_callback_sets_is_refused_and_scales_nothing(cpu_devices):
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+def test_a_rate_that_a_callback_sets_is_refused_and_scales_nothing(logical_devices):
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     model = make_model(strategy)
     mean = replace_optimizer(model, strategy)
     weights, (x, y) = model.get_weights(), data()
@@ -83,8 +83,8 @@ def test_a_rate_that_a_callback_sets_is_refused_and_scales_nothing(cpu_devices):
     np.testing.assert_allclose(np.concatenate(mean.take()), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_float16_gradients_are_scaled(cpu_devices):
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+def test_float16_gradients_are_scaled(logical_devices):
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -120,8 +120,8 @@ def state_of(optimizer):
 
 
 @pytest.mark.parametrize("scales_loss", [False, True])
-def test_files_have_the_state_of_the_users_optimizer(cpu_devices, tmp_path, scales_loss):
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+def test_files_have_the_state_of_the_users_optimizer(logical_devices, tmp_path, scales_loss):
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     model = momentum(strategy, scales_loss)
     user = model.optimizer
     model.save_weights(tmp_path / "before.weights.h5")

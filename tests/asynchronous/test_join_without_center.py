@@ -77,7 +77,7 @@ def joins(worker: Worker, service: ParameterService, refusals: int) -> int:
 
 
 @pytest.fixture
-def service(cpu_devices: Any) -> Any:
+def service(logical_devices: Any) -> Any:
     found = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2, awaits_center=True)
     found.start()
     yield found

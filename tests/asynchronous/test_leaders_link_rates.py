@@ -69,7 +69,7 @@ def test_each_worker_measures_alone_and_the_leader_counts_as_the_fastest(monkeyp
 
 
 @pytest.fixture
-def leader(cpu_devices):
+def leader(logical_devices):
     address = free_address()
     server = link_rates._start_server(address, credential(SECRET.encode(), "links"))
     yield address

@@ -25,8 +25,8 @@ def values():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_what_is_written_is_read(cpu_devices, dtype, num_devices):
-    variable, vectors, strategy = vectors_of(dtype, cpu_devices[:num_devices])
+def test_what_is_written_is_read(logical_devices, dtype, num_devices):
+    variable, vectors, strategy = vectors_of(dtype, logical_devices[:num_devices])
     vectors.write([values()[:PART], values()[PART:]])
     np.testing.assert_array_equal(np.concatenate(vectors.read()), values())
     with strategy.scope():
@@ -35,17 +35,17 @@ def test_what_is_written_is_read(cpu_devices, dtype, num_devices):
     np.testing.assert_allclose(moved, 1.0, atol=2.0**-6 if dtype != "float32" else 1e-6)
 
 
-def test_what_variables_cannot_hold_is_not_a_number_left_over(cpu_devices):
-    _, vectors, _ = vectors_of("float16", cpu_devices[:1])
+def test_what_variables_cannot_hold_is_not_a_number_left_over(logical_devices):
+    _, vectors, _ = vectors_of("float16", logical_devices[:1])
     vectors.write([np.full(PART, 1e6, np.float32), np.zeros(SIZE - PART, np.float32)])
     assert np.isinf(vectors.read()[0]).all()
     vectors.write([np.zeros(PART, np.float32), np.zeros(SIZE - PART, np.float32)])
     np.testing.assert_array_equal(np.concatenate(vectors.read()), 0)
 
 
-def test_workers_do_not_send_their_rounding(cpu_devices):
+def test_workers_do_not_send_their_rounding(logical_devices):
     rule, center = Delta(), tf.Variable(values())
-    workers = [vectors_of("bfloat16", cpu_devices[:1])[1] for _ in range(3)]
+    workers = [vectors_of("bfloat16", logical_devices[:1])[1] for _ in range(3)]
     seen = [values()] * 3
     for own in workers:
         own.write([values()[:PART], values()[PART:]])

@@ -46,7 +46,7 @@ def connect(service, client=0, proof=GOOD, **options):
 
 
 @pytest.fixture
-def service(cpu_devices):
+def service(logical_devices):
     return start(Delta())
 
 
@@ -99,7 +99,7 @@ def test_push_in_a_function(service):
     np.testing.assert_array_equal(service.versions(), [10] * 3)
 
 
-def test_no_push_of_simultaneous_clients_is_lost(cpu_devices):
+def test_no_push_of_simultaneous_clients_is_lost(logical_devices):
     service = start(AsyncSGD(learning_rate=0.5, momentum=0.5))
     errors = []
 
@@ -129,7 +129,7 @@ def test_no_push_of_simultaneous_clients_is_lost(cpu_devices):
     np.testing.assert_allclose(center, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_local_and_remote_exchanges_are_the_same(cpu_devices):
+def test_local_and_remote_exchanges_are_the_same(logical_devices):
     remote, local = start(ElasticAveraging(0.3)), start(ElasticAveraging(0.3))
     client = connect(remote, 1)
     for scale in (1.0, 3.0):
@@ -142,7 +142,7 @@ def test_local_and_remote_exchanges_are_the_same(cpu_devices):
 
 @pytest.mark.quick("rule0")
 @pytest.mark.parametrize("rule", [AsyncSGD(0.5), Delta(), ElasticAveraging(0.5)])
-def test_a_local_push_that_is_not_finite_changes_nothing(cpu_devices, caplog, rule):
+def test_a_local_push_that_is_not_finite_changes_nothing(logical_devices, caplog, rule):
     service = start(rule)
     bad = [tf.fill([size], np.float32("nan")) for size in PARTITIONS.sizes]
     for _ in range(2):
@@ -174,7 +174,7 @@ TOO_LARGE = {  # changes of which the last one would leave something that is not
 
 @pytest.mark.quick("delta", "momentum", "compensation by mean squares")
 @pytest.mark.parametrize("name", TOO_LARGE)
-def test_finite_pushes_leave_center_and_state_finite(cpu_devices, name):
+def test_finite_pushes_leave_center_and_state_finite(logical_devices, name):
     make_rule, changes = TOO_LARGE[name]
     partitions = Partitions(((3,),))
     service = ParameterService(free_address(), partitions, make_rule(), GOOD, 1)
@@ -199,7 +199,7 @@ def test_finite_pushes_leave_center_and_state_finite(cpu_devices, name):
     service.close()
 
 
-def test_a_local_push_that_is_too_large_changes_nothing(cpu_devices, caplog):
+def test_a_local_push_that_is_too_large_changes_nothing(logical_devices, caplog):
     service = start(Delta())
     service.exchange_locally(0, 8.0, huge(3e38))
     before = flat(service.center_partitions())
@@ -210,7 +210,7 @@ def test_a_local_push_that_is_too_large_changes_nothing(cpu_devices, caplog):
     service.close()
 
 
-def test_a_rule_may_keep_what_is_not_finite(cpu_devices):
+def test_a_rule_may_keep_what_is_not_finite(logical_devices):
     class Smallest(Delta):
         """Keeps the smallest change, at first none."""
 
@@ -232,7 +232,7 @@ def test_a_rule_may_keep_what_is_not_finite(cpu_devices):
     service.close()
 
 
-def test_a_local_push_of_one_bad_partition_takes_the_others(cpu_devices):
+def test_a_local_push_of_one_bad_partition_takes_the_others(logical_devices):
     service = start(Delta())
     good = ramp()
     answers = service.exchange_locally(0, 8.0, [good[0], np.inf * good[1], good[2]])
@@ -326,7 +326,7 @@ def test_secret(tmp_path):
 @pytest.mark.parametrize(
     ("wire", "step"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8), ("float32", 0.0)]
 )
-def test_half_precision(cpu_devices, wire, step):
+def test_half_precision(logical_devices, wire, step):
     service = start(Delta(), wire=FloatWire(wire))
     client = connect(service, wire=FloatWire(wire))
     changes = [part / 3 for part in ramp()]
@@ -339,7 +339,7 @@ def test_half_precision(cpu_devices, wire, step):
 
 @pytest.mark.parametrize("size", [1, 6, 7])
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-def test_two_half_values_travel_in_the_bits_of_one(cpu_devices, wire, size):
+def test_two_half_values_travel_in_the_bits_of_one(logical_devices, wire, size):
     values, form = tf.random.normal([size]) * 100, FloatWire(wire)
     (sent,), residual = form.encode(values)
     assert sent.dtype == tf.float32 and sent.shape == form.signature(size)[0].shape
@@ -350,7 +350,7 @@ def test_two_half_values_travel_in_the_bits_of_one(cpu_devices, wire, size):
     np.testing.assert_array_equal(rounded + residual, values)
 
 
-def test_error_feedback_loses_nothing(cpu_devices):
+def test_error_feedback_loses_nothing(logical_devices):
     # numpy's reference: what is not sent is kept and added to the next change
     service = start(Delta(), wire=TopKWire(0.3))
     client = connect(service, wire=TopKWire(0.3))
@@ -383,7 +383,7 @@ def test_what_was_not_accepted_is_kept(service):
     np.testing.assert_array_equal(flat(answer.residuals), flat(ramp()))
 
 
-def test_places_that_do_not_exist_change_nothing(cpu_devices):
+def test_places_that_do_not_exist_change_nothing(logical_devices):
     class Wrong(TopKWire):
         def encode(self, values):
             (sent, places), left = super().encode(values)
@@ -421,7 +421,7 @@ def test_a_numbered_push_counts_once(service):
     assert service.versions().tolist() == [2, 2, 2]
 
 
-def test_a_push_beyond_the_staleness_bound_is_not_taken(cpu_devices):
+def test_a_push_beyond_the_staleness_bound_is_not_taken(logical_devices):
     service = start(Delta(), staleness_bound=1)
     fast, slow = connect(service, 0), connect(service, 1)
     for version in range(2):
@@ -436,7 +436,7 @@ def test_a_push_beyond_the_staleness_bound_is_not_taken(cpu_devices):
     assert answer.statuses.numpy().tolist() == [Status.OK] * 3
 
 
-def test_a_version_that_is_still_to_come_is_as_stale_as_one_long_past(cpu_devices):
+def test_a_version_that_is_still_to_come_is_as_stale_as_one_long_past(logical_devices):
     # as of a worker whose service was restarted, or of one that makes versions up
     service = start(Delta(), staleness_bound=1)
     client = connect(service)
@@ -454,7 +454,7 @@ def test_a_version_that_is_still_to_come_is_as_stale_as_one_long_past(cpu_device
 
 @pytest.mark.quick("0.7")
 @pytest.mark.parametrize("ratio", [1.0, 0.7, 0.5])
-def test_largest_values_of_the_largest_partition_fit_into_a_message(cpu_devices, ratio):
+def test_largest_values_of_the_largest_partition_fit_into_a_message(logical_devices, ratio):
     wire = TopKWire(ratio)
     largest = wire.largest_partition
     assert round(ratio * largest) * 8 <= 4_096_000 < round(ratio * (largest + 2)) * 8 + 8
@@ -484,7 +484,7 @@ def test_partitions_that_are_too_large_for_their_format_are_refused(service):
     "rule",
     [DelayCompensated(0.1, 1.0, num_workers=3), RoundRobinEASGD(3), AsyncEASGD(None, None, 3)],
 )
-def test_a_rule_that_was_made_for_fewer_workers_is_refused(cpu_devices, rule):
+def test_a_rule_that_was_made_for_fewer_workers_is_refused(logical_devices, rule):
     ParameterService(free_address(), PARTITIONS, rule, GOOD, 3)
     with pytest.raises(ValueError, match=r"made for 3 workers.*num_workers=4"):
         ParameterService(free_address(), PARTITIONS, rule, GOOD, 4)
@@ -515,7 +515,7 @@ class UnhurriedUnderLock(Unhurried):
     is_atomic = True
 
 
-def test_two_partitions_are_updated_at_the_same_time(cpu_devices, monkeypatch):
+def test_two_partitions_are_updated_at_the_same_time(logical_devices, monkeypatch):
     monkeypatch.setattr(parameter_service, "usable_cpus", lambda: 8.0)
     rule = UnhurriedUnderLock()
     service = start(rule)
@@ -542,7 +542,7 @@ def test_two_partitions_are_updated_at_the_same_time(cpu_devices, monkeypatch):
 
 @pytest.mark.quick("1.5")
 @pytest.mark.parametrize("cpus", [1.5, 8.0])
-def test_partitions_that_share_a_lock_are_all_updated(cpu_devices, monkeypatch, cpus):
+def test_partitions_that_share_a_lock_are_all_updated(logical_devices, monkeypatch, cpus):
     monkeypatch.setattr(parameter_service, "usable_cpus", lambda: cpus)
     num_locks = parameter_service.number_of_locks()
     assert num_locks == (1 if cpus < 4 else 2)
@@ -560,7 +560,7 @@ def test_partitions_that_share_a_lock_are_all_updated(cpu_devices, monkeypatch, 
 
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("remote", [False, True])
-def test_the_center_is_final_when_training_was_closed_without_a_lock_too(cpu_devices, remote):
+def test_the_center_is_final_when_training_was_closed_without_a_lock_too(logical_devices, remote):
     rule = Unhurried()
     service = start(rule)
     pusher, leader = connect(service, 1), connect(service)

@@ -124,7 +124,7 @@ WIRES = {"float32": FloatWire(), "float16": FloatWire("float16"), "top": TopKWir
 @pytest.mark.parametrize(
     ("wire", "num_bad"), [("float32", 2000), ("float16", 700), ("top", 700)], ids=WIRES
 )
-def test_bad_requests_change_nothing(cpu_devices, wire, num_bad):
+def test_bad_requests_change_nothing(logical_devices, wire, num_bad):
     format_ = WIRES[wire]
     service = ParameterService(
         free_address(), PARTITIONS, AsyncSGD(0.1, momentum=0.5), GOOD, NUM_CLIENTS, format_
@@ -157,7 +157,7 @@ def test_bad_requests_change_nothing(cpu_devices, wire, num_bad):
     np.testing.assert_allclose(center, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_bad_requests_hold_up_nobody_who_waits_for_a_turn(cpu_devices):
+def test_bad_requests_hold_up_nobody_who_waits_for_a_turn(logical_devices):
     """They may pass a turn on, and change nothing else; who is told to wait gets a later turn."""
     rule, num_bad = RoundRobinEASGD(NUM_CLIENTS), 700
     service = ParameterService(free_address(), PARTITIONS, rule, GOOD, NUM_CLIENTS)

@@ -158,7 +158,7 @@ def proof_of(wire, **options):
     return credential(b"0123456789abcdef", task.service_fingerprint)
 
 
-def test_tasks_agree_on_the_format_of_messages(cpu_devices):
+def test_tasks_agree_on_the_format_of_messages(logical_devices):
     wires = [FloatWire(dtype) for dtype in ("float32", "float16", "bfloat16")]
     wires += [TopKWire(ratio) for ratio in (0.1, 0.2)]
     assert len({proof_of(wire) for wire in wires}) == len(wires)

@@ -74,7 +74,7 @@ class Recorded:
         return getattr(self.answer, name)
 
 
-def test_few_partitions_are_under_way(cpu_devices, monkeypatch):
+def test_few_partitions_are_under_way(logical_devices, monkeypatch):
     connection = connect(start())
     recorder = Recorder(monkeypatch)
     answer = connection.push(ramp(), VERSIONS, 1, ramp())
@@ -85,7 +85,7 @@ def test_few_partitions_are_under_way(cpu_devices, monkeypatch):
     assert recorder.most == LIMIT and len(recorder.timeouts) == 3 * COUNT
 
 
-def test_a_push_goes_on_beside_what_the_worker_does(cpu_devices, monkeypatch):
+def test_a_push_goes_on_beside_what_the_worker_does(logical_devices, monkeypatch):
     service = start()
     connection = connect(service)
     recorder = Recorder(monkeypatch)
@@ -98,7 +98,7 @@ def test_a_push_goes_on_beside_what_the_worker_does(cpu_devices, monkeypatch):
         np.testing.assert_array_equal(part, change)
 
 
-def test_a_push_that_travels_keeps_its_client(cpu_devices):
+def test_a_push_that_travels_keeps_its_client(logical_devices):
     """TensorFlow would crash while the answer is waited for."""
     service = start()
     client = connect(service)
@@ -122,7 +122,7 @@ def operations_before(operation):
     return found
 
 
-def test_few_partitions_are_under_way_in_a_function(cpu_devices):
+def test_few_partitions_are_under_way_in_a_function(logical_devices):
     connection = connect(start())
 
     @tf.function
@@ -142,7 +142,7 @@ def test_few_partitions_are_under_way_in_a_function(cpu_devices):
 
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("in_function", [False, True])
-def test_a_service_that_is_gone_is_waited_for_once(cpu_devices, monkeypatch, in_function):
+def test_a_service_that_is_gone_is_waited_for_once(logical_devices, monkeypatch, in_function):
     service = start()
     connection = connect(service, 0.5)
     service.close()
@@ -158,7 +158,7 @@ def test_a_service_that_is_gone_is_waited_for_once(cpu_devices, monkeypatch, in_
     np.testing.assert_allclose(timeouts[LIMIT:], 0.001)
 
 
-def test_all_partitions_share_their_functions(cpu_devices):
+def test_all_partitions_share_their_functions(logical_devices):
     service = start()
     of_partitions = [name for name in service._server._methods if name != "hello"]
     assert sorted(of_partitions) == sorted(f"{name}_2" for name in service._served())
@@ -190,7 +190,7 @@ class Counting(Delta):
         return super().update(center, slots, change, meta)
 
 
-def test_a_rule_with_variables_of_its_own_has_functions_for_each_partition(cpu_devices):
+def test_a_rule_with_variables_of_its_own_has_functions_for_each_partition(logical_devices):
     rule = Counting()
     connection = connect(start(rule))
     for _ in range(3):
@@ -198,7 +198,7 @@ def test_a_rule_with_variables_of_its_own_has_functions_for_each_partition(cpu_d
     assert [int(count) for count in rule.counts.values()] == [3] * COUNT
 
 
-def test_after_its_end_training_takes_no_push(cpu_devices):
+def test_after_its_end_training_takes_no_push(logical_devices):
     service = start()
     connection = connect(service)
     assert set(connection.push(ramp(), VERSIONS, 1, ramp(), 1).statuses.numpy()) == {Status.OK}

@@ -66,7 +66,7 @@ class Leader(Center):
         return weights
 
 
-def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(cpu_devices):
+def test_what_was_learned_alone_is_scaled_once_however_often_rejoining_fails(logical_devices):
     """All processes are there again, and a part of the center does not answer."""
     service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
     service.start()
@@ -113,7 +113,7 @@ class Parts(RemoteParts):
         pass
 
 
-def test_the_center_is_brought_until_it_is_there(cpu_devices):
+def test_the_center_is_brought_until_it_is_there(logical_devices):
     service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
     service.start()
     leader = Leader(service)
@@ -146,7 +146,7 @@ class Question:
             self.is_open = False
 
 
-def test_the_group_goes_on_while_a_silent_service_is_asked(cpu_devices):
+def test_the_group_goes_on_while_a_silent_service_is_asked(logical_devices):
     service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
     service.start()
     leader = Leader(service, seconds=2.0)
@@ -167,7 +167,7 @@ def test_the_group_goes_on_while_a_silent_service_is_asked(cpu_devices):
     service.close()
 
 
-def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(cpu_devices, monkeypatch):
+def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(logical_devices, monkeypatch):
     """A message to a silent service lasts for its whole time-out."""
     allowed = []
 
@@ -196,7 +196,7 @@ def test_a_service_that_is_away_is_told_the_end_and_not_waited_for(cpu_devices, 
     service.close()
 
 
-def test_a_part_that_knows_this_training_and_has_no_center_gets_it(cpu_devices):
+def test_a_part_that_knows_this_training_and_has_no_center_gets_it(logical_devices):
     """It was restarted, and an offer of the time before it reached it after all."""
     service = ParameterService(free_address(), PARTITIONS, Delta(), PROOF, 2)
     service.start()

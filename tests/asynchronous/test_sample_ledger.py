@@ -36,7 +36,7 @@ def start():
 
 
 @pytest.fixture
-def service(cpu_devices):
+def service(logical_devices):
     return start()
 
 
@@ -236,7 +236,7 @@ def test_samples_of_the_leader_count_once(service):
     assert ledger.used.tolist() == [112, 0, 0, 0] == leader.used.tolist()
 
 
-def test_a_service_that_is_not_there(cpu_devices):
+def test_a_service_that_is_not_there(logical_devices):
     with pytest.raises(ServiceLostError, match="did not answer within 1 s"):
         connect(free_address(), timeout=1).report(Presence.TRAINING)
 

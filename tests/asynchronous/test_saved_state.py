@@ -43,7 +43,7 @@ def start(rule, partitions):
 
 @pytest.mark.quick("adam")
 @pytest.mark.parametrize("name", ["momentum", "adam", "delay_compensated"])
-def test_large_state_comes_back(cpu_devices, name):
+def test_large_state_comes_back(logical_devices, name):
     rules = {
         "momentum": lambda: AsyncSGD(0.1, momentum=0.5),
         "adam": lambda: AsyncSGD(optimizer="adam"),
@@ -67,7 +67,7 @@ def test_large_state_comes_back(cpu_devices, name):
         np.testing.assert_array_equal(one, two)
 
 
-def test_pieces_that_come_at_the_same_time_are_all_there(cpu_devices):
+def test_pieces_that_come_at_the_same_time_are_all_there(logical_devices):
     service, client = start(AsyncSGD(0.1, momentum=0.5), LARGE)
     momentum = np.arange(LARGE.sizes[0], dtype="float32")
     pieces = [momentum[first : first + LARGEST_PIECE] for first in (0, LARGEST_PIECE)]
@@ -86,7 +86,7 @@ def test_pieces_that_come_at_the_same_time_are_all_there(cpu_devices):
 @pytest.mark.parametrize(
     "other", [DelayCompensated(0.1, 1.0, num_workers=3), AsyncSGD(0.1), Delta()]
 )
-def test_state_of_another_rule_or_number_of_workers_is_refused(cpu_devices, other):
+def test_state_of_another_rule_or_number_of_workers_is_refused(logical_devices, other):
     _, client = start(DelayCompensated(0.1, 1.0, num_workers=2), SMALL)
     service, receiver = start(other, SMALL)
     before = service.state()
@@ -100,7 +100,7 @@ def test_state_of_another_rule_or_number_of_workers_is_refused(cpu_devices, othe
 @pytest.mark.parametrize(
     ("name", "value"), [("momentum", np.nan), ("momentum", -np.inf), ("version", -5)]
 )
-def test_state_with_which_no_push_could_be_taken_is_refused(cpu_devices, name, value):
+def test_state_with_which_no_push_could_be_taken_is_refused(logical_devices, name, value):
     service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
     values = np.full(1 if name == "version" else 3, value, "int64" if value == -5 else "float32")
     first, other = client.export()
@@ -132,7 +132,7 @@ def leader_of(client, goes_on):
 
 
 def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
-    cpu_devices, tmp_path, monkeypatch
+    logical_devices, tmp_path, monkeypatch
 ):
     service, client = start(AsyncSGD(0.1, momentum=0.5), SMALL)
     center, backup = leader_of(client, goes_on=True), BackupAndRestore(str(tmp_path))
@@ -155,7 +155,7 @@ def test_a_backup_without_a_service_keeps_the_state_of_the_one_before(
     assert backup._service_state() == {}
 
 
-def test_a_backup_ends_a_training_that_shall_not_go_on_alone(cpu_devices):
+def test_a_backup_ends_a_training_that_shall_not_go_on_alone(logical_devices):
     service, _ = start(AsyncSGD(0.1, momentum=0.5), SMALL)
     client = ParameterClient(service.address, SMALL, GOOD, 0, timeout_seconds=1.0)
     center = leader_of(client, goes_on=False)
@@ -165,7 +165,7 @@ def test_a_backup_ends_a_training_that_shall_not_go_on_alone(cpu_devices):
     assert center.engine.is_given_up
 
 
-def test_small_state_is_one_piece_a_variable(cpu_devices):
+def test_small_state_is_one_piece_a_variable(logical_devices):
     _, client = start(RoundRobinEASGD(2), SMALL)
     states = client.export()
     assert [state.sizes for state in states] == [(1, 2, 1)] * 2  # version, left, turn

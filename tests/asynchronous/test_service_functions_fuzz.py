@@ -140,7 +140,7 @@ def registered(monkeypatch):
 
 
 @pytest.fixture
-def service(cpu_devices, registered):
+def service(logical_devices, registered):
     server = FunctionServer(free_address())
     rule = AsyncSGD(0.1, momentum=0.5)
     parameters = ParameterService(
@@ -250,7 +250,9 @@ def messages(specs, proof):
     [parts_of_a_hybrid_training, summation_machine, link_rates_of_a_leader],
     ids=lambda start: start.__name__,
 )
-def test_no_shape_or_type_of_any_argument_is_trusted(cpu_devices, registered, monkeypatch, start):
+def test_no_shape_or_type_of_any_argument_is_trusted(
+    logical_devices, registered, monkeypatch, start
+):
     """The token is right, so that only the check of shapes stands before the function."""
     monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
     register = FunctionServer.register
@@ -279,7 +281,7 @@ def test_no_shape_or_type_of_any_argument_is_trusted(cpu_devices, registered, mo
     server.close()
 
 
-def test_a_token_opens_one_function_for_a_while(cpu_devices):
+def test_a_token_opens_one_function_for_a_while(logical_devices):
     gate, now = Gate(GOOD), float(tf.timestamp())
 
     def admits(function, at):
@@ -295,7 +297,7 @@ def test_a_token_opens_one_function_for_a_while(cpu_devices):
         assert not bool(gate.admits(wrong_token(random, GOOD, "push"), "push"))
 
 
-def test_a_worker_whose_clock_is_wrong_asks_for_the_time(cpu_devices):
+def test_a_worker_whose_clock_is_wrong_asks_for_the_time(logical_devices):
     server = FunctionServer(free_address())
     server.register("hello", hello_function(), Gate(GOOD))
     server.start()
@@ -324,7 +326,7 @@ def spec():
 
 
 @pytest.mark.full
-def test_a_process_that_serves_survives_offers_that_it_cannot_read(cpu_devices):
+def test_a_process_that_serves_survives_offers_that_it_cannot_read(logical_devices):
     address, said = free_address(), []
     offers = Offers(SECRET)
     server = FunctionServer(address)
@@ -354,7 +356,7 @@ def test_a_process_that_serves_survives_offers_that_it_cannot_read(cpu_devices):
         assert "an offer was not taken" in said.pop()
 
 
-def test_an_offer_to_nobody_says_what_to_start(cpu_devices):
+def test_an_offer_to_nobody_says_what_to_start(logical_devices):
     with pytest.raises(ConnectionError, match="keras-het serve") as caught:
         make_offer(free_address(), SECRET, spec(), 0, 0.5)
     assert isinstance(caught.value.__cause__, NoAnswerError)

@@ -19,7 +19,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 @pytest.fixture
-def part(cpu_devices):
+def part(logical_devices):
     with tf.device("CPU:0"):
         return Part(SIZE, Delta(), 1, "undo", has_center=True)
 

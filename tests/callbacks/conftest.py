@@ -17,7 +17,7 @@ def nobody_else_on_the_host(monkeypatch):
 
 
 @pytest.fixture
-def strategy(monkeypatch, cpu_devices):
+def strategy(monkeypatch, logical_devices):
     """Of the synchronous worker; the other one never comes."""
     cluster = {"worker": [free_address()], "async": [free_address()]}
     task = {"type": "worker", "index": 0}

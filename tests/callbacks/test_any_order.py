@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import DEVICES
 
 from keras_het.callbacks import (
     BackupAndRestore,
@@ -83,7 +84,7 @@ def data():
 def on_one_device():
     """The weights after each epoch."""
     looks = Looks()
-    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+    with tf.distribute.OneDeviceStrategy(DEVICES[0]).scope():
         model = make_model()
     model.fit(data(), epochs=EPOCHS, verbose=0, callbacks=[looks])
     return looks.weights

@@ -71,8 +71,8 @@ def assert_goes_on(devices, make_data, folder, step, save_freq=3, **options):
 @pytest.mark.quick("False-14", "True-4")
 @pytest.mark.parametrize("step", [4, 14, 23])
 @pytest.mark.parametrize("of_unknown_number", [False, True])
-def test_every_later_epoch_is_whole(cpu_devices, tmp_path, of_unknown_number, step):
-    assert_goes_on(cpu_devices, lambda: rows(of_unknown_number), tmp_path, step)
+def test_every_later_epoch_is_whole(logical_devices, tmp_path, of_unknown_number, step):
+    assert_goes_on(logical_devices, lambda: rows(of_unknown_number), tmp_path, step)
 
 
 @pytest.mark.quick("True-more than a pass")
@@ -85,41 +85,43 @@ def test_every_later_epoch_is_whole(cpu_devices, tmp_path, of_unknown_number, st
     ],
 )
 @pytest.mark.parametrize("of_unknown_number", [False, True])
-def test_epochs_of_given_length_over_endless_data(cpu_devices, tmp_path, of_unknown_number, steps):
+def test_epochs_of_given_length_over_endless_data(
+    logical_devices, tmp_path, of_unknown_number, steps
+):
     def data():
         return rows(of_unknown_number).repeat()
 
-    assert_goes_on(cpu_devices, data, tmp_path, steps + 5, steps_per_epoch=steps)
+    assert_goes_on(logical_devices, data, tmp_path, steps + 5, steps_per_epoch=steps)
 
 
 @pytest.mark.quick("half a pass-4", "half a pass-epoch")
 @pytest.mark.parametrize("save_freq", [3, 4, "epoch"])
 @pytest.mark.parametrize(("steps", "epochs"), [(8, 3), (4, 5)], ids=["a pass", "half a pass"])
 def test_epochs_of_given_length_over_data_that_ends(
-    cpu_devices, tmp_path, steps, epochs, save_freq
+    logical_devices, tmp_path, steps, epochs, save_freq
 ):
     options = {"steps_per_epoch": steps, "epochs": epochs}
-    assert_goes_on(cpu_devices, rows, tmp_path, steps + 3, save_freq, **options)
+    assert_goes_on(logical_devices, rows, tmp_path, steps + 3, save_freq, **options)
 
 
 @pytest.mark.quick("8")
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("step", [7, 8])  # before and at the end of the pass
-def test_epochs_that_end_with_a_pass(cpu_devices, tmp_path, step):
+def test_epochs_that_end_with_a_pass(logical_devices, tmp_path, step):
     options = {"steps_per_epoch": 5, "epochs": 3}
-    assert_goes_on(cpu_devices, rows, tmp_path, step, 1, **options)
+    assert_goes_on(logical_devices, rows, tmp_path, step, 1, **options)
 
 
-def test_the_batches_of_a_generator(cpu_devices, tmp_path):
+def test_the_batches_of_a_generator(logical_devices, tmp_path):
     def data():
         return (batch for batch in rows().repeat().as_numpy_iterator())
 
-    assert_goes_on(cpu_devices, data, tmp_path, 12, steps_per_epoch=5)
+    assert_goes_on(logical_devices, data, tmp_path, 12, steps_per_epoch=5)
 
 
-def test_several_steps_in_an_execution(cpu_devices, tmp_path):
+def test_several_steps_in_an_execution(logical_devices, tmp_path):
     options = {"compile": {"steps_per_execution": 3}}
-    assert_goes_on(cpu_devices, rows, tmp_path, 4, **options)
+    assert_goes_on(logical_devices, rows, tmp_path, 4, **options)
 
 
 def damage_the_newest(folder):
@@ -130,35 +132,40 @@ def damage_the_newest(folder):
 
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("is_double", [False, True])
-def test_a_damaged_backup_is_an_error_or_the_one_before_is_taken(cpu_devices, tmp_path, is_double):
+def test_a_damaged_backup_is_an_error_or_the_one_before_is_taken(
+    logical_devices, tmp_path, is_double
+):
     def both(*more):
         return [backup(tmp_path, double_checkpoint=is_double), *more]
 
     with pytest.raises(InterruptedError):
-        trained(cpu_devices, rows(), both(Interruption(14)))
+        trained(logical_devices, rows(), both(Interruption(14)))
     newest = damage_the_newest(tmp_path / "backup")
     if is_double:
-        expected, found = trained(cpu_devices, rows(), []), trained(cpu_devices, rows(), both())
+        expected, found = (
+            trained(logical_devices, rows(), []),
+            trained(logical_devices, rows(), both()),
+        )
         for one, other in zip(state(found), state(expected), strict=True):
             np.testing.assert_array_equal(one, other)
     else:
         with pytest.raises(OSError, match="damaged") as error:
-            trained(cpu_devices, rows(), both())
+            trained(logical_devices, rows(), both())
         assert str(newest) in str(error.value)
 
 
-def test_the_next_fit_begins_with_the_first_epoch(cpu_devices, tmp_path):
-    interrupted(cpu_devices, rows(), tmp_path, 14)
-    model = linear_model(cpu_devices)
+def test_the_next_fit_begins_with_the_first_epoch(logical_devices, tmp_path):
+    interrupted(logical_devices, rows(), tmp_path, 14)
+    model = linear_model(logical_devices)
     resumed = model.fit(rows(), epochs=3, verbose=0, callbacks=[backup(tmp_path)])
     assert resumed.epoch == [1, 2]
     assert model.fit(rows(), epochs=3, verbose=0).epoch == [0, 1, 2]
 
 
-def test_the_next_fit_begins_with_the_first_epoch_where_all_was_done(cpu_devices, tmp_path):
+def test_the_next_fit_begins_with_the_first_epoch_where_all_was_done(logical_devices, tmp_path):
     kept = backup(tmp_path, delete_checkpoint=False)
-    trained(cpu_devices, rows(), [kept])
-    model = linear_model(cpu_devices)
+    trained(logical_devices, rows(), [kept])
+    model = linear_model(logical_devices)
     resumed = model.fit(rows(), epochs=3, verbose=0, callbacks=[backup(tmp_path)])
     assert resumed.epoch == []
     assert model.fit(rows(), epochs=3, verbose=0).epoch == [0, 1, 2]
@@ -172,11 +179,11 @@ class Evaluates(keras.callbacks.Callback):
             self.model.evaluate(rows(), verbose=0)
 
 
-def test_an_evaluation_within_the_epoch_is_not_what_is_saved(cpu_devices, tmp_path):
-    expected = trained(cpu_devices, rows(), [])
+def test_an_evaluation_within_the_epoch_is_not_what_is_saved(logical_devices, tmp_path):
+    expected = trained(logical_devices, rows(), [])
     with pytest.raises(InterruptedError):
-        trained(cpu_devices, rows(), [Evaluates(), backup(tmp_path), Interruption(12)])
-    found = trained(cpu_devices, rows(), [backup(tmp_path)])
+        trained(logical_devices, rows(), [Evaluates(), backup(tmp_path), Interruption(12)])
+    found = trained(logical_devices, rows(), [backup(tmp_path)])
     for one, other in zip(state(found), state(expected), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -198,26 +205,26 @@ class EvaluatesFirst(keras.callbacks.Callback):
 @pytest.mark.quick("gone")
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "gone"])
 def test_what_is_evaluated_before_the_first_step_is_not_what_is_saved(
-    cpu_devices, tmp_path, is_kept
+    logical_devices, tmp_path, is_kept
 ):
-    expected = trained(cpu_devices, rows(), [])
+    expected = trained(logical_devices, rows(), [])
     with pytest.raises(InterruptedError):
         callbacks = [EvaluatesFirst(is_kept), backup(tmp_path), Interruption(12)]
-        trained(cpu_devices, rows(), callbacks)
-    found = trained(cpu_devices, rows(), [EvaluatesFirst(is_kept), backup(tmp_path)])
+        trained(logical_devices, rows(), callbacks)
+    found = trained(logical_devices, rows(), [EvaluatesFirst(is_kept), backup(tmp_path)])
     for one, other in zip(state(found), state(expected), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_resumed_fit_that_failed_leaves_nothing_behind(cpu_devices, tmp_path):
+def test_a_resumed_fit_that_failed_leaves_nothing_behind(logical_devices, tmp_path):
     options = {"steps_per_epoch": 5, "epochs": 2}
-    expected = trained(cpu_devices, rows().repeat(), [], **options)
-    interrupted(cpu_devices, rows().repeat(), tmp_path, 4, **options)
+    expected = trained(logical_devices, rows().repeat(), [], **options)
+    interrupted(logical_devices, rows().repeat(), tmp_path, 4, **options)
     again, filters = backup(tmp_path), list(warnings.filters)
     with pytest.raises(InterruptedError):
-        trained(cpu_devices, rows().repeat(), [again, Interruption(1)], **options)
+        trained(logical_devices, rows().repeat(), [again, Interruption(1)], **options)
     shutil.rmtree(tmp_path / "backup")
-    found = trained(cpu_devices, rows().repeat(), [again], **options)
+    found = trained(logical_devices, rows().repeat(), [again], **options)
     assert warnings.filters == filters
     for one, other in zip(state(found), state(expected), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -233,24 +240,24 @@ def test_a_resumed_fit_that_failed_leaves_nothing_behind(cpu_devices, tmp_path):
         pytest.param((None, None), True, id="none"),
     ],
 )
-def test_another_order_is_told(cpu_devices, tmp_path, caplog, seeds, is_told, step):
+def test_another_order_is_told(logical_devices, tmp_path, caplog, seeds, is_told, step):
     def rows_in_order_of(seed):
         tf.random.set_seed(None)
         numbers = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=seed)
         return numbers.map(lambda row: (tf.fill([3], tf.cast(row, tf.float32)), row)).batch(BATCH)
 
     data = [rows_in_order_of(seed) for seed in seeds]
-    interrupted(cpu_devices, data[0], tmp_path, step, save_freq=1)
-    trained(cpu_devices, data[1], [backup(tmp_path)])
+    interrupted(logical_devices, data[0], tmp_path, step, save_freq=1)
+    trained(logical_devices, data[1], [backup(tmp_path)])
     # at the end of an epoch nothing is used twice
     assert ("shuffled in another order" in caplog.text) == (is_told and step < 8)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [None, 5])
-def test_another_order_of_arrays_is_told(cpu_devices, tmp_path, caplog, seed):
+def test_another_order_of_arrays_is_told(logical_devices, tmp_path, caplog, seed):
     def train(callbacks):
-        model = linear_model(cpu_devices)
+        model = linear_model(logical_devices)
         tf.random.set_seed(seed)
         model.fit(np.ones([64, 3]), np.ones([64]), batch_size=8, verbose=0, callbacks=callbacks)
 
@@ -271,11 +278,11 @@ class Grows(keras.callbacks.Callback):
 @pytest.mark.quick("12")
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("step", [12, 14])  # the second epoch's last, and one of the third
-def test_an_epoch_of_larger_batches(cpu_devices, tmp_path, step):
-    expected = trained(cpu_devices, rows(), [Grows()])
+def test_an_epoch_of_larger_batches(logical_devices, tmp_path, step):
+    expected = trained(logical_devices, rows(), [Grows()])
     assert np.array(expected.optimizer.iterations) == 8 + 4 + 4
     with pytest.raises(InterruptedError):
-        trained(cpu_devices, rows(), [Grows(), backup(tmp_path, 4), Interruption(step)])
-    found = trained(cpu_devices, rows(), [Grows(), backup(tmp_path, 4)])
+        trained(logical_devices, rows(), [Grows(), backup(tmp_path, 4), Interruption(step)])
+    found = trained(logical_devices, rows(), [Grows(), backup(tmp_path, 4)])
     for one, other in zip(state(found), state(expected), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import DEVICES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 
@@ -67,8 +68,8 @@ def reading_after_every_step(monkeypatch):
 
 
 @pytest.fixture
-def strategy(cpu_devices):
-    return HeterogeneousStrategy(devices=["CPU:0", "CPU:1", "CPU:2"])
+def strategy(logical_devices):
+    return HeterogeneousStrategy(devices=DEVICES[:3])
 
 
 def test_training_with_it_equals_one_device():

@@ -151,8 +151,8 @@ def measured_under_strategy(kind, clock, devices, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_under_the_strategy_data_that_is_there_is_not_waited_for(kind, clock, cpu_devices):
-    meter = measured_under_strategy(kind, clock, cpu_devices)
+def test_under_the_strategy_data_that_is_there_is_not_waited_for(kind, clock, logical_devices):
+    meter = measured_under_strategy(kind, clock, logical_devices)
     assert meter.steps == BATCHES
     assert meter.input_waits.tolist() == [0.0] * BATCHES
     np.testing.assert_allclose(meter.step_times, [STEP if kind == "train" else 0.0] * BATCHES)
@@ -161,7 +161,7 @@ def test_under_the_strategy_data_that_is_there_is_not_waited_for(kind, clock, cp
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_the_strategy_slow_data_is_waited_for_as_long_as_it_takes(
-    kind, steps_per_execution, clock, cpu_devices, monkeypatch
+    kind, steps_per_execution, clock, logical_devices, monkeypatch
 ):
     """The data path works ahead at times of its own: what is slow here is to take from it."""
     take = StepIterator.__next__
@@ -173,7 +173,7 @@ def test_under_the_strategy_slow_data_is_waited_for_as_long_as_it_takes(
 
     monkeypatch.setattr(StepIterator, "__next__", slow)
     options = {"steps_per_execution": steps_per_execution}
-    meter = measured_under_strategy(kind, clock, cpu_devices, **options)
+    meter = measured_under_strategy(kind, clock, logical_devices, **options)
     waits = np.array(per_execution(BATCH * ROW, steps_per_execution))
     assert meter.steps == BATCHES
     np.testing.assert_allclose(meter.input_waits, waits)
@@ -229,8 +229,8 @@ def strategies(devices):
 
 @pytest.mark.quick("none", "heterogeneous")
 @pytest.mark.parametrize("name", ["none", "one device", "mirrored", "heterogeneous"])
-def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, cpu_devices):
-    strategy, devices = strategies(cpu_devices)[name]
+def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, logical_devices):
+    strategy, devices = strategies(logical_devices)[name]
     with strategy.scope():
         model = model_of()
     tuner = LoaderTuner("fixed", share_host=False)
@@ -251,9 +251,9 @@ def test_the_wait_of_a_step_is_that_of_each_replica_of_the_process(name, cpu_dev
 @pytest.mark.quick("none-test", "none-predict", "heterogeneous-test", "heterogeneous-predict")
 @pytest.mark.parametrize("way", ["test", "predict"])
 @pytest.mark.parametrize("name", ["none", "one device", "mirrored", "heterogeneous"])
-def test_evaluate_and_predict_tell_the_waits_of_each_replica(name, way, cpu_devices):
+def test_evaluate_and_predict_tell_the_waits_of_each_replica(name, way, logical_devices):
     """Of a callback that saw no training."""
-    strategy, devices = strategies(cpu_devices)[name]
+    strategy, devices = strategies(logical_devices)[name]
     with strategy.scope():
         model = model_of()
     tuner = LoaderTuner("fixed", share_host=False)
@@ -273,9 +273,9 @@ def test_evaluate_and_predict_tell_the_waits_of_each_replica(name, way, cpu_devi
 
 @pytest.mark.quick("heterogeneous")
 @pytest.mark.parametrize("name", ["mirrored", "heterogeneous"])
-def test_one_element_holds_the_batches_of_all_replicas(name, cpu_devices):
+def test_one_element_holds_the_batches_of_all_replicas(name, logical_devices):
     """Which is why one wait is that of all."""
-    strategy, devices = strategies(cpu_devices)[name]
+    strategy, devices = strategies(logical_devices)[name]
     data = strategy.experimental_distribute_dataset(rows_read_in(lambda row: row))
     rows, _ = next(iter(data))
     assert len(strategy.experimental_local_results(rows)) == len(devices)

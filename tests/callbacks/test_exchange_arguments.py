@@ -97,8 +97,8 @@ def test_devices_that_are_no_list_of_names(devices: Any, hint: str) -> None:
         keras_het.HeterogeneousStrategy(devices)
 
 
-def test_a_strategy_shows_its_worker_devices_and_shares(cpu_devices: list[str]) -> None:
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:2], shares=[3, 1])
+def test_a_strategy_shows_its_worker_devices_and_shares(logical_devices: list[str]) -> None:
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:2], shares=[3, 1])
     shown = "<HeterogeneousStrategy: worker 0 of 1, devices [CPU:0, CPU:1] here, shares [3, 1]>"
     assert repr(strategy) == shown
 

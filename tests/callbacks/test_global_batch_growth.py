@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import DEVICES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 
@@ -29,8 +30,8 @@ def reading_after_every_step(monkeypatch):
 
 
 @pytest.fixture
-def strategy(cpu_devices):
-    return HeterogeneousStrategy(devices=["CPU:0", "CPU:1", "CPU:2"], shares=[4, 2, 1])
+def strategy(logical_devices):
+    return HeterogeneousStrategy(devices=DEVICES[:3], shares=[4, 2, 1])
 
 
 def data(noise, batch=16, repeat=False):
@@ -260,8 +261,8 @@ def test_a_bound_below_the_batch_is_refused(strategy):
         fit_adaptive(strategy, data(1.0), max_global_batch=8)
 
 
-def test_one_replica_is_refused(cpu_devices):
-    strategy = HeterogeneousStrategy(devices=["CPU:0"])
+def test_one_replica_is_refused(logical_devices):
+    strategy = HeterogeneousStrategy(devices=DEVICES[:1])
     with pytest.raises(ValueError, match="needs two at least"):
         fit_adaptive(strategy, data(1.0))
     linear_model(strategy).fit(data(1.0), verbose=0, callbacks=[BatchBalancer("even")])

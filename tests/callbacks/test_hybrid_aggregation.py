@@ -126,7 +126,7 @@ def strategy_of(monkeypatch, task, **cluster):
 @pytest.mark.parametrize("service", ["auto", "spread"])
 @pytest.mark.parametrize("task", ["worker", "async"])
 def test_an_own_rule_is_refused_on_tasks_that_run_no_script(
-    monkeypatch, cpu_devices, task, service
+    monkeypatch, logical_devices, task, service
 ):
     strategy = strategy_of(monkeypatch, task, worker=1, ps=1, **{"async": 1})
     hybrid = HybridAggregation(Half(), service=service)
@@ -136,7 +136,7 @@ def test_an_own_rule_is_refused_on_tasks_that_run_no_script(
 
 @pytest.mark.parametrize("task", ["async", "ps"])
 def test_an_own_rule_of_async_workers_alone_is_refused_on_a_second_task(
-    monkeypatch, cpu_devices, task
+    monkeypatch, logical_devices, task
 ):
     strategy = strategy_of(monkeypatch, task, ps=2, **{"async": 1})
     with pytest.raises(ValueError, match=r"a rule of your own, and \S+ of the job ps"):
@@ -504,7 +504,7 @@ def test_a_rate_that_is_set_after_the_last_step_loses_no_training(strategy):
 
 @pytest.mark.parametrize("rule", ["delta", AsyncSGD(0.1)])
 @pytest.mark.parametrize("task", ["worker", "async"])
-def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, cpu_devices, task, rule):
+def test_a_fit_without_an_epoch_changes_nothing(monkeypatch, logical_devices, task, rule):
     """As after a restart where all epochs were trained."""
     strategy = strategy_of(monkeypatch, task, worker=1, **{"async": 1})
     model = make_model(strategy)

@@ -30,9 +30,9 @@ class Several:
 
 
 @pytest.fixture
-def strategy(monkeypatch, cpu_devices):
+def strategy(monkeypatch, logical_devices):
     """Of one worker with two replicas; what it would measure of others stands in for them."""
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:2])
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:2])
     several = Several(strategy)
     monkeypatch.setattr(hybrid_aggregation, "heterogeneous_strategy", lambda *_: several)
     monkeypatch.setattr(role_choice, "measure_link_rates", lambda strategy: (1e8,))

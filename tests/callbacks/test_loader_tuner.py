@@ -316,14 +316,14 @@ def priority(thread):
 
 @pytest.mark.parametrize("is_built", [True, False])
 @pytest.mark.parametrize("with_strategy", [True, False])
-def test_the_fixed_controller_changes_nothing(is_built, with_strategy, cpu_devices):
+def test_the_fixed_controller_changes_nothing(is_built, with_strategy, logical_devices):
     tuner = LoaderTuner("fixed", share_host=False)
     watch = Watch(tuner)
     first = Knobs(2, 2, 2)
     data = pipeline(long, first) if is_built else long(first)
     tf.random.set_seed(5)
     if with_strategy:
-        train_under_strategy(cpu_devices, data, [tuner, watch], epochs=2)
+        train_under_strategy(logical_devices, data, [tuner, watch], epochs=2)
     else:
         train(data, [tuner, watch], epochs=2)
     assert len(watch.changes) == 3 * tuner.meter.steps > 0
@@ -345,7 +345,7 @@ def test_the_wait_is_in_the_logs():
     ("build_data", "is_built"), [(long, True), (long, False), (long_slices, True)]
 )
 def test_moves_under_the_strategy_change_no_bit(
-    build_data, is_built, steps_per_execution, cpu_devices
+    build_data, is_built, steps_per_execution, logical_devices
 ):
     results = []
     for tuner in (None, moving()):
@@ -354,7 +354,7 @@ def test_moves_under_the_strategy_change_no_bit(
         data = pipeline(build_data, first) if is_built else build_data(first)
         callbacks = [tuner] if tuner else []
         options = {"steps_per_execution": steps_per_execution}
-        results.append(train_under_strategy(cpu_devices, data, callbacks, **options))
+        results.append(train_under_strategy(logical_devices, data, callbacks, **options))
     for expected, found in zip(*results, strict=True):
         np.testing.assert_array_equal(found, expected)
     assert tuner.observes_only is None
@@ -363,30 +363,30 @@ def test_moves_under_the_strategy_change_no_bit(
     assert tuner.best_settings().knobs is not None
 
 
-def test_shares_that_change_meanwhile_change_no_bit(cpu_devices):
+def test_shares_that_change_meanwhile_change_no_bit(logical_devices):
     class Shares(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.distribute_strategy.set_shares([1 + batch % 3, 1 + batch % 2])
 
     tf.random.set_seed(5)
     results = [
-        train_under_strategy(cpu_devices, pipeline(long, Knobs(2, 2, 2)), callbacks)
+        train_under_strategy(logical_devices, pipeline(long, Knobs(2, 2, 2)), callbacks)
         for callbacks in ([Shares()], [Shares(), moving()])
     ]
     for expected, found in zip(*results, strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_under_the_strategy_a_generator_is_only_observed(cpu_devices):
+def test_under_the_strategy_a_generator_is_only_observed(logical_devices):
     data = generated()
     tuner = moving()
-    train_under_strategy(cpu_devices, data, [tuner])
+    train_under_strategy(logical_devices, data, [tuner])
     assert "from_generator" in tuner.observes_only
     assert tuner.moves == []
     assert tuner.meter.steps == 3 * 4
 
 
-def test_under_the_strategy_a_builder_that_fails_is_only_observed(cpu_devices):
+def test_under_the_strategy_a_builder_that_fails_is_only_observed(logical_devices):
     def fails_later(knobs):
         if knobs.threads == 5:
             raise RuntimeError("no such file")
@@ -395,14 +395,14 @@ def test_under_the_strategy_a_builder_that_fails_is_only_observed(cpu_devices):
     tuner = moving()
     tf.random.set_seed(5)
     data = pipeline(fails_later, Knobs(2, 2, 2))
-    found = train_under_strategy(cpu_devices, data, [tuner])
-    expected = train_under_strategy(cpu_devices, long(Knobs(2, 2, 2)), [])
+    found = train_under_strategy(logical_devices, data, [tuner])
+    expected = train_under_strategy(logical_devices, long(Knobs(2, 2, 2)), [])
     assert [move.refused for move in tuner.moves] == ["no such file"]
     np.testing.assert_array_equal(found[0], expected[0])
 
 
-def test_waits_under_the_strategy_are_measured(cpu_devices):
-    strategy = keras_het.HeterogeneousStrategy(list(cpu_devices[:2]), shares=[3, 1])
+def test_waits_under_the_strategy_are_measured(logical_devices):
+    strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[3, 1])
     with strategy.scope():
         model = dense()
     tuner = LoaderTuner(share_host=False)
@@ -413,11 +413,11 @@ def test_waits_under_the_strategy_are_measured(cpu_devices):
     assert tuner.test_meter.steps == 2 * 6
 
 
-def test_a_pipeline_trains_under_the_strategy_too(cpu_devices):
+def test_a_pipeline_trains_under_the_strategy_too(logical_devices):
     weights = []
     for data in (pipeline(build, Knobs(2, 2, 2)), build(Knobs(2, 2, 2))):
         keras.utils.set_random_seed(3)
-        strategy = keras_het.HeterogeneousStrategy(list(cpu_devices[:2]), shares=[3, 1])
+        strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[3, 1])
         with strategy.scope():
             model = dense()
         model.fit(data, epochs=2, verbose=0, callbacks=[LoaderTuner(share_host=False)])
@@ -425,8 +425,8 @@ def test_a_pipeline_trains_under_the_strategy_too(cpu_devices):
     np.testing.assert_allclose(*weights, rtol=1e-6)
 
 
-def test_under_tensorflows_own_strategy_it_observes(cpu_devices):
-    strategy = tf.distribute.MirroredStrategy(list(cpu_devices[:2]))
+def test_under_tensorflows_own_strategy_it_observes(logical_devices):
+    strategy = tf.distribute.MirroredStrategy(list(logical_devices[:2]))
     with strategy.scope():
         model = dense()
     tuner = LoaderTuner(share_host=False)

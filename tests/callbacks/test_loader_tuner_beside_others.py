@@ -209,10 +209,10 @@ def test_a_history_of_the_user_sees_every_batch():
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", [True, False])
-def test_beside_the_balancer_in_any_order(first, cpu_devices):
+def test_beside_the_balancer_in_any_order(first, logical_devices):
     tuner, balancer = moving(), BatchBalancer("even")
     callbacks = [tuner, balancer] if first else [balancer, tuner]
-    train_under_strategy(cpu_devices, pipeline(long), callbacks)
+    train_under_strategy(logical_devices, pipeline(long), callbacks)
     assert tuner.meter.steps == 3 * 60
     assert len(done(tuner)) >= 2
     assert balancer.measurements

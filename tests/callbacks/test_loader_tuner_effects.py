@@ -107,7 +107,7 @@ def nice_values():
 @needs_tasks
 @pytest.mark.parametrize("under_strategy", [False, True])
 @pytest.mark.parametrize("is_built", [True, False])
-def test_the_threads_of_the_pipeline_give_way(is_built, under_strategy, cpu_devices):
+def test_the_threads_of_the_pipeline_give_way(is_built, under_strategy, logical_devices):
     own, nice = os.getpriority(os.PRIO_PROCESS, 0), 9
     before = set(nice_values())
     numbers = []
@@ -119,7 +119,7 @@ def test_the_threads_of_the_pipeline_give_way(is_built, under_strategy, cpu_devi
     tuner = LoaderTuner(Once, nice=nice, share_host=False)
     first = Knobs(2 * THREADS, 2, THREADS)
     data = pipeline(build, first) if is_built else build(first)
-    model = dense_under(cpu_devices) if under_strategy else dense()
+    model = dense_under(logical_devices) if under_strategy else dense()
     model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, look)])
     assert [move.refused for move in tuner.moves] == [None]
     # long after the move, and before the pipeline of the last epoch has given all it has
@@ -152,7 +152,7 @@ _set_priority = os.setpriority
 @pytest.mark.parametrize("under_strategy", [False, True])
 @pytest.mark.parametrize("is_permitted", [True, False])
 def test_threads_do_not_give_way_to_other_programs(
-    is_permitted, under_strategy, cpu_devices, monkeypatch
+    is_permitted, under_strategy, logical_devices, monkeypatch
 ):
     if is_permitted and os.geteuid() != 0:
         pytest.skip("only root may raise a priority")
@@ -167,7 +167,7 @@ def test_threads_do_not_give_way_to_other_programs(
 
     tuner = LoaderTuner(Stays, nice=9, share_host=False)
     data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
-    model = dense_under(cpu_devices) if under_strategy else dense()
+    model = dense_under(logical_devices) if under_strategy else dense()
     model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, look)])
     assert max(each.count(own + 9) for each in values[:10]) >= THREADS
     # the pipeline of the last epoch, before it has given all it has
@@ -243,7 +243,7 @@ def test_the_running_pipeline_is_shown_within_fit_and_after_a_move_as_it_was_bef
 
 @needs_model
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "moved", "own rows", "whole batches"])
-def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, cpu_devices):
+def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, logical_devices):
     data = build(Knobs(2 * THREADS, 2, THREADS))
     if kind == "shuffled":
         tf.random.set_seed(None)
@@ -252,7 +252,7 @@ def test_an_ordinary_data_set_is_shown_within_fit_and_after_it(kind, cpu_devices
         data = data.map(lambda x, y: (x - tf.reduce_mean(x), y))
     tuner = LoaderTuner(Once if kind == "moved" else never_moves, share_host=False)
     shows = Shows(tuner)
-    model = dense_under(cpu_devices) if kind in ("own rows", "whole batches") else dense()
+    model = dense_under(logical_devices) if kind in ("own rows", "whole batches") else dense()
     model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, shows)])
     first, middle = shows.reports[0], shows.reports[15]
     names = [stage.name for stage in middle.stages]
@@ -342,10 +342,10 @@ def test_a_pipeline_that_begins_in_its_own_threads_draws_the_same_values(draw):
 
 @pytest.mark.parametrize("under_strategy", [False, True])
 def test_each_move_is_in_the_log_and_is_printed_if_wished(
-    under_strategy, cpu_devices, caplog, capsys
+    under_strategy, logical_devices, caplog, capsys
 ):
     tuner = LoaderTuner(Once, share_host=False, verbose=1)
-    model = dense_under(cpu_devices) if under_strategy else dense()
+    model = dense_under(logical_devices) if under_strategy else dense()
     data = pipeline(build, Knobs(2 * THREADS, 2, THREADS))
     with caplog.at_level(logging.INFO, "keras_het"):
         model.fit(data, epochs=2, verbose=0, callbacks=[tuner, AtEveryStep(tuner, lambda: None)])
@@ -358,8 +358,8 @@ def test_each_move_is_in_the_log_and_is_printed_if_wished(
     assert str(tuner.best_settings()) in printed
 
 
-def test_under_tensorflows_own_strategy_it_says_that_it_only_observes(cpu_devices, caplog):
-    with tf.distribute.MirroredStrategy(list(cpu_devices[:2])).scope():
+def test_under_tensorflows_own_strategy_it_says_that_it_only_observes(logical_devices, caplog):
+    with tf.distribute.MirroredStrategy(list(logical_devices[:2])).scope():
         model = dense()
     tuner = LoaderTuner(Once, share_host=False)
     with caplog.at_level(logging.INFO, "keras_het"):

@@ -37,13 +37,13 @@ def trained(devices, data, callbacks):
 )
 @pytest.mark.parametrize("is_builder", [True, False], ids=["builder", "data set"])
 def test_a_tuned_training_goes_on_where_it_was(
-    cpu_devices, tmp_path, is_builder, step, tuner_is_first
+    logical_devices, tmp_path, is_builder, step, tuner_is_first
 ):
     def data():
         tf.random.set_seed(5)
         return pipeline(build, KNOBS) if is_builder else build(KNOBS)
 
-    expected = trained(cpu_devices, data(), [])
+    expected = trained(logical_devices, data(), [])
 
     def callbacks():
         tuner = moving()
@@ -52,10 +52,10 @@ def test_a_tuned_training_goes_on_where_it_was(
 
     first, with_backup = callbacks()
     with pytest.raises(InterruptedError):
-        trained(cpu_devices, data(), [*with_backup, Interruption(step)])
+        trained(logical_devices, data(), [*with_backup, Interruption(step)])
     assert done(first)
     second, with_backup = callbacks()
-    found = trained(cpu_devices, data(), with_backup)
+    found = trained(logical_devices, data(), with_backup)
     assert done(second)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)

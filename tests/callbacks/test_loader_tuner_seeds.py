@@ -47,12 +47,12 @@ def test_what_is_drawn_after_a_training_does_not_depend_on_its_moves():
 
 @pytest.mark.quick("slices-True")
 @pytest.mark.parametrize(("build", "is_built"), [(samples, True), (slices, True), (samples, False)])
-def test_nor_does_it_under_the_strategy(build, is_built, cpu_devices):
+def test_nor_does_it_under_the_strategy(build, is_built, logical_devices):
     results = []
     for tuner in (None, moving()):
         keras.utils.set_random_seed(5)
         data = pipeline(build, FIRST) if is_built else build(FIRST)
-        trained = train_under_strategy(cpu_devices, data, [tuner] if tuner else [], epochs=2)
+        trained = train_under_strategy(logical_devices, data, [tuner] if tuner else [], epochs=2)
         results.append((trained, drawn()))
     assert len(done(tuner)) >= 1
     assert results[0][1] == results[1][1]

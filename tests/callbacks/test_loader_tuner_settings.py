@@ -182,12 +182,12 @@ def test_what_only_measures_gives_no_priority():
 @pytest.mark.quick("<lambda>1-True", "<lambda>0-False")
 @pytest.mark.parametrize("with_strategy", [True, False])
 @pytest.mark.parametrize("last", [lambda data: data.prefetch(tf.data.AUTOTUNE), lambda data: data])
-def test_a_prefetch_that_was_not_tuned_is_no_setting(last, with_strategy, cpu_devices):
+def test_a_prefetch_that_was_not_tuned_is_no_setting(last, with_strategy, logical_devices):
     rows = tf.data.Dataset.range(ROWS).shuffle(20, seed=7)
     data = last(rows.map(lambda row: (tf.fill([3], 0.1), tf.cast(row, tf.float32))).batch(BATCH))
     tuner = moving()
     if with_strategy:
-        train_under_strategy(cpu_devices, data, [tuner])
+        train_under_strategy(logical_devices, data, [tuner])
     else:
         train(data, [tuner])
     code = tuner.best_settings().code
@@ -225,13 +225,13 @@ class NothingConfirmed(Unconfirmed):
     [(Unconfirmed, Knobs(10, 3, 5)), (NothingConfirmed, Knobs(3, 2, 2))],
 )
 def test_a_move_that_was_not_confirmed_is_no_setting(
-    controller, expected, with_strategy, cpu_devices
+    controller, expected, with_strategy, logical_devices
 ):
     tuner = LoaderTuner(controller, share_host=False)
     tf.random.set_seed(5)
     data = pipeline(long, Knobs(3, 2, 2))
     if with_strategy:
-        train_under_strategy(cpu_devices, data, [tuner])
+        train_under_strategy(logical_devices, data, [tuner])
     else:
         train(data, [tuner])
     assert [move.plan for move in done(tuner)] == [LoaderPlan(5, 3), LoaderPlan(1, 1)]
@@ -246,7 +246,7 @@ def test_settings_need_a_training():
         LoaderTuner().inspect()
 
 
-def test_under_tensorflows_own_strategy_there_is_no_pipeline_to_inspect(cpu_devices):
+def test_under_tensorflows_own_strategy_there_is_no_pipeline_to_inspect(logical_devices):
     class Inspects(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             with pytest.raises(RuntimeError, match=r"input of a distribution strategy .*Iterator"):
@@ -255,7 +255,7 @@ def test_under_tensorflows_own_strategy_there_is_no_pipeline_to_inspect(cpu_devi
 
     inspected = []
     tuner = LoaderTuner(share_host=False)
-    with tf.distribute.MirroredStrategy(list(cpu_devices[:2])).scope():
+    with tf.distribute.MirroredStrategy(list(logical_devices[:2])).scope():
         model = dense()
     model.fit(slow(0.001), verbose=0, callbacks=[tuner, Inspects()])
     assert inspected
@@ -280,12 +280,12 @@ class ShowsAll(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("with_strategy", [True, False])
-def test_what_looks_at_every_batch_is_named(with_strategy, cpu_devices):
+def test_what_looks_at_every_batch_is_named(with_strategy, logical_devices):
     tuner = LoaderTuner(share_host=False)
     shows = ShowsAll(tuner)
     data = build(Knobs(2, 2, 2))
     if with_strategy:
-        train_under_strategy(cpu_devices, data, [tuner, shows], epochs=1)
+        train_under_strategy(logical_devices, data, [tuner, shows], epochs=1)
     else:
         train(data, [tuner, shows], epochs=1)
     for text in (tuner.observes_only, tuner.best_settings().code, *shows.errors):

@@ -55,8 +55,8 @@ def test_without_a_known_end_every_step_may_be_the_last():
     assert callback._exchange.waited_after == [1, 2, 3]
 
 
-def test_what_callbacks_predict_does_not_count(cpu_devices):
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:2])
+def test_what_callbacks_predict_does_not_count(logical_devices):
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:2])
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -79,9 +79,9 @@ def test_what_callbacks_predict_does_not_count(cpu_devices):
 
 
 @pytest.fixture
-def three_workers(cpu_devices, monkeypatch):
+def three_workers(logical_devices, monkeypatch):
     """A strategy whose sums are those of three workers, all like this one, once there are three."""
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     strategy.count = tf.Variable(1.0)
     sums = lambda vector: strategy.count * vector  # noqa: E731
     monkeypatch.setattr(strategy.extended, "sum_over_workers", sums)
@@ -117,8 +117,8 @@ def test_statistics_that_moved_become_their_mean(three_workers):
     np.testing.assert_allclose(layer.moving_mean, [1e-9, 2.0, -3.0], rtol=1e-6)
 
 
-def test_what_was_restored_is_not_that_of_a_later_training(cpu_devices):
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+def test_what_was_restored_is_not_that_of_a_later_training(logical_devices):
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     callback = LocalTraining("diloco")
     with strategy.scope():
         callback.set_model(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
@@ -127,8 +127,8 @@ def test_what_was_restored_is_not_that_of_a_later_training(cpu_devices):
     assert strategy._training_state.restored is None
 
 
-def test_a_failed_training_is_in_no_later_backup(cpu_devices):
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+def test_a_failed_training_is_in_no_later_backup(logical_devices):
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -149,8 +149,8 @@ def test_a_failed_training_is_in_no_later_backup(cpu_devices):
 
 
 @pytest.mark.parametrize("loop", ["fit", "train_on_batch"])
-def test_other_training_within_a_local_one_is_refused(cpu_devices, loop):
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:1])
+def test_other_training_within_a_local_one_is_refused(logical_devices, loop):
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:1])
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

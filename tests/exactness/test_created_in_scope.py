@@ -65,7 +65,7 @@ def test_what_no_step_changes_may_come_from_outside():
 def test_one_replica_may_train_layers_built_outside():
     layer = built_outside(keras.layers.Dense(5))
     before = keras.ops.convert_to_numpy(layer.kernel)
-    strategy = HeterogeneousStrategy(devices=["CPU:0"])
+    strategy = HeterogeneousStrategy(devices=DEVICES[:1])
     model = model_around(layer, strategy)
     model.fit(tf.data.Dataset.from_tensor_slices(arrays()).batch(8), verbose=0)
     assert abs(keras.ops.convert_to_numpy(layer.kernel) - before).max() > 1e-3

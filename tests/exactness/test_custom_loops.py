@@ -51,7 +51,7 @@ def test_loop_of_the_guide_with_unequal_shares(weights):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)
 
 
-def test_even_batches_give_what_mirrored_strategy_gives(cpu_devices):
+def test_even_batches_give_what_mirrored_strategy_gives(logical_devices):
     ours = three_replicas()
     ours.set_shares((1, 1, 1))
     stock = tf.distribute.MirroredStrategy(
@@ -80,7 +80,7 @@ def values(strategy, function):
 
 @pytest.mark.parametrize("operation", ["SUM", "MEAN"])
 @pytest.mark.parametrize("axis", [None, 0])
-def test_reduce_is_that_of_mirrored_strategy(cpu_devices, operation, axis):
+def test_reduce_is_that_of_mirrored_strategy(logical_devices, operation, axis):
     three_replicas().set_shares((4, 2, 1))
     results = []
     for strategy in (three_replicas(), stock_strategy()):
@@ -91,7 +91,7 @@ def test_reduce_is_that_of_mirrored_strategy(cpu_devices, operation, axis):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_gather_is_that_of_mirrored_strategy(cpu_devices, axis):
+def test_gather_is_that_of_mirrored_strategy(logical_devices, axis):
     results = []
     for strategy in (three_replicas(), stock_strategy()):
         value = values(strategy, lambda replica: [[1.0 + replica, 2.0], [5.0, replica * 3.0]])

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import DEVICES
 from equivalence import (
     Trial,
     arrays,
@@ -61,7 +62,7 @@ def test_steps_per_epoch_on_a_repeated_data_set():
 
 def test_jit_compile_of_one_replica():
     results = []
-    for scope in (HeterogeneousStrategy(devices=["CPU:0"]).scope, None):
+    for scope in (HeterogeneousStrategy(devices=DEVICES[:1]).scope, None):
         keras.utils.set_random_seed(7)
         if scope is None:
             model = dense_model(jit_compile=False)
@@ -83,7 +84,7 @@ def test_jit_compile_of_several_replicas_is_refused():
 
 def test_jit_compile_of_one_gpu_with_a_summation_is_refused(monkeypatch):
     # its exchange is a call by the CPU, in the middle of the step
-    strategy = HeterogeneousStrategy(devices=["CPU:0"])
+    strategy = HeterogeneousStrategy(devices=DEVICES[:1])
     with strategy.scope():
         model = dense_model(jit_compile=True)
     extended = strategy.extended

@@ -1,6 +1,7 @@
 """Structures of inputs and outputs."""
 
 import functools
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -16,6 +17,8 @@ from equivalence import (
     masked_words,
     three_replicas,
 )
+
+from keras_het.strategy.exact.empty_share import at_least_one_row
 
 adam = functools.partial(keras.optimizers.Adam, 0.05)
 
@@ -269,3 +272,19 @@ def test_absent_parts_of_what_a_generator_yields():
         return model.fit(steps, steps_per_epoch=4, epochs=3, verbose=0, callbacks=callbacks)
 
     assert_equivalent(Trial(sum_of_parts, fit=fit, evaluate=False, predict=False), ALL_SHARES)
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_what_stands_in_for_an_empty_share(is_on_gpu):
+    """On a GPU no zeros, which layers would mask: cuDNN takes no row that is masked as a whole."""
+    step = SimpleNamespace(samples=tf.constant(0), is_on_gpu=is_on_gpu)
+    data = {
+        "words": tf.zeros([0, 3], tf.int32),
+        "numbers": tf.zeros([0, 2]),
+        "text": tf.zeros([0], tf.string),
+        "scalar": tf.constant(7.0),
+    }
+    rows = at_least_one_row(step, data)
+    assert rows["words"].numpy().tolist() == [[int(is_on_gpu)] * 3]
+    assert rows["numbers"].numpy().tolist() == [[float(is_on_gpu)] * 2]
+    assert rows["text"].numpy().tolist() == [b""] and float(rows["scalar"]) == 7.0

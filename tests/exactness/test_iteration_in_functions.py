@@ -22,7 +22,7 @@ SUMS = [0 + 1 + 2, 3 + 4 + 5, 6]
 
 
 @pytest.fixture
-def strategy(cpu_devices):
+def strategy(logical_devices):
     strategy = three_replicas()
     strategy.set_shares((3, 0, 1))
     return strategy

@@ -259,7 +259,7 @@ TUTORIALS = (custom_training, save_and_load, multi_worker_with_ctl, input_of_all
 @pytest.mark.quick("4_1_1-custom_training")
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.__name__)
 @pytest.mark.parametrize("shares", SHARES, ids=lambda shares: "_".join(map(str, shares)))
-def test_a_tutorial_gives_what_one_device_gives(cpu_devices, tutorial, shares, tmp_path):
+def test_a_tutorial_gives_what_one_device_gives(logical_devices, tutorial, shares, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "ours").mkdir()
     want = tutorial(one_device(), tmp_path / "one")

@@ -257,7 +257,7 @@ def test_one_that_needs_a_session_says_so(model):
         callback.on_train_begin()
 
 
-def test_a_steady_step_passes_few_files(cpu_devices):
+def test_a_steady_step_passes_few_files(logical_devices):
     """A newcomer can read what a batch goes through."""
     folder = str(Path(keras_het.__file__).parent)
     files = set()
@@ -272,7 +272,7 @@ def test_a_steady_step_passes_few_files(cpu_devices):
             del logs
             sys.setprofile(note if batch == 9 else None)
 
-    strategy = keras_het.HeterogeneousStrategy(devices=cpu_devices[:2])
+    strategy = keras_het.HeterogeneousStrategy(devices=logical_devices[:2])
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

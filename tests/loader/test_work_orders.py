@@ -26,7 +26,7 @@ def pipeline(orders: ShareQueue) -> tf.data.Dataset:
     return cuts.map(lambda rows: rows + 0, num_parallel_calls=2).prefetch(2)
 
 
-@pytest.mark.usefixtures("cpu_devices")
+@pytest.mark.usefixtures("logical_devices")
 def test_nothing_is_read_while_it_is_let_go() -> None:
     of_one_device, orders = batches(), ShareQueue(2, lookahead=2, admits=True)
     data = pipeline(orders)
@@ -38,7 +38,7 @@ def test_nothing_is_read_while_it_is_let_go() -> None:
         orders.clear()
 
 
-@pytest.mark.usefixtures("cpu_devices")
+@pytest.mark.usefixtures("logical_devices")
 def test_a_closed_queue_ends_the_wait() -> None:
     orders = ShareQueue(2, lookahead=1, admits=True)
     iterator = iter(pipeline(orders))

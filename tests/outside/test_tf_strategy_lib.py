@@ -31,12 +31,12 @@ def strategy_of(*devices):
 
 # Not of module scope: the logical devices must exist before.
 @pytest.fixture
-def two_devices(cpu_devices):
+def two_devices(logical_devices):
     return strategy_of("CPU:0", "CPU:1")
 
 
 @pytest.fixture
-def one_device(cpu_devices):
+def one_device(logical_devices):
     return strategy_of("CPU:0")
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import keras
 import numpy as np
+from devices import DEVICES
 
 import keras_het
 from keras_het.planning.pipeline import PipelinePlan, Stage
 
-DEVICES = ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
 ROWS = 38  # the last batch of 12 has 2: fewer than micro-batches
 
 

@@ -31,7 +31,7 @@ def fit(model: keras.Model, **options: Any) -> Any:
 
 
 @pytest.fixture
-def strategy(cpu_devices: Any) -> keras_het.PipelineStrategy:
+def strategy(logical_devices: Any) -> keras_het.PipelineStrategy:
     return keras_het.PipelineStrategy(["one"], 2, DEVICES)
 
 

@@ -17,7 +17,7 @@ from keras_het.strategy.pipeline.step.model_units import ModelUnits
 
 
 @pytest.fixture(autouse=True)
-def exact_numbers(cpu_devices: Any) -> Iterator[None]:
+def exact_numbers(logical_devices: Any) -> Iterator[None]:
     with floatx("float64"):
         yield
 

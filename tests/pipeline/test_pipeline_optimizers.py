@@ -21,7 +21,7 @@ L = keras.layers
 
 
 @pytest.fixture(autouse=True)
-def exact_numbers(cpu_devices: Any) -> Iterator[None]:
+def exact_numbers(logical_devices: Any) -> Iterator[None]:
     with floatx("float64"):
         yield
 

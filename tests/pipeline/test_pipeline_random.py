@@ -29,7 +29,7 @@ def train(seed: int) -> list[Any]:
 
 @pytest.mark.quick(*map(str, QUICK))
 @pytest.mark.parametrize("seed", range(EXAMPLES))
-def test_a_random_model_trains_as_on_one_device(cpu_devices: Any, seed: int) -> None:
+def test_a_random_model_trains_as_on_one_device(logical_devices: Any, seed: int) -> None:
     with floatx("float64"):
         expected = train(seed)
         plan = random_plan(random_model(seed), seed)

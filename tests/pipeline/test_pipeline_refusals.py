@@ -16,7 +16,7 @@ import keras_het
 from keras_het import callbacks
 
 L = keras.layers
-pytestmark = pytest.mark.usefixtures("cpu_devices")
+pytestmark = pytest.mark.usefixtures("logical_devices")
 
 
 def sequential(*layers: Any, **options: Any) -> keras.Model:
@@ -172,7 +172,7 @@ def test_devices_without_enough_memory_are_named() -> None:
     strategy = keras_het.PipelineStrategy(["one"], 2, DEVICES[:2], memory_bytes=[1e9, 10.0])
     with strategy.scope():
         model = sequential()
-    with pytest.raises(ValueError, match=r"CPU:1.* B") as error:
+    with pytest.raises(ValueError, match=rf"{DEVICES[1]}.* B") as error:
         fit(model)
     assert "Received" in str(error.value)
 

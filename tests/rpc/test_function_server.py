@@ -41,7 +41,7 @@ def ask(client, value=1, function="add"):
 
 
 @pytest.fixture
-def address(cpu_devices):
+def address(logical_devices):
     return free_address()
 
 

@@ -17,10 +17,10 @@ SLOWER = 0.2  # seconds
 
 @pytest.mark.quick("order0")
 @pytest.mark.parametrize("order", [(0.0, SLOWER), (SLOWER, 0.0)])
-def test_who_computes_longer_waits_less(cpu_devices, monkeypatch, order):
+def test_who_computes_longer_waits_less(logical_devices, monkeypatch, order):
     devices = [{"speed": 1.0, "fixed_seconds": f, "seconds_per_sample": 0.0} for f in order]
     monkeypatch.setenv("KERAS_HET_EMULATED_DEVICES", json.dumps(devices))
-    strategy = keras_het.HeterogeneousStrategy(cpu_devices[:2])
+    strategy = keras_het.HeterogeneousStrategy(logical_devices[:2])
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

@@ -6,14 +6,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import DEVICES
 
 from keras_het import HeterogeneousStrategy
 from keras_het.strategy.batches.plain_batch import refuse_compiled_batch, share_out
 
 
 @pytest.fixture
-def strategy(cpu_devices):
-    return HeterogeneousStrategy(devices=["CPU:0", "CPU:1"], shares=[1, 2])
+def strategy(logical_devices):
+    return HeterogeneousStrategy(devices=DEVICES[:2], shares=[1, 2])
 
 
 def test_all_kinds_of_parts_are_cut(strategy):

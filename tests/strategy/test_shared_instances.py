@@ -13,7 +13,7 @@ GROUPS = itertools.count(7_000)
 
 
 @pytest.fixture
-def collectives(cpu_devices):
+def collectives(logical_devices):
     keys = private_api.CollectiveKeys(group_key_start=next(GROUPS))
     device = tf.config.list_logical_devices("CPU")[0].name
     device = tf.DeviceSpec.from_string(device).replace(job="localhost", replica=0, task=0)

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import DEVICES
 
 from keras_het.strategy.measure import step_clock
 from keras_het.strategy.measure.step_clock import StepClock
 
 
 @pytest.fixture
-def script(monkeypatch, cpu_devices):
+def script(monkeypatch, logical_devices):
     """Makes the clock read scripted times, in the order in which it is read."""
 
     def install(*times):
@@ -70,11 +71,14 @@ def test_what_comes_after_the_last_stop_is_told_apart(script):
     assert [float(seconds) for seconds in step(tf.constant(1.0))] == [4.0, 6.0]
 
 
-def test_an_accelerator_is_waited_for_by_a_value_on_the_host():
+def test_an_accelerator_is_waited_for_by_one_value_on_the_host():
+    """After all values, of which one may be on the host already."""
+
     @tf.function
     def step(x):
-        clock = StepClock([x], on_accelerator=True)
-        clock.stop([clock.inputs[0] * 2])
+        clock = StepClock([tf.constant(["text"]), x, tf.shape(x)], on_accelerator=True)
+        doubled = clock.inputs[1] * 2
+        clock.stop([doubled, doubled + 1, tf.shape(doubled)])
         return clock.seconds
 
     graph = step.get_concrete_function(tf.TensorSpec([3, 2])).graph
@@ -83,16 +87,29 @@ def test_an_accelerator_is_waited_for_by_a_value_on_the_host():
     for stamp in stamps:
         (copied,) = [op for op in stamp.control_inputs if op.type == "Identity"]
         assert "CPU:0" in copied.device
-        assert copied.inputs[0].op.type == "StridedSlice"
+        first = copied.inputs[0].op
+        assert first.type == "StridedSlice" and first.inputs[0].op.type == "Reshape"
+        last = first.inputs[0].op.inputs[0].op
+        assert last.inputs[0].dtype == tf.float32
+        assert len({last.inputs[0].op, *last.control_inputs}) == 3
 
 
-@pytest.mark.parametrize(("on_accelerator", "device"), [(False, "CPU:1"), (True, "CPU:0")])
-def test_the_clock_is_where_no_batch_has_to_wait_for_it(cpu_devices, on_accelerator, device):
+def test_what_op_determinism_forbids_is_named(monkeypatch):
+    def forbidden():
+        raise tf.errors.FailedPreconditionError(None, None, "Timestamp cannot be called")
+
+    monkeypatch.setattr(tf.raw_ops, "Timestamp", forbidden)
+    with pytest.raises(RuntimeError, match=r"Received: .*enable_op_determinism.* Leave one"):
+        StepClock([tf.ones([2])], on_accelerator=False)
+
+
+@pytest.mark.parametrize(("on_accelerator", "device"), [(False, DEVICES[1]), (True, "CPU:0")])
+def test_the_clock_is_where_no_batch_has_to_wait_for_it(logical_devices, on_accelerator, device):
     """A replica on the second CPU would send its batch to a clock on the first one, and wait."""
 
     @tf.function
     def step(x):
-        with tf.device(cpu_devices[1]):
+        with tf.device(logical_devices[1]):
             clock = StepClock([x], on_accelerator)
             started, (reduced,) = clock.collective_starts([clock.inputs[0] * 2])
             clock.collective_ends(started, [reduced])

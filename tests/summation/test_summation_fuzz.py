@@ -88,7 +88,7 @@ class Requests:
 
 
 @pytest.fixture
-def service(cpu_devices):
+def service(logical_devices):
     service = SummationService(free_address(), NUM_WORKERS, GOOD, NUM_SLOTS)
     service.start()
     yield service

@@ -25,7 +25,7 @@ OPTIONS = Summation(partition_bytes=16, partitions_in_flight=2)
 
 
 @pytest.fixture
-def groups(cpu_devices):
+def groups(logical_devices):
     """Two workers in one process, and a spare machine."""
     with ReservedPorts(3) as ports:
         ports.release()

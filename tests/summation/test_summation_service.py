@@ -196,7 +196,7 @@ def test_a_new_run_starts_over_while_calls_of_the_last_one_still_wait(service, c
     lost.result(TIMEOUT)
 
 
-def test_a_contribution_that_a_new_run_overtakes_counts_for_none(cpu_devices):
+def test_a_contribution_that_a_new_run_overtakes_counts_for_none(logical_devices):
     """It was taken, and is not in its place yet, when the next run begins."""
     table = SlotTable(num_workers=1, num_slots=1)
     number, slot, worker = tf.TensorSpec([], tf.int64), tf.constant(0), tf.constant(0)

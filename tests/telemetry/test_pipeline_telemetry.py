@@ -92,10 +92,10 @@ def assert_passes_of_a_step(strategy: keras_het.PipelineStrategy, plan: Pipeline
             assert end_of[one] <= begin_of[other]
 
 
-def test_the_same_weights_with_and_without(cpu_devices: Any) -> None:
+def test_the_same_weights_with_and_without(logical_devices: Any) -> None:
     stages = (Stage(0, 1, (0,), (0, 0)), Stage(1, 2, (1,), (0, 0)))
     plan = PipelinePlan(stages, 2, "1f1b", 0.0, (0.0, 0.0))
-    devices = cpu_devices[:2]
+    devices = logical_devices[:2]
     _, expected, _ = train(devices, [], plan, build_small)
     strategy, model, _ = train(devices, [Telemetry()], plan, build_small)
     assert same_weights(model, expected)
@@ -104,11 +104,11 @@ def test_the_same_weights_with_and_without(cpu_devices: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_times_of_each_device(cpu_devices: Any, schedule: str, tmp_path: Path) -> None:
+def test_times_of_each_device(logical_devices: Any, schedule: str, tmp_path: Path) -> None:
     plan = plan_of(schedule)
-    _, expected, _ = train(cpu_devices, [], plan)
+    _, expected, _ = train(logical_devices, [], plan)
     telemetry = Telemetry(tmp_path)
-    strategy, model, history = train(cpu_devices, [telemetry], plan)
+    strategy, model, history = train(logical_devices, [telemetry], plan)
     assert same_weights(model, expected)
     assert_passes_of_a_step(strategy, plan)
 
@@ -143,9 +143,9 @@ def test_times_of_each_device(cpu_devices: Any, schedule: str, tmp_path: Path) -
 
 
 @pytest.mark.full
-def test_a_model_that_was_trained_before_is_measured_from_then_on(cpu_devices: Any) -> None:
+def test_a_model_that_was_trained_before_is_measured_from_then_on(logical_devices: Any) -> None:
     plan = plan_of()
-    strategy, model, _ = train(cpu_devices, [], plan)
+    strategy, model, _ = train(logical_devices, [], plan)
     assert strategy.measured_passes is None
     telemetry = Telemetry()
     x = np.ones([BATCH * STEPS, 6], "float32")

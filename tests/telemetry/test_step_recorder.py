@@ -101,9 +101,9 @@ def make_data(seconds=0.0, steps=STEPS):
 
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_the_four_times_add_up_to_the_wall_time(cpu_devices, replicas):
+def test_the_four_times_add_up_to_the_wall_time(logical_devices, replicas):
     steps = 30
-    _, model = make_model(cpu_devices[:replicas], (0.01, 0.03))
+    _, model = make_model(logical_devices[:replicas], (0.01, 0.03))
     telemetry, clock = Telemetry(), Clock(0.02)
     model.fit(make_data(0.015, steps), epochs=3, verbose=0, callbacks=[telemetry, clock])
     recording = telemetry.recording()
@@ -116,8 +116,8 @@ def test_the_four_times_add_up_to_the_wall_time(cpu_devices, replicas):
 
 
 @pytest.mark.full
-def test_each_part_is_where_it_arises(cpu_devices):
-    _, model = make_model(cpu_devices[:2], (0.01, 0.05))
+def test_each_part_is_where_it_arises(logical_devices):
+    _, model = make_model(logical_devices[:2], (0.01, 0.05))
     telemetry = Telemetry()
     model.fit(make_data(), epochs=2, verbose=0, callbacks=[telemetry])
     rows = telemetry.recording().between(2, 2 * STEPS)
@@ -129,8 +129,8 @@ def test_each_part_is_where_it_arises(cpu_devices):
 
 
 @pytest.mark.full
-def test_input_wait_is_the_pipelines(cpu_devices):
-    _, model = make_model(cpu_devices[:2])
+def test_input_wait_is_the_pipelines(logical_devices):
+    _, model = make_model(logical_devices[:2])
     telemetry = Telemetry()
     history = model.fit(make_data(0.05), epochs=2, verbose=0, callbacks=[telemetry])
     waited = telemetry.recording().between(4, STEPS).input
@@ -141,8 +141,8 @@ def test_input_wait_is_the_pipelines(cpu_devices):
 
 @pytest.mark.quick("tuned")
 @pytest.mark.parametrize("others", [(), (BatchBalancer, LoaderTuner)], ids=["alone", "tuned"])
-def test_loggers_get_the_numbers_that_matter(cpu_devices, tmp_path, others):
-    _, model = make_model(cpu_devices[:2], (0.001, 0.01))
+def test_loggers_get_the_numbers_that_matter(logical_devices, tmp_path, others):
+    _, model = make_model(logical_devices[:2], (0.001, 0.01))
     seen = []
 
     class Logger(keras.callbacks.Callback):
@@ -166,11 +166,11 @@ def test_loggers_get_the_numbers_that_matter(cpu_devices, tmp_path, others):
 
 
 @pytest.mark.full
-def test_weights_are_the_same_with_it(cpu_devices):
+def test_weights_are_the_same_with_it(logical_devices):
     results = []
     for callbacks in ([], [Telemetry()]):
         keras.utils.set_random_seed(1)
-        strategy, model = make_model(cpu_devices[:2])
+        strategy, model = make_model(logical_devices[:2])
         strategy.set_shares((3, 1))
         model.fit(make_data(), epochs=2, verbose=0, callbacks=callbacks)
         results.append(model.get_weights())
@@ -179,8 +179,8 @@ def test_weights_are_the_same_with_it(cpu_devices):
 
 
 @pytest.mark.full
-def test_progress_bar_shows_them(cpu_devices, capsys):
-    _, model = make_model(cpu_devices[:2])
+def test_progress_bar_shows_them(logical_devices, capsys):
+    _, model = make_model(logical_devices[:2])
     model.fit(make_data(), epochs=1, verbose=1, callbacks=[Telemetry(progress=True)])
     last = capsys.readouterr().out.splitlines()[-1]
     assert "samples_per_second" in last
@@ -188,8 +188,8 @@ def test_progress_bar_shows_them(cpu_devices, capsys):
 
 
 @pytest.mark.full
-def test_prometheus_finds_the_metrics_on_loopback(cpu_devices):
-    _, model = make_model(cpu_devices[:2])
+def test_prometheus_finds_the_metrics_on_loopback(logical_devices):
+    _, model = make_model(logical_devices[:2])
     telemetry, pages = Telemetry(prometheus_port=0), []
 
     class Scrape(keras.callbacks.Callback):
@@ -205,8 +205,8 @@ def test_prometheus_finds_the_metrics_on_loopback(cpu_devices):
 
 
 @pytest.mark.full
-def test_a_second_fit_goes_on_counting_and_holds_its_own_steps(cpu_devices, tmp_path):
-    _, model = make_model(cpu_devices[:1])
+def test_a_second_fit_goes_on_counting_and_holds_its_own_steps(logical_devices, tmp_path):
+    _, model = make_model(logical_devices[:1])
     telemetry = Telemetry(tmp_path)
     model.fit(make_data(), verbose=0, callbacks=[telemetry])
     model.fit(make_data(), verbose=0)
@@ -214,10 +214,10 @@ def test_a_second_fit_goes_on_counting_and_holds_its_own_steps(cpu_devices, tmp_
     assert telemetry.recording().steps.tolist() == list(range(2 * STEPS, 3 * STEPS - 1))
 
 
-def test_changes_are_recorded_with_their_reasons(cpu_devices, tmp_path):
+def test_changes_are_recorded_with_their_reasons(logical_devices, tmp_path):
     from keras_het.telemetry.read_log import read_log
 
-    _, model = make_model(cpu_devices[:2], (0.001, 0.02))
+    _, model = make_model(logical_devices[:2], (0.001, 0.02))
     telemetry = Telemetry(tmp_path)
     model.fit(make_data(), epochs=2, verbose=0, callbacks=[BatchBalancer(), telemetry])
     changes = telemetry.recording().changes
@@ -293,8 +293,8 @@ def test_blocks_of_steps_are_written_in_their_order():
     assert written == [0, 8]
 
 
-def test_the_end_says_why_there_is_no_verdict(cpu_devices, capsys):
-    _, model = make_model(cpu_devices[:2])
+def test_the_end_says_why_there_is_no_verdict(logical_devices, capsys):
+    _, model = make_model(logical_devices[:2])
     telemetry = Telemetry(verbose=1)
     model.fit(make_data(), verbose=0, callbacks=[telemetry])
     assert telemetry.verdict.lines == ()
@@ -304,10 +304,10 @@ def test_the_end_says_why_there_is_no_verdict(cpu_devices, capsys):
 
 
 @pytest.mark.full
-def test_a_log_that_cannot_be_written_is_one_warning(cpu_devices, tmp_path, caplog):
+def test_a_log_that_cannot_be_written_is_one_warning(logical_devices, tmp_path, caplog):
     place = tmp_path / "file"
     place.write_text("not a folder")
-    _, model = make_model(cpu_devices[:1])
+    _, model = make_model(logical_devices[:1])
     with caplog.at_level(logging.WARNING, logger="keras_het"):
         history = model.fit(make_data(), epochs=2, verbose=0, callbacks=[Telemetry(place)])
     assert len(history.history["loss"]) == 2
@@ -317,12 +317,12 @@ def test_a_log_that_cannot_be_written_is_one_warning(cpu_devices, tmp_path, capl
 
 
 @pytest.mark.full
-def test_an_error_of_fit_ends_the_thread(cpu_devices, capsys):
+def test_an_error_of_fit_ends_the_thread(logical_devices, capsys):
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             raise RuntimeError("on purpose")
 
-    _, model = make_model(cpu_devices[:1])
+    _, model = make_model(logical_devices[:1])
     with pytest.raises(RuntimeError, match="on purpose"):
         model.fit(make_data(), verbose=0, callbacks=[Telemetry(verbose=1), Fails()])
     assert "erdict" not in capsys.readouterr().out, "nothing is said below an error"
@@ -335,7 +335,7 @@ def test_wrong_arguments_fail_at_once():
 
 
 @pytest.mark.full
-def test_two_in_a_fit_are_refused(cpu_devices):
-    _, model = make_model(cpu_devices[:1])
+def test_two_in_a_fit_are_refused(logical_devices):
+    _, model = make_model(logical_devices[:1])
     with pytest.raises(ValueError, match="One Telemetry records a fit"):
         model.fit(make_data(), verbose=0, callbacks=[Telemetry(), Telemetry()])

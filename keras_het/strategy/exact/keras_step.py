@@ -171,6 +171,8 @@ def _make_step(
     step.num_replicas, step.position = len(group), replica_id - group.start
     step.num_local_replicas = len(strategy.layout.local_replicas)
     step.may_have_no_samples = is_local
+    device = strategy.extended.worker_devices[replica_id - strategy.layout.local_replicas.start]
+    step.is_on_gpu = "CPU" not in device
     return step
 
 
@@ -202,8 +204,7 @@ def _start_clock(
         step.emulated_device = strategy.emulated_devices[step.replica_id - first]
     if step.emulated_device is None and not is_measuring:
         return data
-    on_accelerator = "CPU" not in strategy.extended.worker_devices[step.replica_id - first]
-    step.clock = StepClock(data, on_accelerator)
+    step.clock = StepClock(data, step.is_on_gpu)
     return step.clock.inputs
 
 

@@ -57,6 +57,7 @@ class ExactStep:
         self.graph = tf.compat.v1.get_default_graph()
         # Ids of the values of the model's variables: equal on all replicas after each step.
         self.values_of_model: set[int] = set()
+        self.is_on_gpu = False  # or on another device that works asynchronously to its host
         # A worker that trains locally may have no samples at all: it then takes no step.
         self.may_have_no_samples = False
         self.state_before: dict[int, tf.Tensor] = {}

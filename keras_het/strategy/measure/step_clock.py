@@ -99,7 +99,11 @@ def time_when_ready(values: Sequence[tf.Tensor], on_accelerator: bool) -> tf.Ten
     Args:
         values: the values.
         on_accelerator: whether they are on a device that works asynchronously to the host.
+
+    Raises:
+        RuntimeError: if TensorFlow lets no step read a clock.
     """
+    _check_clock()
     if on_accelerator:
         values = _on_host(values)
     with (
@@ -107,6 +111,18 @@ def time_when_ready(values: Sequence[tf.Tensor], on_accelerator: bool) -> tf.Ten
         tf.device("CPU:0" if on_accelerator else ""),
     ):
         return private_api.run_independently(tf.timestamp())
+
+
+def _check_clock() -> None:
+    try:
+        with tf.init_scope():
+            tf.raw_ops.Timestamp()
+    except tf.errors.FailedPreconditionError as error:
+        raise RuntimeError(
+            "With op determinism TensorFlow lets no step read a clock. Received: "
+            "tf.config.experimental.enable_op_determinism() beside BatchBalancer, Telemetry or "
+            "another callback that measures, or emulated devices. Leave one of them out."
+        ) from error
 
 
 def host_of(device: str) -> str:
@@ -132,11 +148,17 @@ def _tensors(structure: Nest) -> list[tf.Tensor]:
 
 
 def _on_host(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return one element of each value, copied to the host once the device has computed it."""
-    firsts = [_first_element(value) for value in values if value.dtype != tf.string]
+    """Return one element, copied to the host once the device has computed all values.
+
+    A device computes in the order in which its host queues, and a copy waits for all before it. One
+    copy for each of hundreds of gradients would take longer than some steps.
+    """
+    # Integers of a GPU may lie on the host, and strings always do.
+    of_device = [value for value in values if value.dtype.is_floating] or list(values)
+    if not of_device or of_device[-1].dtype == tf.string:
+        return of_device
+    with tf.control_dependencies(list(values)):
+        last = tf.identity(of_device[-1])
+    first = tf.reshape(last, [-1])[:1]
     with tf.device("CPU:0"):
-        return [tf.identity(first) for first in firsts]
-
-
-def _first_element(value: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(value, [-1])[:1]
+        return [tf.identity(first)]

@@ -52,13 +52,13 @@ class MeasuredEquations(ChangeEquations):
         return self.c
 
 
-def test_equations_of_measured_shares(cpu_devices):
+def test_equations_of_measured_shares(logical_devices):
     start = start_vector()
     rule = ASHL(loss_threshold=0.5, num_workers=3)
     follow(rule, MeasuredEquations(start), start)
 
 
-def test_measured_shares_are_those_of_algorithm_1(cpu_devices):
+def test_measured_shares_are_those_of_algorithm_1(logical_devices):
     # all push equally often, steps of 32 samples
     steps, rule = np.array([8, 5, 3]), ASHL(loss_threshold=0.5, num_workers=3)
     center = Center(rule, np.zeros(SIZE))
@@ -71,7 +71,7 @@ def test_measured_shares_are_those_of_algorithm_1(cpu_devices):
             assert share == pytest.approx(steps[i] / steps.sum(), rel=0.06)
 
 
-def test_who_has_left_has_no_share(cpu_devices):
+def test_who_has_left_has_no_share(logical_devices):
     rule, equations = ASHL(loss_threshold=0.5, num_workers=3), MeasuredEquations(np.zeros(SIZE), 3)
     service = start_service(rule, num_clients=3)
     clients = [connect(service, i) for i in range(3)]
@@ -117,7 +117,7 @@ def test_plans_follow_from_times_alone():
 
 
 @pytest.mark.parametrize("second_stage", [False, True])
-def test_equations(cpu_devices, second_stage, monkeypatch):
+def test_equations(logical_devices, second_stage, monkeypatch):
     rule, start = ASHL(**{**GOOD, "largest_lead": 100}), start_vector()
     if second_stage:
         create = rule.create_slots
@@ -133,14 +133,14 @@ def test_equations(cpu_devices, second_stage, monkeypatch):
     assert pushes.sum() == (center.version if second_stage else 0)
 
 
-def test_nobody_waits_in_the_first_stage(cpu_devices):
+def test_nobody_waits_in_the_first_stage(logical_devices):
     center = Center(ASHL(**GOOD), start_vector())
     for _ in range(10):
         assert center.push(0, 1, center.version, np.ones(SIZE)) is not None
     np.testing.assert_allclose(center.values, start_vector() + 5, rtol=1e-5)
 
 
-def test_second_stage_bounds_the_lead_as_algorithm_3(cpu_devices):
+def test_second_stage_bounds_the_lead_as_algorithm_3(logical_devices):
     rule, random = ASHL(**GOOD), np.random.default_rng(0)
     center = Center(rule, start_vector())
     for slots in center.slots:
@@ -158,7 +158,7 @@ def test_second_stage_bounds_the_lead_as_algorithm_3(cpu_devices):
     np.testing.assert_allclose(center.values, expected, rtol=1e-4)
 
 
-def test_largest_values_with_error_feedback_lose_nothing(cpu_devices):
+def test_largest_values_with_error_feedback_lose_nothing(logical_devices):
     rule = ASHL(**GOOD, compression_ratios=[0.2, 0.5, 1.0])
     center, start = Center(rule, start_vector()), start_vector()
     residuals, moved = [np.zeros(SIZE, "float32")] * 3, np.zeros(SIZE)
@@ -220,7 +220,7 @@ def test_the_number_of_workers_is_that_of_the_cluster_unless_shares_say_it():
     assert get({"class_name": "ashl", "config": GOOD}, num_workers=4).num_workers == 3
 
 
-def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(cpu_devices):
+def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(logical_devices):
     rule = ASHL(**GOOD)
     service = start_service(rule, num_clients=3)
     for slots in service.slots():
@@ -243,7 +243,7 @@ def test_a_worker_that_was_given_up_goes_on_beside_the_slowest(cpu_devices):
     service.close()
 
 
-def test_nobody_waits_for_a_worker_whose_pushes_are_refused(cpu_devices):
+def test_nobody_waits_for_a_worker_whose_pushes_are_refused(logical_devices):
     service = start_service(ASHL(**{**GOOD, "largest_lead": 1}), num_clients=3)
     service.signal_locally(0, Signal.LOSS_REACHED)
     zeros = [tf.zeros([size]) for size in PARTITIONS.sizes]

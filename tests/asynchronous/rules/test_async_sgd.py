@@ -107,14 +107,14 @@ def make(settings):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equations(cpu_devices, name):
+def test_equations(logical_devices, name):
     equations, options, settings = CASES[name]
     start = start_vector()
     follow(make(settings), equations(start, **options), start)
 
 
 @pytest.mark.parametrize("name", [kind.__name__ for kind in ELEMENTWISE])
-def test_one_worker_is_the_local_optimizer(cpu_devices, name):
+def test_one_worker_is_the_local_optimizer(logical_devices, name):
     schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.7, staircase=True)
     local = getattr(keras.optimizers, name)(schedule)
     center = Center(AsyncSGD(optimizer=getattr(keras.optimizers, name)(schedule)), start_vector())
@@ -128,7 +128,7 @@ def test_one_worker_is_the_local_optimizer(cpu_devices, name):
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
-def test_one_worker_that_runs_keras_sgd_of_rate_1(cpu_devices, name):
+def test_one_worker_that_runs_keras_sgd_of_rate_1(logical_devices, name):
     # the worker's optimizer accumulates the mean of two mini-batches; the center's takes the step
     rule = AsyncSGD(optimizer=getattr(keras.optimizers, name)(0.05))
     center, local = Center(rule, start_vector()), getattr(keras.optimizers, name)(0.05)
@@ -146,7 +146,7 @@ def test_one_worker_that_runs_keras_sgd_of_rate_1(cpu_devices, name):
         np.testing.assert_allclose(weights, alone, rtol=2e-5, atol=2e-6)
 
 
-def test_state_is_in_the_slots(cpu_devices):
+def test_state_is_in_the_slots(logical_devices):
     # a checkpoint of center, version and slots continues as if there had been no stop
     def pushes(center, first, last):
         for step in range(first, last):
@@ -168,7 +168,7 @@ def test_state_is_in_the_slots(cpu_devices):
     np.testing.assert_array_equal(other.values, one.values)
 
 
-def test_schedule_follows_the_version(cpu_devices):
+def test_schedule_follows_the_version(logical_devices):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [1.0, 0.1])
     center = Center(AsyncSGD(optimizer=keras.optimizers.SGD(schedule)), np.zeros(SIZE))
     for version, expected in [(0, -1.0), (1, -2.0), (2, -3.0), (3, -3.1), (4, -3.2)]:
@@ -181,7 +181,7 @@ def test_schedule_follows_the_version(cpu_devices):
     np.testing.assert_allclose(center.values, np.full(SIZE, -4.2), rtol=1e-5)
 
 
-def test_simultaneous_pushes_are_all_counted(cpu_devices):
+def test_simultaneous_pushes_are_all_counted(logical_devices):
     # every push takes a step of 1 / (1 + iterations): only exact counting gives the harmonic sum
     schedule = keras.optimizers.schedules.InverseTimeDecay(1.0, 1, 1.0)
     service = start_service(AsyncSGD(optimizer=keras.optimizers.SGD(schedule)), num_clients=4)
@@ -203,11 +203,11 @@ def test_simultaneous_pushes_are_all_counted(cpu_devices):
     np.testing.assert_allclose(service.center()[0], np.full(SIZE, -harmonic), rtol=1e-4)
 
 
-def test_a_caller_within_a_strategy_changes_nothing(cpu_devices):
+def test_a_caller_within_a_strategy_changes_nothing(logical_devices):
     # two replicas push one after the other; nothing is summed over them
     center = Center(AsyncSGD(optimizer=keras.optimizers.SGD(0.1)), np.zeros(SIZE))
     strategy = tf.distribute.MirroredStrategy(
-        list(cpu_devices[:2]), cross_device_ops=tf.distribute.ReductionToOneDevice()
+        list(logical_devices[:2]), cross_device_ops=tf.distribute.ReductionToOneDevice()
     )
 
     @tf.function
@@ -236,7 +236,7 @@ def elementwise_probe(optimizer):
 
 
 @pytest.mark.parametrize("name", [kind.__name__ for kind in ELEMENTWISE])
-def test_accepted_optimizers_are_elementwise(cpu_devices, name):
+def test_accepted_optimizers_are_elementwise(logical_devices, name):
     assert elementwise_probe(getattr(keras.optimizers, name)(0.1)) < 1e-6
 
 
@@ -250,7 +250,7 @@ def test_accepted_optimizers_are_elementwise(cpu_devices, name):
         ("Adam", {"global_clipnorm": 1.0}, "norm of all variables"),
     ],
 )
-def test_optimizers_that_need_whole_variables_are_refused(cpu_devices, name, settings, match):
+def test_optimizers_that_need_whole_variables_are_refused(logical_devices, name, settings, match):
     if not hasattr(keras.optimizers, name):
         pytest.skip(f"this Keras has no {name}")
     optimizer = getattr(keras.optimizers, name)(learning_rate=0.1, **settings)
@@ -263,12 +263,12 @@ def test_optimizers_that_need_whole_variables_are_refused(cpu_devices, name, set
     "settings",
     [{"use_ema": True}, {"gradient_accumulation_steps": 2}, {"loss_scale_factor": 8.0}],
 )
-def test_settings_without_a_meaning_on_the_center_are_refused(cpu_devices, settings):
+def test_settings_without_a_meaning_on_the_center_are_refused(logical_devices, settings):
     with pytest.raises(ValueError, match=f"cannot have {next(iter(settings))}"):
         AsyncSGD(optimizer=keras.optimizers.Adam(**settings))
 
 
-def test_weight_decay_of_named_variables_is_refused(cpu_devices):
+def test_weight_decay_of_named_variables_is_refused(logical_devices):
     optimizer = keras.optimizers.AdamW(0.1)
     AsyncSGD(optimizer=optimizer)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -276,7 +276,7 @@ def test_weight_decay_of_named_variables_is_refused(cpu_devices):
         AsyncSGD(optimizer=optimizer)
 
 
-def test_own_elementwise_optimizer(cpu_devices):
+def test_own_elementwise_optimizer(logical_devices):
     class SignDescent(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
             self.assign_sub(variable, tf.sign(gradient) * tf.cast(learning_rate, tf.float32))
@@ -289,7 +289,7 @@ def test_own_elementwise_optimizer(cpu_devices):
     np.testing.assert_allclose(np.abs(center.values), np.full(SIZE, 0.1), rtol=1e-6)
 
 
-def test_parts_of_an_earlier_training_are_not_kept(cpu_devices):
+def test_parts_of_an_earlier_training_are_not_kept(logical_devices):
     rule = AsyncSGD(optimizer="adam")
     part = weakref.ref(Center(rule, start_vector()).parts[0])
     gc.collect()
@@ -301,12 +301,12 @@ def constant_rate():
 
 
 @pytest.mark.parametrize("rate", [lambda: 0.1, constant_rate, functools.partial(float, 0.1)])
-def test_a_rate_that_is_a_function_is_refused(cpu_devices, rate):
+def test_a_rate_that_is_a_function_is_refused(logical_devices, rate):
     with pytest.raises(ValueError, match="a function that cannot be copied"):
         AsyncSGD(optimizer=keras.optimizers.SGD(rate))
 
 
-def test_a_part_that_it_was_not_built_for(cpu_devices):
+def test_a_part_that_it_was_not_built_for(logical_devices):
     rule = AsyncSGD(optimizer="adam")
     with pytest.raises(ValueError, match="Call it once for each part"):
         rule.update(tf.Variable([1.0]), {}, tf.constant([1.0]), PushMeta(0, 1.0, 0.0))
@@ -324,6 +324,6 @@ def test_a_part_that_it_was_not_built_for(cpu_devices):
         ({"learning_rate": 0.1, "warm_up_pushes": 5}, "needs reference_samples"),
     ],
 )
-def test_settings_out_of_range(cpu_devices, settings, match):
+def test_settings_out_of_range(logical_devices, settings, match):
     with pytest.raises(ValueError, match=match):
         AsyncSGD(**settings)

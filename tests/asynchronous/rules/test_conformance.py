@@ -65,7 +65,7 @@ def test_every_rule_is_checked():
 
 
 @pytest.mark.parametrize("case", [*ASYNCHRONOUS, *SYNCHRONOUS])
-def test_config_makes_an_equal_rule(cpu_devices, case):
+def test_config_makes_an_equal_rule(logical_devices, case):
     rule = make(case)
     config = json.loads(json.dumps(rules.serialize(rule)))  # plain values
     assert set(config["config"]) == set(inspect.signature(type(rule)).parameters)
@@ -84,7 +84,7 @@ def test_what_it_says_of_itself(case):
 
 
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_parts_are_independent(cpu_devices, case):
+def test_parts_are_independent(logical_devices, case):
     centers = [Center(make(case), start_vector(), sizes) for sizes in (SIZES, (SIZE,), (1, 17))]
     for center in centers:
         push_some(center, 0, 6)
@@ -100,7 +100,7 @@ def test_parts_are_independent(cpu_devices, case):
     "ashl measured",
 )
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_the_service_does_the_same(cpu_devices, case):
+def test_the_service_does_the_same(logical_devices, case):
     center = Center(make(case), start_vector())
     service = start_service(make(case), WORKERS, start_vector())
     clients = [connect(service, i) for i in range(WORKERS)]
@@ -118,7 +118,7 @@ def test_the_service_does_the_same(cpu_devices, case):
 
 
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_all_state_is_in_the_slots(cpu_devices, case):
+def test_all_state_is_in_the_slots(logical_devices, case):
     one, other = Center(make(case), start_vector()), Center(make(case), start_vector(5))
     push_some(one, 0, 4)
     push_some(other, 0, 2)
@@ -135,7 +135,7 @@ def test_all_state_is_in_the_slots(cpu_devices, case):
 
 @pytest.mark.quick("async_measgd", "async_sgd momentum", "delta", "round_robin_easgd")
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_two_centers_of_one_rule_do_not_touch_each_other(cpu_devices, case):
+def test_two_centers_of_one_rule_do_not_touch_each_other(logical_devices, case):
     rule = make(case)
     alone, one, other = (
         Center(make(case), start_vector()),
@@ -149,7 +149,7 @@ def test_two_centers_of_one_rule_do_not_touch_each_other(cpu_devices, case):
 
 
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_who_has_done_nothing_changes_nothing(cpu_devices, case):
+def test_who_has_done_nothing_changes_nothing(logical_devices, case):
     rule, start = make(case), start_vector()
     center = Center(rule, start)
     answer = center.push(0, 8, 0, rule.message(start, start))
@@ -160,7 +160,7 @@ def test_who_has_done_nothing_changes_nothing(cpu_devices, case):
 
 
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_worker_side_works_element_by_element_and_in_the_graph(cpu_devices, case):
+def test_worker_side_works_element_by_element_and_in_the_graph(logical_devices, case):
     rule = make(case)
     one, two, three = (tf.constant(start_vector(i)) for i in range(3))
 
@@ -180,7 +180,7 @@ def test_worker_side_works_element_by_element_and_in_the_graph(cpu_devices, case
 
 
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_progress_while_the_answer_travels_is_kept_unless_gradients_travel(cpu_devices, case):
+def test_progress_while_the_answer_travels_is_kept_unless_gradients_travel(logical_devices, case):
     rule = make(case)
     sent, move, answer = (tf.constant(start_vector(i)) for i in range(3))
     still, moved = rule.receive(sent, sent, answer), rule.receive(sent + move, sent, answer)
@@ -191,7 +191,7 @@ def test_progress_while_the_answer_travels_is_kept_unless_gradients_travel(cpu_d
 
 
 @pytest.mark.parametrize("case", SYNCHRONOUS)
-def test_synchronous_rules_keep_one_state_and_send_one_buffer(cpu_devices, case):
+def test_synchronous_rules_keep_one_state_and_send_one_buffer(logical_devices, case):
     rule = make(case)
     assert isinstance(rule, SynchronousRule)
     assert isinstance(rule.center_is_weights, bool)
@@ -208,7 +208,7 @@ def test_synchronous_rules_keep_one_state_and_send_one_buffer(cpu_devices, case)
 
 
 @pytest.mark.parametrize("case", SYNCHRONOUS)
-def test_synchronous_rules_work_element_by_element(cpu_devices, case):
+def test_synchronous_rules_work_element_by_element(logical_devices, case):
     groups = [
         Group(make(case), [start_vector()[part]] * WORKERS)
         for part in (slice(0, SIZE), slice(0, 7), slice(7, SIZE))
@@ -223,10 +223,10 @@ def test_synchronous_rules_work_element_by_element(cpu_devices, case):
 
 
 @pytest.mark.parametrize("case", SYNCHRONOUS)
-def test_synchronous_rules_work_in_the_graph_of_a_strategy(cpu_devices, case):
+def test_synchronous_rules_work_in_the_graph_of_a_strategy(logical_devices, case):
     rule = make(case)
     strategy = tf.distribute.MirroredStrategy(
-        list(cpu_devices[:WORKERS]), cross_device_ops=tf.distribute.ReductionToOneDevice()
+        list(logical_devices[:WORKERS]), cross_device_ops=tf.distribute.ReductionToOneDevice()
     )
     starts = [start_vector(i) for i in range(WORKERS)]
     state = rule.initial_state(tf.constant(start_vector()))

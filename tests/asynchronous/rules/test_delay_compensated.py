@@ -29,13 +29,13 @@ class DelayCompensatedEquations(Equations):
 
 
 @pytest.mark.parametrize(("strength", "decay"), [(0.4, None), (2.0, 0.95), (1.0, 0.0)])
-def test_equations(cpu_devices, strength, decay):
+def test_equations(logical_devices, strength, decay):
     start = start_vector()
     rule = DelayCompensated(0.3, strength, num_workers=3, decay=decay)
     follow(rule, DelayCompensatedEquations(start, 0.3, strength, decay), start)
 
 
-def test_corrects_a_stale_gradient_of_a_square_to_first_order(cpu_devices):
+def test_corrects_a_stale_gradient_of_a_square_to_first_order(logical_devices):
     # f(w) = -log w: g = -1/w and f'' = g g exactly, the case in which the correction is best.
     def after_two_pushes(rule):
         center = Center(rule, np.ones(1), sizes=(1,))
@@ -52,7 +52,7 @@ def test_corrects_a_stale_gradient_of_a_square_to_first_order(cpu_devices):
     assert abs(corrected - right) < 0.15 * abs(stale - right)
 
 
-def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(cpu_devices):
+def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(logical_devices):
     center = Center(DelayCompensated(0.1, 1.0, num_workers=2), np.ones(1), sizes=(1,))
     center.push(0, 1, 0, np.zeros(1))
     for _ in range(20):  # meanwhile the other worker moves the center far away
@@ -65,7 +65,7 @@ def test_a_center_that_was_pulled_again_is_not_taken_for_the_last_answer(cpu_dev
     np.testing.assert_allclose(center.values, moved - 0.1 * (1 - 0.1), rtol=1e-5)
 
 
-def test_a_worker_that_was_refused_as_too_stale_starts_from_what_it_got(cpu_devices):
+def test_a_worker_that_was_refused_as_too_stale_starts_from_what_it_got(logical_devices):
     service = ParameterService(
         free_address(), PARTITIONS, DelayCompensated(0.1, 1.0, 2), PROOF, 2, staleness_bound=1
     )

@@ -18,12 +18,12 @@ class DeltaEquations(ChangeEquations):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_equations(cpu_devices, scale):
+def test_equations(logical_devices, scale):
     start = start_vector()
     follow(Delta(scale), DeltaEquations(start, scale), start)
 
 
-def test_the_center_is_the_start_and_all_changes(cpu_devices):
+def test_the_center_is_the_start_and_all_changes(logical_devices):
     rule, random, start = Delta(), np.random.default_rng(1), start_vector()
     center = Center(rule, start)
     weights, seen = [start] * 3, [start] * 3
@@ -43,7 +43,7 @@ def test_the_center_is_the_start_and_all_changes(cpu_devices):
 
 
 @pytest.mark.parametrize(("scale", "moves"), [(1.0, 1.0), (0.25, 1.0), (0.1, 0.4)])
-def test_what_all_learnt_alone_counts_once(cpu_devices, scale, moves):
+def test_what_all_learnt_alone_counts_once(logical_devices, scale, moves):
     rule, start = Delta(scale), start_vector()
     center = Center(rule, start)
     learnt = np.random.default_rng(2).normal(size=SIZE).astype("float32")

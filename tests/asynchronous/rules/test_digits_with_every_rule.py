@@ -81,7 +81,7 @@ def test_every_rule_is_trained():
 
 @pytest.mark.quick("async_sgd adam", "async_easgd", "delta")
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_asynchronous_rules(cpu_devices, case):
+def test_asynchronous_rules(logical_devices, case):
     make, settings = ASYNCHRONOUS[case]
     simulation = Simulation(make(), STEPS, **settings)
     reached = simulation.run()
@@ -92,7 +92,7 @@ def test_asynchronous_rules(cpu_devices, case):
 
 @pytest.mark.quick("diloco")
 @pytest.mark.parametrize("case", SYNCHRONOUS)
-def test_synchronous_rules(cpu_devices, case):
+def test_synchronous_rules(logical_devices, case):
     make, settings = SYNCHRONOUS[case]
     assert_as_good_as_one_device(train_synchronously(make(), STEPS, **settings))
 
@@ -111,7 +111,7 @@ def compression(ratio):
 
 
 @pytest.mark.full
-def test_ashl(cpu_devices):
+def test_ashl(logical_devices):
     rule = ASHL(
         data_shares=[4 / 11, 4 / 11, 2 / 11, 1 / 11],
         steps=[8, 8, 4, 2],

@@ -18,7 +18,7 @@ def moves(step):
     return np.random.default_rng(step).normal(size=(WORKERS, SIZE))
 
 
-def test_equations_with_unequal_samples(cpu_devices):
+def test_equations_with_unequal_samples(logical_devices):
     group = Group(DiLoCo(5), same_starts())
     c, u = np.float64(start_vector(0)), 0.0
     for step in range(15):
@@ -34,7 +34,7 @@ def test_equations_with_unequal_samples(cpu_devices):
         group.assert_states_are_identical()
 
 
-def test_outer_step_is_sgd_with_nesterov_momentum_of_keras(cpu_devices):
+def test_outer_step_is_sgd_with_nesterov_momentum_of_keras(logical_devices):
     import keras
 
     group = Group(DiLoCo(5, 0.3, 0.8), same_starts())
@@ -48,7 +48,7 @@ def test_outer_step_is_sgd_with_nesterov_momentum_of_keras(cpu_devices):
         np.testing.assert_allclose(group.weights[0], variable, rtol=1e-4, atol=1e-4)
 
 
-def test_outer_rate_1_without_momentum_is_plain_averaging(cpu_devices):
+def test_outer_rate_1_without_momentum_is_plain_averaging(logical_devices):
     group = Group(DiLoCo(period=1, learning_rate=1.0, momentum=0.0), same_starts())
     expected = np.float64(start_vector(0))
     for step in range(5):
@@ -59,18 +59,18 @@ def test_outer_rate_1_without_momentum_is_plain_averaging(cpu_devices):
             np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_nobody_used_a_sample(cpu_devices):
+def test_nobody_used_a_sample(logical_devices):
     group = Group(DiLoCo(5), same_starts())
     group.exchange([0.0] * WORKERS)
     np.testing.assert_array_equal(group.weights[0], start_vector(0))
 
 
-def test_overlapped_steps_are_added(cpu_devices):
+def test_overlapped_steps_are_added(logical_devices):
     rule = DiLoCo(5, overlap=2)
     np.testing.assert_allclose(rule.receive(tf.constant(7.0), 5.0, 3.0), 5.0)
 
 
-def test_streaming_with_one_fragment_and_no_mixing_is_diloco(cpu_devices):
+def test_streaming_with_one_fragment_and_no_mixing_is_diloco(logical_devices):
     settings = {"period": 4, "learning_rate": 0.7, "momentum": 0.9}
     streaming = StreamingDiLoCo(num_fragments=1, overlap=0, mixing=0.0, **settings)
     groups = [Group(streaming, same_starts()), Group(DiLoCo(**settings), same_starts())]
@@ -86,7 +86,7 @@ def test_streaming_with_one_fragment_and_no_mixing_is_diloco(cpu_devices):
         np.testing.assert_allclose(groups[0].weights, groups[1].weights, rtol=1e-5, atol=1e-5)
 
 
-def test_fragments_are_strided_and_their_exchanges_spread_evenly(cpu_devices):
+def test_fragments_are_strided_and_their_exchanges_spread_evenly(logical_devices):
     rule = StreamingDiLoCo(period=12, num_fragments=3, overlap=2)
     fragments = rule.fragments([10, 20, 30, 40, 50, 60, 70])
     assert fragments == ((0, 3, 6), (1, 4), (2, 5))
@@ -97,7 +97,7 @@ def test_fragments_are_strided_and_their_exchanges_spread_evenly(cpu_devices):
     assert not rule.is_due(0)
 
 
-def test_streaming_equations_over_time(cpu_devices):
+def test_streaming_equations_over_time(logical_devices):
     # two fragments, steps while the sums travel; the reference is written from the paper
     period, overlap, mixing, rate, momentum = 6, 2, 0.5, 0.4, 0.9
     rule = StreamingDiLoCo(period, 2, rate, momentum, overlap, mixing)

@@ -24,7 +24,7 @@ RULES = [AsyncEASGD, AsyncMEASGD, ElasticAveraging, HogwildEASGD]
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_equations(cpu_devices, kind):
+def test_equations(logical_devices, kind):
     start = start_vector()
     follow(kind(alpha=0.3), ElasticEquations(start, 0.3), start)
 
@@ -35,7 +35,7 @@ def test_what_distinguishes_them():
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_forces_are_equal_and_opposite(cpu_devices, kind):
+def test_forces_are_equal_and_opposite(logical_devices, kind):
     rule = kind(alpha=0.4)
     start, weights = start_vector(1), start_vector(2)
     center = Center(rule, start)
@@ -44,7 +44,7 @@ def test_forces_are_equal_and_opposite(cpu_devices, kind):
     np.testing.assert_allclose(after - center.values, 0.2 * (weights - start), rtol=1e-4)
 
 
-def test_one_worker_with_momentum_follows_equations_5_and_6(cpu_devices):
+def test_one_worker_with_momentum_follows_equations_5_and_6(logical_devices):
     # One worker: the gradient is computed at the weights that were sent, while they travel.
     alpha, rate, momentum = 0.3, 0.1, 0.9
     rule, start, target = AsyncMEASGD(alpha), start_vector(1), start_vector(2)
@@ -65,7 +65,7 @@ def test_one_worker_with_momentum_follows_equations_5_and_6(cpu_devices):
         np.testing.assert_allclose(center.values, c, rtol=1e-4, atol=1e-5)
 
 
-def test_simultaneous_pushes_without_a_lock(cpu_devices):
+def test_simultaneous_pushes_without_a_lock(logical_devices):
     service = start_service(HogwildEASGD(0.1), num_clients=4)
 
     def work(number):
@@ -94,13 +94,13 @@ def test_default_moving_rate():
 @pytest.mark.parametrize(
     ("name", "settings"), [("SGD", {}), ("Adam", {}), ("RMSprop", {"momentum": 0.9})]
 )
-def test_momentum_form_names_the_optimizer_it_needs(cpu_devices, name, settings):
+def test_momentum_form_names_the_optimizer_it_needs(logical_devices, name, settings):
     optimizer = getattr(keras.optimizers, name)(**settings)
     with pytest.raises(ValueError, match=r"keras.optimizers.SGD\(learning_rate, momentum=0.9\)"):
         AsyncMEASGD(0.3).check_optimizer(optimizer)
 
 
-def test_bound_is_checked_for_the_optimizer_too(cpu_devices):
+def test_bound_is_checked_for_the_optimizer_too(logical_devices):
     rule = AsyncEASGD(0.9)
     rule.check_optimizer(keras.optimizers.SGD(0.1))
     rule.check_optimizer(keras.optimizers.Adam(0.1))  # there is no bound for it
@@ -108,7 +108,7 @@ def test_bound_is_checked_for_the_optimizer_too(cpu_devices):
         rule.check_optimizer(keras.optimizers.SGD(1.5))
 
 
-def test_bound_is_checked_for_answers_that_travel(cpu_devices):
+def test_bound_is_checked_for_answers_that_travel(logical_devices):
     optimizer = keras.optimizers.SGD(0.1)
     rule = AsyncEASGD(0.9)
     for steps in (0, 1, 4):
@@ -121,7 +121,7 @@ def test_bound_is_checked_for_answers_that_travel(cpu_devices):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 6])
-def test_the_default_is_within_the_bound_however_long_an_answer_takes(cpu_devices, workers):
+def test_the_default_is_within_the_bound_however_long_an_answer_takes(logical_devices, workers):
     rule = AsyncEASGD(num_workers=workers)
     for rate in (0.1, 0.5, 1.0):
         for steps in (1, 8, 100, math.inf):
@@ -140,7 +140,7 @@ def test_bound_of_answers_that_travel_is_where_the_largest_eigenvalue_passes_1(r
     assert radius(bound) <= 1 + 1e-12 < radius(1.01 * bound)
 
 
-def test_an_optimizer_that_scales_the_loss_is_seen_through(cpu_devices):
+def test_an_optimizer_that_scales_the_loss_is_seen_through(logical_devices):
     def scaled(optimizer):  # as Keras wraps it for mixed_float16
         return keras.optimizers.LossScaleOptimizer(optimizer)
 

@@ -45,7 +45,7 @@ def test_number_of_workers_is_filled_in_where_it_is_needed():
     assert own["config"] == {"num_workers": 2}
 
 
-def test_config_of_an_optimizer_is_plain(cpu_devices):
+def test_config_of_an_optimizer_is_plain(logical_devices):
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 50)
     rule = AsyncSGD(optimizer=keras.optimizers.Adam(schedule, beta_1=0.7), damps_staleness=True)
     config = json.loads(json.dumps(rules.serialize(rule)))

@@ -21,12 +21,12 @@ from keras_het.asynchronous.rules.moving_rate import largest_moving_rate
 from keras_het.rpc.function_client import FunctionClient
 
 
-def test_equations(cpu_devices):
+def test_equations(logical_devices):
     start = start_vector()
     follow(RoundRobinEASGD(3, 0.3), ElasticEquations(start, 0.3), start, order=[0, 1, 2])
 
 
-def test_a_push_out_of_turn_changes_nothing(cpu_devices):
+def test_a_push_out_of_turn_changes_nothing(logical_devices):
     center = Center(RoundRobinEASGD(3, 0.3), start_vector())
     other = start_vector(2)
     for pusher in (1, 2):
@@ -40,7 +40,7 @@ def test_a_push_out_of_turn_changes_nothing(cpu_devices):
 
 
 @pytest.fixture
-def service(cpu_devices):
+def service(logical_devices):
     return start_service(RoundRobinEASGD(3, 0.3), num_clients=3)
 
 

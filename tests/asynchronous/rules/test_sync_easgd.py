@@ -15,7 +15,7 @@ def starts():
     return [start_vector(i) for i in range(WORKERS)]
 
 
-def test_overlapped_exchange_is_equations_1_and_2(cpu_devices):
+def test_overlapped_exchange_is_equations_1_and_2(logical_devices):
     alpha, rate = 0.2, 0.1
     rule = SyncEASGD(WORKERS, alpha, period=2, overlap=1)
     group = Group(rule, starts())
@@ -39,7 +39,7 @@ def test_overlapped_exchange_is_equations_1_and_2(cpu_devices):
         group.assert_states_are_identical()
 
 
-def test_exchange_after_the_step(cpu_devices):
+def test_exchange_after_the_step(logical_devices):
     alpha = 0.2
     group = Group(SyncEASGD(WORKERS, alpha), starts())
     x, c = np.float64(starts()), np.float64(start_vector(0))
@@ -69,7 +69,7 @@ def distance_after(rule, rate, rounds=300):
 
 @pytest.mark.quick("1.0")
 @pytest.mark.parametrize("rate", [0.5, 1.0, 1.5])
-def test_converges_within_the_bound_and_diverges_beyond(cpu_devices, rate):
+def test_converges_within_the_bound_and_diverges_beyond(logical_devices, rate):
     bound = largest_moving_rate(rate, WORKERS)
     assert bound == pytest.approx((4 - 2 * rate) / (2 + WORKERS * (2 - rate)))
     assert distance_after(SyncEASGD(WORKERS, 0.95 * bound, rate), rate) < 0.5
@@ -78,7 +78,7 @@ def test_converges_within_the_bound_and_diverges_beyond(cpu_devices, rate):
     assert distance_after(rule, rate) > 1e3
 
 
-def test_bound_is_checked(cpu_devices):
+def test_bound_is_checked(logical_devices):
     bound = largest_moving_rate(0.5, WORKERS)
     SyncEASGD(WORKERS, bound, 0.5)
     with pytest.raises(ValueError, match=r"\(2 \+ n \(2 - eta\)\) = 0.375 for eta = 0.5 and n = 4"):
@@ -113,7 +113,7 @@ def test_bound_of_overlapped_steps(workers, rate):
         assert radius(0.99 * largest_moving_rate(rate, workers), 1.0, 10, 10) > 1
 
 
-def test_default_is_the_authors(cpu_devices):
+def test_default_is_the_authors(logical_devices):
     for workers in (1, 2, 8, 100):
         assert SyncEASGD(workers).alpha == pytest.approx(0.9 / workers)
 

@@ -208,8 +208,8 @@ def test_an_old_tensorflow_says_so():
     assert "2.17" in inspect(pipeline(), seconds=0.1, file=io.StringIO()).verdict
 
 
-def test_other_objects_are_refused(cpu_devices):
-    strategy = keras_het.HeterogeneousStrategy(list(cpu_devices[:2]), shares=[1, 1])
+def test_other_objects_are_refused(logical_devices):
+    strategy = keras_het.HeterogeneousStrategy(list(logical_devices[:2]), shares=[1, 1])
     distributed = strategy.distribute(tf.data.Dataset.range(8).batch(2))
     for received in ([1, 2], distributed):
         with pytest.raises(TypeError, match=r"call LoaderTuner.inspect; .* that it was given"):

@@ -82,9 +82,9 @@ def state(model: keras.Model) -> list[np.ndarray]:
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize("with_strategy", [False, True])
 def test_no_weight_changes_when_an_early_batch_is_wrong(
-    with_strategy: bool, steps_per_execution: int, cpu_devices: tuple[str, ...]
+    with_strategy: bool, steps_per_execution: int, logical_devices: tuple[str, ...]
 ) -> None:
-    strategy = two_replicas(cpu_devices) if with_strategy else None
+    strategy = two_replicas(logical_devices) if with_strategy else None
     model = make_model(strategy, steps_per_execution=steps_per_execution)
     x, y = samples()
     before = state(model)
@@ -152,10 +152,10 @@ def test_labels_that_the_schema_does_not_know() -> None:
 
 @pytest.mark.parametrize("with_strategy", [False, True])
 def test_weights_of_classes_are_no_new_data(
-    with_strategy: bool, cpu_devices: tuple[str, ...]
+    with_strategy: bool, logical_devices: tuple[str, ...]
 ) -> None:
     x, y = samples()
-    model = make_model(two_replicas(cpu_devices) if with_strategy else None)
+    model = make_model(two_replicas(logical_devices) if with_strategy else None)
     validation = DataValidation(schema(), compare_shards=True)
     weights = {label: label + 1.0 for label in range(4)}
     model.fit(batches(x, y), class_weight=weights, verbose=0, callbacks=[validation])
@@ -198,10 +198,10 @@ def test_a_warning_in_the_place_of_an_error(caplog: pytest.LogCaptureFixture) ->
     [(False, False, 1), (False, True, 3), (True, False, 3), (True, True, 1)],
 )
 def test_training_is_what_it_is_without(
-    with_strategy: bool, compare: bool, steps_per_execution: int, cpu_devices: tuple[str, ...]
+    with_strategy: bool, compare: bool, steps_per_execution: int, logical_devices: tuple[str, ...]
 ) -> None:
     def train(callbacks: list[Any]) -> tuple[list[np.ndarray], list[float], Any]:
-        strategy = two_replicas(cpu_devices) if with_strategy else None
+        strategy = two_replicas(logical_devices) if with_strategy else None
         model = make_model(strategy, steps_per_execution=steps_per_execution)
         x, y = samples()
         data = batches(x, y).shuffle(7, seed=1)
@@ -251,13 +251,13 @@ def fit_sorted(callbacks: list[Any], devices: tuple[str, ...], epochs: int = 1) 
 
 
 def test_each_replica_has_the_statistics_of_what_it_consumed(
-    cpu_devices: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    logical_devices: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for left_behind in ("epoch-0009-replica-0.stats", "epoch-0001-replica-7.stats"):
         (tmp_path / left_behind).touch()
     validation = DataValidation(schema(), compare_shards=True, directory=tmp_path)
     with caplog.at_level(logging.WARNING, "keras_het"):
-        labels = fit_sorted([validation], cpu_devices)
+        labels = fit_sorted([validation], logical_devices)
     files = {f"epoch-0001-replica-{replica}.stats" for replica in range(2)}
     assert {path.name for path in tmp_path.iterdir()} == files
     # Shares 3:1 of each batch of 16, and of the last one of 8.
@@ -280,11 +280,11 @@ def test_each_replica_has_the_statistics_of_what_it_consumed(
 
 
 def test_a_replica_without_a_share_has_no_data_to_be_wrong(
-    cpu_devices: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    logical_devices: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = schema()
     validation = DataValidation(known, compare_shards=True, directory=tmp_path)
-    model = make_model(keras_het.HeterogeneousStrategy(cpu_devices[:2], shares=[1, 0]))
+    model = make_model(keras_het.HeterogeneousStrategy(logical_devices[:2], shares=[1, 0]))
     model.fit(batches(*samples()), verbose=0, callbacks=[validation])
     write_schema(known, tmp_path / "schema.pbtxt")
     arguments = ["validate", str(tmp_path), "--schema", str(tmp_path / "schema.pbtxt")]
@@ -317,9 +317,9 @@ def test_of_replicas_elsewhere_only_a_strategy_of_ours_tells(strategy: Any) -> N
     assert list(shards.gather()) == [0]
 
 
-def test_drift_between_epochs(cpu_devices: tuple[str, ...]) -> None:
+def test_drift_between_epochs(logical_devices: tuple[str, ...]) -> None:
     validation = DataValidation(schema(), compare_shards=True)
-    fit_sorted([validation], cpu_devices, epochs=2)
+    fit_sorted([validation], logical_devices, epochs=2)
     assert len(validation.distances) == len(validation.drift) == 2
     first, second = validation.drift
     assert first == []
@@ -327,10 +327,10 @@ def test_drift_between_epochs(cpu_devices: tuple[str, ...]) -> None:
     assert {distance.value for distance in second} == {0.0}, "each epoch has the same order"
 
 
-def test_beside_other_callbacks(cpu_devices: tuple[str, ...]) -> None:
+def test_beside_other_callbacks(logical_devices: tuple[str, ...]) -> None:
     validation = DataValidation(schema(), compare_shards=True)
     balancer = BatchBalancer()
-    fit_sorted([validation, balancer], cpu_devices, epochs=2)
+    fit_sorted([validation, balancer], logical_devices, epochs=2)
     assert balancer.measurements
     assert len(validation.distances) == 2
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_het import keras_graphs_adapter
 from keras_het.planning.bounded_shares import FloatArray
+from keras_het.strategy.membership import physical_devices
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token, Unit
 from keras_het.strategy.pipeline.step.segment import Segment, Values
@@ -202,8 +203,8 @@ def _symbolic(units: ModelUnits, token: Token) -> keras.KerasTensor:
 def _kind(device: str) -> str:
     """Return what tells a device from others: the model of a GPU; all logical CPUs are alike."""
     name = device.upper()
-    for physical in tf.config.list_physical_devices("GPU"):
-        if name.endswith(physical.name.rpartition("device:")[2].upper()):
+    for index, physical in enumerate(physical_devices("GPU")):
+        if name.endswith(f"GPU:{index}"):
             details = tf.config.experimental.get_device_details(physical)
             return str(details.get("device_name", physical.name))
     return name.split(":")[-2] if ":" in name else name
