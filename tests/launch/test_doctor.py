@@ -191,6 +191,15 @@ def test_extras_are_those_of_the_package():
     assert set(EXTRAS) == set(names) - {"cuda", "dev"}
 
 
+def test_a_tensorboard_that_cannot_start():
+    extras = {"tensorboard": "2.20.0"}
+    finding = problem(having(ALONE, extras=extras, has_pkg_resources=False), "extras")
+    assert "TensorBoard 2.20.0 cannot start" in finding.text and "setuptools<82" in finding.fix
+    newer = {"tensorboard": "2.21.0"}
+    for well in ({"extras": extras}, {"extras": newer, "has_pkg_resources": False}):
+        assert is_well(having(ALONE, **well), "extras")
+
+
 def test_a_tensorflow_without_cuda_on_a_machine_with_gpus():
     finding = problem(having(WITH_GPU, tensorflow=CPU_BUILD), "tensorflow_build")
     assert "knows no CUDA" in finding.text and "keras-het[cuda]" in finding.fix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import socket
 from collections.abc import Mapping
@@ -72,6 +73,7 @@ class Facts:
         cluster: the cluster of TF_CONFIG; None without one.
         cluster_problem: what is wrong with TF_CONFIG, empty if nothing is.
         extras: installed version of a package of each extra, empty if it is missing.
+        has_pkg_resources: whether setuptools still has that module, which TensorBoard imported.
         log_dir: where the training will write; None if it was not said.
     """
 
@@ -91,6 +93,7 @@ class Facts:
     cluster: ClusterConfig | None = None
     cluster_problem: str = ""
     extras: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    has_pkg_resources: bool = True
     log_dir: Path | None = None
 
 
@@ -119,6 +122,7 @@ def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None
         cluster=cluster,
         cluster_problem=problem,
         extras={extra: _version(package) for extra, package in EXTRAS.items()},
+        has_pkg_resources=importlib.util.find_spec("pkg_resources") is not None,
         log_dir=log_dir,
         **listed,
     )

@@ -15,6 +15,7 @@ from keras_het.launch.doctor.findings import Finding, fault, note, ok, warning
 from keras_het.seen_versions import FIRST_UNSEEN
 
 _OLDEST = {"Keras": (3, 8), "TensorFlow": (2, 16)}
+_TENSORBOARD_WITHOUT_IT = (2, 21)
 _FOR = {
     "tensorboard": "to see recordings in TensorBoard",
     "prometheus": "to export metrics",
@@ -59,7 +60,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
     if found is None or found.problem:
         return
     for name, text in (("TensorFlow", found.tensorflow), ("Keras", found.keras)):
-        version = tuple(map(int, re.findall(r"\d+", text)[:2]))
+        version = _numbers(text)
         oldest, unseen = (".".join(map(str, bounds[name])) for bounds in (_OLDEST, FIRST_UNSEEN))
         expected = f"Received: {name} {text}; expected: from {oldest} to below {unseen}."
         if version < _OLDEST[name]:
@@ -76,12 +77,23 @@ def extras(facts: Facts) -> Iterator[Finding]:
     installed = [f"{extra} {version}" for extra, version in facts.extras.items() if version]
     if installed:
         yield ok(f"Extras installed: {', '.join(installed)}.")
+    board = facts.extras.get("tensorboard", "")
+    if board and not facts.has_pkg_resources and _numbers(board) < _TENSORBOARD_WITHOUT_IT:
+        yield warning(
+            f"TensorBoard {board} cannot start: it imports pkg_resources, which the installed "
+            "setuptools has no more.",
+            "pip install 'setuptools<82'",
+        )
     for extra, version in facts.extras.items():
         if not version:
             yield note(
                 f"The extra {extra!r} is not installed: needed only {_FOR[extra]}.",
                 f"pip install 'keras-het[{extra}]'",
             )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def emulation(facts: Facts) -> Iterator[Finding]:
