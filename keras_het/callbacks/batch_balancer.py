@@ -319,7 +319,7 @@ class BatchBalancer(SessionCallback):
         tell(plan, strategy, self._verbose)
         if (fit := self._fit_session) is not None:
             # a change has a step of its own: the first one after the plan
-            fit.note_change("shares", str(plan).removeprefix(f"step {plan.step}: "))
+            fit.note_change("shares", str(plan).partition(": ")[2])
 
     def _make_policy(self, strategy: TrainingStrategy, total: int) -> BalancePolicy:
         num_replicas = len(strategy.shares)

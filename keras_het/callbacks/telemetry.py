@@ -264,11 +264,14 @@ class Telemetry(SessionCallback):
             with contextlib.suppress(Exception):
                 if self._pipeline is not None:
                     self._pipeline.write(is_last=True)
-            self.verdict = diagnose(recorder.recording())
+            try:
+                self.verdict = diagnose(recorder.recording())
+            except Exception as problem:  # a verdict is not worth the end of a training
+                self.verdict = Verdict((), (), (f"the diagnosis failed: {problem!r}",))
             # below an error "nothing to do" would be wrong; a signal is no error of the training
             is_told = self._verbose and not isinstance(error, Exception)
             if is_told and self._strategy is not None and self._strategy.is_chief:
-                sys.stdout.write("\n".join(["", *_lines_of(self.verdict), ""]))
+                sys.stdout.write(f"\n{self.verdict}\n")
         if self._log is not None:
             self._log.close()
         if self._sampler is not None:
@@ -276,8 +279,3 @@ class Telemetry(SessionCallback):
         if self._endpoint is not None:
             self._endpoint.close()
         self._background = self._log = self._sampler = self._endpoint = self._pipeline = None
-
-
-def _lines_of(verdict: Verdict) -> tuple[str, ...]:
-    """Return the verdict's lines, or why there are none."""
-    return verdict.lines or tuple(f"No verdict: {reason}." for reason in verdict.missing)

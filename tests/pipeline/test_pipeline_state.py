@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -12,7 +12,6 @@ from pipeline_training import DEVICES, floatx, plan_of
 
 import keras_het
 from keras_het.planning.pipeline import Stage as PlannedStage
-from keras_het.strategy.pipeline.placement import bytes_on_devices
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
 from keras_het.strategy.pipeline.step.stage import Stage
 
@@ -117,6 +116,16 @@ def test_micro_batches_have_random_numbers_of_their_own() -> None:
         bits = round(found * ROWS * 5 / 2)
         masks += [bits % 2**20, bits >> 20]
     assert len(set(masks)) == 4 and all(0 < mask < 2**20 - 1 for mask in masks)
+
+
+def bytes_on_devices(variables: Iterable[keras.Variable]) -> dict[str, int]:
+    """How many bytes of variables each device holds, by its short name."""
+    sizes: dict[str, int] = {}
+    for variable in variables:
+        name = variable.value.device.rpartition("/device:")[2]
+        size = variable.value.dtype.size * variable.value.shape.num_elements()
+        sizes[name] = sizes.get(name, 0) + size
+    return sizes
 
 
 def test_a_device_holds_what_its_stages_train() -> None:

@@ -43,7 +43,8 @@ def test_plans_keep_the_batch_and_the_bounds_and_survive_json(name, plant):
         assert plan.policy == name
         assert before is None or plan.shares != before.shares
         assert BalancePlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-        assert str(plan).startswith(f"step {plan.step}: shares {plan.shares[0]}")
+        begin = f"step {plan.step}" if plan.step >= 0 else "at first"
+        assert str(plan).startswith(f"{begin}: shares {plan.shares[0]}")
         assert "\n" not in str(plan)
         with pytest.raises(dataclasses.FrozenInstanceError):
             plan.shares = ()

@@ -17,7 +17,9 @@ import tensorflow as tf
 
 import keras_het
 from keras_het.callbacks import BatchBalancer, LoaderTuner, Telemetry
+from keras_het.callbacks import telemetry as telemetry_callback
 from keras_het.strategy.measure.phase_times import PARTS
+from keras_het.telemetry.read_log import read_log
 from keras_het.telemetry.step_recorder import StepRecorder
 
 NUMBERS = {"samples_per_second", "slowest_replica", "slowest_replica_wait", "input_wait"}
@@ -215,8 +217,6 @@ def test_a_second_fit_goes_on_counting_and_holds_its_own_steps(logical_devices, 
 
 
 def test_changes_are_recorded_with_their_reasons(logical_devices, tmp_path):
-    from keras_het.telemetry.read_log import read_log
-
     _, model = make_model(logical_devices[:2], (0.001, 0.02))
     telemetry = Telemetry(tmp_path)
     model.fit(make_data(), epochs=2, verbose=0, callbacks=[BatchBalancer(), telemetry])
@@ -301,6 +301,15 @@ def test_the_end_says_why_there_is_no_verdict(logical_devices, capsys):
     (reason,) = telemetry.verdict.missing
     assert reason.startswith("not enough steps yet")
     assert f"No verdict: {reason}.\n" in capsys.readouterr().out
+
+
+def test_a_diagnosis_that_fails_ends_no_training(logical_devices, tmp_path, monkeypatch):
+    monkeypatch.setattr(telemetry_callback, "diagnose", lambda recording: 1 / 0)
+    _, model = make_model(logical_devices[:1])
+    telemetry = Telemetry(tmp_path)
+    model.fit(make_data(), verbose=0, callbacks=[telemetry])
+    assert str(telemetry.verdict).startswith("No verdict: the diagnosis failed: ZeroDivisionError")
+    assert len(read_log(tmp_path)) == 1 and telemetry._log is None
 
 
 @pytest.mark.full

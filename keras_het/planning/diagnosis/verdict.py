@@ -105,6 +105,9 @@ class Verdict:
     causes: tuple[Cause, ...]
     missing: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines or [f"No verdict: {reason}." for reason in self.missing])
+
 
 def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
     r"""Say what makes recent steps longer than they have to be.

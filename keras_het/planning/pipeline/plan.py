@@ -56,11 +56,6 @@ class PipelinePlan:
     layer_names: tuple[str, ...] = ()
     device_names: tuple[str, ...] = ()
 
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether there is more than one stage."""
-        return len(self.stages) > 1
-
     def __str__(self) -> str:
         rows = [("stage", "layers", "devices", "micro-batches", "recomputed", "memory")]
         for number, stage in enumerate(self.stages):

@@ -44,20 +44,6 @@ def place(
         keras_graphs_adapter.know_variables_again(optimizer)
 
 
-def bytes_on_devices(variables: Sequence[keras.Variable]) -> dict[str, int]:
-    """Return how many bytes of variables each device holds, by its short name.
-
-    Args:
-        variables: Keras variables.
-    """
-    sizes: dict[str, int] = {}
-    for variable in variables:
-        name = variable.value.device.rpartition("/device:")[2]
-        size = variable.value.dtype.size * variable.value.shape.num_elements()
-        sizes[name] = sizes.get(name, 0) + size
-    return sizes
-
-
 def _is_built(optimizer: keras.optimizers.Optimizer | None) -> bool:
     return optimizer is not None and bool(optimizer.built)
 

@@ -176,8 +176,8 @@ def test_one_stage_is_estimated_exactly():
 def test_small_weights_and_wide_activations_are_not_pipelined():
     profile = even_profile(6, 4, cut=100.0, weights=0.01)
     plan = plan_pipeline(profile, even_devices(4), 8)
-    assert not plan.is_pipeline
-    assert plan.stages[0].devices == (0, 1, 2, 3)
+    (stage,) = plan.stages
+    assert stage.devices == (0, 1, 2, 3)
     assert plan.step_seconds == dict(plan.alternatives)["data parallelism on all devices"]
 
 
