@@ -78,7 +78,9 @@ def test_an_accelerator_is_waited_for_by_one_value_on_the_host():
     def step(x):
         clock = StepClock([tf.constant(["text"]), x, tf.shape(x)], on_accelerator=True)
         doubled = clock.inputs[1] * 2
-        clock.stop([doubled, doubled + 1, tf.shape(doubled)])
+        with tf.device("CPU:0"):
+            on_host = tf.constant(1.0, tf.float64) + tf.cast(clock.start_time, tf.float64)
+        clock.stop([doubled, tf.shape(doubled), on_host])
         return clock.seconds
 
     graph = step.get_concrete_function(tf.TensorSpec([3, 2])).graph
@@ -92,6 +94,40 @@ def test_an_accelerator_is_waited_for_by_one_value_on_the_host():
         last = first.inputs[0].op.inputs[0].op
         assert last.inputs[0].dtype == tf.float32
         assert len({last.inputs[0].op, *last.control_inputs}) == 3
+
+
+def test_each_device_is_waited_for_by_its_own_value():
+    @tf.function
+    def times(x):
+        with tf.device("GPU:0"):
+            one = [x + 1, x + 2]
+        with tf.device("GPU:1"):
+            other = x + 3
+        with tf.device("CPU:0"):
+            return step_clock.time_when_ready([*one, other, tf.cast(x, tf.float64)], True)
+
+    graph = times.get_concrete_function(tf.TensorSpec([3, 2])).graph
+    (stamp,) = [op for op in graph.get_operations() if op.type == "Timestamp"]
+    firsts = [op.inputs[0].op for op in stamp.control_inputs if op.type == "Identity"]
+    assert sorted(first.device[-5:] for first in firsts) == ["GPU:0", "GPU:1"]
+    for first in firsts:
+        last = first.inputs[0].op.inputs[0].op
+        assert last.device == first.device
+        assert len({last.inputs[0].op, *last.control_inputs}) == 4
+
+
+def test_a_batch_on_the_host_waits_for_the_device_that_it_goes_to():
+    @tf.function
+    def time_of(x):
+        with tf.device("CPU:0"):
+            on_host = x + 1
+        with tf.device("GPU:0"):
+            return step_clock.time_when_ready([on_host], True)
+
+    graph = time_of.get_concrete_function(tf.TensorSpec([3, 2])).graph
+    (stamp,) = [op for op in graph.get_operations() if op.type == "Timestamp"]
+    (first,) = [op.inputs[0].op for op in stamp.control_inputs if op.type == "Identity"]
+    assert first.device.endswith("GPU:0")
 
 
 def test_what_op_determinism_forbids_is_named(monkeypatch):

@@ -148,17 +148,22 @@ def _tensors(structure: Nest) -> list[tf.Tensor]:
 
 
 def _on_host(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return one element, copied to the host once the device has computed all values.
+    """Return one element of each device, copied to the host once all values are computed.
 
     A device computes in the order in which its host queues, and a copy waits for all before it. One
     copy for each of hundreds of gradients would take longer than some steps.
     """
-    # Integers of a GPU may lie on the host, and strings always do.
-    of_device = [value for value in values if value.dtype.is_floating] or list(values)
-    if not of_device or of_device[-1].dtype == tf.string:
-        return of_device
-    with tf.control_dependencies(list(values)):
-        last = tf.identity(of_device[-1])
-    first = tf.reshape(last, [-1])[:1]
-    with tf.device("CPU:0"):
-        return [tf.identity(first)]
+    numbers = [value for value in values if value.dtype != tf.string]
+    # Integers of a GPU may lie on the host, and times do.
+    surely = [v for v in numbers if v.dtype.is_floating and "CPU" not in v.device.upper()]
+    # A batch that is still on the host goes to the device that the step computes on.
+    chosen = {value.device: value for value in surely}
+    copies = []
+    for device, value in chosen.items() or [("", value) for value in numbers[-1:]]:
+        with tf.control_dependencies(list(values)), tf.device(device):
+            last = tf.identity(value)
+        with tf.device(device):
+            first = tf.reshape(last, [-1])[:1]
+        with tf.device("CPU:0"):
+            copies.append(tf.identity(first))
+    return copies or list(values)
