@@ -73,11 +73,11 @@ test-oldest: .venv-oldest/installed ## Several processes and the loader controll
 	  $(OLDEST:%=tests/multi_process/test_%.py)
 	.venv-oldest/bin/python -m pytest $(DEPTH) $(SIDE_BY_SIDE) -k "not change_no_bit" $(OLDEST_LOADER)
 
-# Training on parts of the first GPU; the environment needs '.[cuda]'. CI has no GPU.
+# Training on parts of the first GPU. CI has none.
 ON_GPU := exactness pipeline fit callbacks/test_batch_balancer.py callbacks/test_any_order.py \
   callbacks/test_global_batch_growth.py strategy summation gpu
-test-gpu: .venv/installed ## Training on parts of a GPU, where there is one.
-	KERAS_HET_TEST_DEVICES=GPU $(PYTEST) --quick $(SIDE_BY_SIDE) $(ON_GPU:%=tests/%)
+test-gpu: .venv-gpu/installed ## Training on parts of a GPU, where there is one.
+	KERAS_HET_TEST_DEVICES=GPU .venv-gpu/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(ON_GPU:%=tests/%)
 
 # What the next release will break: private symbols, Keras's data adapters, exact numbers.
 NIGHTLY := $(patsubst %,tests/%.py,test_private_api test_private_graphs loader/test_tf_data_adapter \
@@ -121,7 +121,7 @@ clean: ## Remove caches and results.
 	find keras_het tests recipes benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## Remove the environments too.
-	rm -rf .venv .venv-oldest .venv-nightly .venv-docs
+	rm -rf .venv .venv-oldest .venv-nightly .venv-gpu .venv-docs
 
 # Shell text that sets $$python to the first candidate of version 3.$(1) to 3.$(2), or says what is
 # wrong, with the reason $(3), and stops.
@@ -189,6 +189,17 @@ endif
 	.venv-nightly/bin/python -m pip install --quiet --constraint constraints.txt uv; \
 	.venv-nightly/bin/uv pip install --quiet --compile-bytecode --python .venv-nightly/bin/python \
 	  --prerelease allow --override overrides-nightly.txt --group nightly --editable '.[dev]'; \
+	touch $@
+
+# TensorFlow with its CUDA libraries, where .venv has the build without them.
+.venv-gpu/installed: pyproject.toml $(CONSTRAINTS) | check-python
+	@$(call find_python,10,13); \
+	set -e; \
+	echo "Installing TensorFlow with CUDA into .venv-gpu"; \
+	$$python -m venv --clear .venv-gpu; \
+	.venv-gpu/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) uv; \
+	.venv-gpu/bin/uv pip install --quiet --compile-bytecode --python .venv-gpu/bin/python \
+	  --constraint $(CONSTRAINTS) --editable '.[cuda,dev]'; \
 	touch $@
 
 # Keras 3.15 has no wheels for Python 3.10, TensorFlow 2.16 none for 3.13, and TensorFlow Data

@@ -26,6 +26,8 @@ def create_logical_devices(number: int = MAX_DEVICES) -> tuple[str, ...]:
     import keras
     import tensorflow as tf
 
+    if not tf.config.list_physical_devices(TYPE):
+        raise RuntimeError(f"TensorFlow sees no {TYPE}. Received: KERAS_HET_TEST_DEVICES={TYPE}.")
     parts = [tf.config.LogicalDeviceConfiguration()] * number
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
     if TYPE == "GPU":
