@@ -25,7 +25,7 @@ import tensorflow as tf
 import keras_het
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
 
-sys.path.append(str(Path(__file__).parents[1] / "pipeline"))
+sys.path += [str(Path(__file__).parents[1] / room) for room in (".", "pipeline")]
 from pipeline_models import MODELS
 from pipeline_optimizers import normalizing, perceptron, rows
 from pipeline_training import Outcome, floatx, plan_of, train
