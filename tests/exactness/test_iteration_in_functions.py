@@ -5,7 +5,7 @@ that a sample that is lost, repeated or out of order shows.
 """
 
 import gc
-import time
+import threading
 import weakref
 
 import numpy as np
@@ -89,11 +89,21 @@ def test_two_loops_with_state_over_one_data_set(strategy):
 
 def test_a_loop_fetches_nothing_before_the_loop_above_it_has_ended(strategy, monkeypatch):
     fetched, find = [], in_graph._find
-    monkeypatch.setattr(in_graph, "_find", lambda n: fetched.append(int(n)) or find(n))
+    first, second = iter(distribute(strategy)), iter(distribute(strategy))
+    numbers = [in_graph.number_of(first), in_graph.number_of(second)]
+    is_early = threading.Event()
     started = tf.Variable(0)
 
+    def noted(number):
+        fetched.append(int(number))
+        if int(number) == numbers[1]:
+            is_early.set()
+        return find(number)
+
+    monkeypatch.setattr(in_graph, "_find", noted)
+
     def slow(total):
-        time.sleep(0.02)
+        is_early.wait(0.02)  # for what must not happen yet
         return total
 
     @tf.function
@@ -106,10 +116,8 @@ def test_a_loop_fetches_nothing_before_the_loop_above_it_has_ended(strategy, mon
             started.assign_add(1)
         return total
 
-    first, second = iter(distribute(strategy)), iter(distribute(strategy))
     assert int(loops(first, second)) == sum(SUMS)
     assert int(started) == len(SUMS)
-    numbers = [in_graph.number_of(first), in_graph.number_of(second)]
     assert fetched == [number for number in numbers for _ in range(len(SUMS) + 1)]
 
 

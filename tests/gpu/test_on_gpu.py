@@ -1,6 +1,6 @@
 """What only a GPU shows: clocks of a device that works later, its memory, its readings.
 
-`make test-gpu` runs these beside the tests of training.
+`make test-gpu` runs these along with the tests of training.
 """
 
 import json

@@ -81,7 +81,7 @@ def extras(facts: Facts) -> Iterator[Finding]:
     if board and not facts.has_pkg_resources and _numbers(board) < _TENSORBOARD_WITHOUT_IT:
         yield warning(
             f"TensorBoard {board} cannot start: it imports pkg_resources, which the installed "
-            "setuptools has no more.",
+            "setuptools no longer provides.",
             "pip install 'setuptools<82'",
         )
     for extra, version in facts.extras.items():

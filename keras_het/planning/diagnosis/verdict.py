@@ -35,8 +35,8 @@ CAUSES = (
 SILENT = 0.1
 """Fraction of a step below which a cause is not named."""
 LEAST = 0.03
-"""The same for a cause beside others. If each costs less than `SILENT`, they do so together, in
-usual steps: a few stalls are no cause."""
+"""The same for a cause that is named along with others. If all are below `SILENT`, they must cost
+that much together in a typical step, so that a few stalls do not count."""
 CRITICAL = 0.2
 """Fraction of a step above which a cause is critical; between the two it is a note."""
 EXPLAINED = 0.8

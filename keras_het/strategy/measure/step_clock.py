@@ -101,7 +101,7 @@ def time_when_ready(values: Sequence[tf.Tensor], on_accelerator: bool) -> tf.Ten
         on_accelerator: whether they are on a device that works asynchronously to the host.
 
     Raises:
-        RuntimeError: if TensorFlow lets no step read a clock.
+        RuntimeError: if op determinism is enabled.
     """
     _check_clock()
     if on_accelerator:
@@ -119,9 +119,10 @@ def _check_clock() -> None:
             tf.raw_ops.Timestamp()
     except tf.errors.FailedPreconditionError as error:
         raise RuntimeError(
-            "With op determinism TensorFlow lets no step read a clock. Received: "
-            "tf.config.experimental.enable_op_determinism() beside BatchBalancer, Telemetry or "
-            "another callback that measures, or emulated devices. Leave one of them out."
+            "Steps cannot be timed while op determinism is enabled: TensorFlow refuses to read the "
+            "clock. Received: tf.config.experimental.enable_op_determinism() together "
+            "with BatchBalancer, Telemetry, another callback that measures, or emulated devices. "
+            "Leave one of them out."
         ) from error
 
 
