@@ -126,6 +126,7 @@ __all__ = [
     "mutex_of",
     "order_of_operation",
     "own_state",
+    "pass_steps_of",
     "peer_is_healthy",
     "recreate_variable",
     "regroup",
@@ -417,6 +418,11 @@ def distributed_data_of(iterator: EpochIterator | None) -> object:
 def epoch_steps_of(iterator: Callable[[], EpochIterator | None]) -> int | None:
     """Return `steps_per_epoch` of a weakly referenced `EpochIterator`, None without one."""
     return getattr(iterator(), "steps_per_epoch", None)
+
+
+def pass_steps_of(iterator: EpochIterator | None) -> int | None:
+    """Return the steps after which Keras ends a pass over the data, None if it does not count."""
+    return getattr(getattr(iterator, "data_adapter", None), "num_batches", None)
 
 
 def has_begun(iterator: EpochIterator | None) -> bool:

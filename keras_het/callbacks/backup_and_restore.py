@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,6 +62,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         # Completed steps of the interrupted pass, until its epoch begins; None after that.
         self._pass_step: int | None = None
         self._num_steps: int | None = None
+        self._has_resumed = False
+        # State of Python's random numbers when the present pass began; None if not Keras's matter.
+        self._random_state: Any = None
         self._shorter_epochs = ShorterEpochs()
 
     def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
@@ -93,7 +97,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             strategy.resume_data(position["passes"], position["pass_step"])
         else:
             self._data.start_at(position["passes"], position["pass_step"])
-        self._pass_step = position["pass_step"]
+        self._has_resumed, self._pass_step = True, position["pass_step"]
+        self._random_state = position.get("random_state")
         if self._pass_step:
             self._warn_of_another_order(position.get("seeds"))
         place = f"epoch {self._epoch + 1}, step {self._first_step + 1}"
@@ -106,8 +111,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if epoch != self._epoch:
             self._epoch, self._first_step = epoch, 0
         self._step, self._num_steps = self._first_step, self._steps_of_epoch()
+        pass_step = self._position_of_data()[1] if self._pass_step is None else self._pass_step
         if self._pass_step is not None:
             self._loop.resume_epoch(self._first_step, self._pass_step)
+        if self._pass_step is not None and self._random_state is not None:
+            version, numbers, normal = self._random_state
+            random.setstate((version, tuple(numbers), normal))
+        elif not pass_step:
+            self._random_state = self._present_random_state()
         if self._first_step:
             # The rest of an epoch is shorter than Keras expects; the data has not run out.
             self._shorter_epochs.expect()
@@ -125,6 +136,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save after the epoch if `save_freq` is "epoch"."""
+        self._check_has_trained(epoch)
         if self._shorter_epochs.end() and self._leaves_an_iterator():
             # Keras did not create this iterator after the shorter epoch.
             iter(self._data)
@@ -151,8 +163,32 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _forget(self) -> None:
         """Discard the state of a `fit` that failed within an epoch."""
         self._shorter_epochs.end()
-        self._pass_step = None
+        self._pass_step = self._random_state = None
+        self._has_resumed = False
         self._epoch = self._first_step = self._step = 0
+
+    def _position_of_data(self) -> tuple[tuple[Any, ...], int]:
+        return ((), 0) if self._data is None else self._data.position
+
+    def _present_random_state(self) -> Any:
+        """State of the numbers by which Keras shuffles a PyDataset, None for other data."""
+        is_py_dataset = not getattr(self._data, "may_be_looked_at", True)
+        return random.getstate() if is_py_dataset else None
+
+    def _check_has_trained(self, epoch: int) -> None:
+        """Raise an error if there was nothing to train on in an epoch after a resume."""
+        is_only_the_end = self._first_step > 0 and self._num_steps is None  # perhaps nothing
+        if not self._has_resumed or self._step > self._first_step or is_only_the_end:
+            return
+        if self._strategy().num_async_workers:
+            return  # they may have trained on all of it
+        raise ValueError(
+            "An epoch trained no step after training went on from a backup. Received: data that "
+            f"had ended before epoch {epoch + 1}, step {self._first_step + 1}; expected: "
+            f"{self._num_steps or 'some'} steps in this epoch. Give fit the data of the "
+            "interrupted training from its beginning, and enough for all epochs: a new generator, "
+            "or a data set with repeat()."
+        )
 
     def _steps_of_epoch(self) -> int | None:
         """Steps of an epoch, None if unknown; fewer than initially once the batch has grown."""
@@ -214,7 +250,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             )
 
     def _position(self) -> dict[str, Any]:
-        passes, pass_step = ((), 0) if self._data is None else self._data.position
+        passes, pass_step = self._position_of_data()
         if self._strategy().num_async_workers:
             # The assignment of an epoch's batches is not stored: the epoch restarts from its
             # beginning.
@@ -235,6 +271,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "pass_step": pass_step,
             "global_batch_size": getattr(self._data, "global_batch_size", None),
             "seeds": getattr(self._data, "seeds_of_orders", None),
+            "random_state": self._random_state if pass_step else self._present_random_state(),
         }
 
     def _strategy(self) -> TrainingStrategy:

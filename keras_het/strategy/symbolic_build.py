@@ -35,6 +35,7 @@ def install_symbolic_build() -> None:
         data = private_api.distributed_data_of(iterator)
         if isinstance(data, DistributedSteps):
             data.epoch_steps = functools.partial(private_api.epoch_steps_of, weakref.ref(iterator))
+            data.set_cardinality(private_api.pass_steps_of(iterator))
             # an iterator that has begun belongs to the validation before, which built the model
             if not data.may_be_looked_at or private_api.has_begun(iterator):
                 batch = tf.nest.map_structure(_shape_and_type, data.replica_spec)

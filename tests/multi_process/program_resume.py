@@ -2,7 +2,8 @@
 
 Arguments: folder of the backup, with {} for the worker's index (empty: no backup); file for the
 weights; step to be interrupted at (0: never); number of the save's file operation, counted from the
-first save on, before which the chief is killed (0: never).
+first save on, before which the chief is killed (0: never). Then, if wanted: a kind of input;
+`save_freq`, with which every worker is killed after the step instead of an error in it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from file_operations import Watch
 
 
 class Interruption(keras.callbacks.Callback):
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, kills: bool) -> None:
         super().__init__()
-        self._steps_left = step
+        self._steps_left, self._kills = step, kills
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._steps_left -= 1
         if self._steps_left == 0:
+            if self._kills:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise InterruptedError("the power went out")
 
 
@@ -48,19 +51,41 @@ def killed_at(operation: int, backup: str) -> Any:
     return watch
 
 
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(part[8 * index : 8 * index + 8] for part in arrays(44))
+
+
+def inputs(kind: str) -> dict[str, Any]:
+    x, y = arrays(44)
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": 8, "validation_data": (x[:8], y[:8])}
+    if kind == "PyDataset":
+        return {"x": Batches(workers=2)}
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(44, seed=3)
+    if kind == "unknown size":
+        data = data.filter(lambda *_: True)
+    return {"x": data.batch(8)}
+
+
 def main() -> None:
-    backup, result, step, operation = sys.argv[1:]
-    strategy = keras_het.HeterogeneousStrategy(shares=[2, 1] if "TF_CONFIG" in os.environ else None)
+    backup, result, step, operation, *more = sys.argv[1:]
+    kind, save_freq = more or ("data set", "2")
+    strategy = keras_het.HeterogeneousStrategy()
+    strategy.set_shares([2, 1, 1][: strategy.num_workers])
     backup = backup.format(strategy.worker_index)
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = small_model(keras.optimizers.SGD(0.1, momentum=0.9))
-    callbacks: list[Any] = [Interruption(int(step))]
+    callbacks: list[Any] = [Interruption(int(step), kills=bool(more))]
     if backup:
-        callbacks.insert(0, keras_het.callbacks.BackupAndRestore(backup, save_freq=2))
-    data = tf.data.Dataset.from_tensor_slices(arrays(44)).shuffle(44, seed=3).batch(8)
+        every = int(save_freq) if save_freq.isdigit() else save_freq
+        callbacks.insert(0, keras_het.callbacks.BackupAndRestore(backup, save_freq=every))
     with killed_at(int(operation) if strategy.is_chief else 0, backup):
-        model.fit(data, epochs=3, verbose=0, callbacks=callbacks)
+        model.fit(**inputs(kind), epochs=3, verbose=0, callbacks=callbacks)
     if strategy.is_chief:
         variables = [*model.weights, *model.optimizer.variables]
         values = {f"variable_{position}": np.array(v) for position, v in enumerate(variables)}

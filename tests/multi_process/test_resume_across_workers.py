@@ -88,3 +88,33 @@ def test_a_cluster_whose_chief_is_killed_within_a_save(
     for worker in start_workers(PROGRAM, {"worker": 2}, [backup, result, 0, 0]).wait():
         assert worker.exit_code == 0, worker.output
     assert_equal(result, expected)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kind", "save_freq", "step"),
+    [
+        ("arrays", "epoch", 7),
+        ("arrays", 6, 13),
+        ("arrays", 4, 11),
+        ("PyDataset", "epoch", 13),
+        ("PyDataset", 4, 6),
+        ("unknown size", 6, 7),
+    ],
+)
+def test_three_workers_that_are_killed(
+    start_workers: Any, tmp_path: Path, kind: str, save_freq: str | int, step: int
+) -> None:
+    backup, one, result = (tmp_path / name for name in ("backup", "one.npz", "result.npz"))
+    alone, killed, again = ([one, 0], [result, step], [result, 0])
+    for cluster, folder, (file, at) in (
+        (None, "", alone),
+        ({"worker": 3}, backup, killed),
+        ({"worker": 3}, backup, again),
+    ):
+        arguments = [folder, file, at, 0, kind, save_freq]
+        for worker in start_workers(PROGRAM, cluster, arguments).wait():
+            # One that is killed last may have noticed that the others are gone.
+            assert (worker.exit_code != 0) == bool(at), worker.output
+    assert_equal(result, one)

@@ -116,6 +116,15 @@ class DistributedSteps(adapter.DistributedDataset):
         """Steps in an epoch, or tf.data's UNKNOWN_CARDINALITY or INFINITE_CARDINALITY."""
         return self._steps
 
+    def set_cardinality(self, steps: int | None) -> None:
+        """Tell an input of unknown size, such as arrays, after how many steps its reader ends it.
+
+        Args:
+            steps: steps in an epoch, None if the reader does not know.
+        """
+        if steps and self._steps < 0:
+            self._steps = np.int64(steps)
+
     @property
     def fingerprint(self) -> int | None:
         """Hash of the first global batch's rows in the latest epoch, the same on all workers.
