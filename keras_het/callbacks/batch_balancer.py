@@ -280,6 +280,7 @@ class BatchBalancer(SessionCallback):
         """Start another fit with this balancer: its shares apply again, to batches of that size."""
         if self._used_shares:
             strategy.set_shares(self._used_shares)
+            self._tell_change(BalancePlan(-1, self._policy_name, self._used_shares, "as before"))
         data = data_of_fit(self.model, strategy)
         size = int(getattr(data, "global_batch_size", None) or total)
         # A single smaller batch may be the remainder of some data, not another size.
@@ -317,6 +318,9 @@ class BatchBalancer(SessionCallback):
     def _note(self, strategy: TrainingStrategy, plan: BalancePlan) -> None:
         self.plans.append(plan)
         tell(plan, strategy, self._verbose)
+        self._tell_change(plan)
+
+    def _tell_change(self, plan: BalancePlan) -> None:
         if (fit := self._fit_session) is not None:
             # a change has a step of its own: the first one after the plan
             fit.note_change("shares", str(plan).partition(": ")[2])

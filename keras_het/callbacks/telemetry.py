@@ -18,6 +18,7 @@ from keras_het.asynchronous.exchange.push_pace import Pace
 from keras_het.fit.model_strategy import heterogeneous_strategy
 from keras_het.fit.session import FitSession, Rank, SessionCallback
 from keras_het.planning.diagnosis.recording import HARDWARE, Recording
+from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
 from keras_het.strategy.pipeline import PipelineStrategy
 from keras_het.telemetry.background import Background
@@ -143,7 +144,9 @@ class Telemetry(SessionCallback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Exclude the time between epochs from the steps."""
         if self._recorder is not None:
-            self._recorder.begin_epoch()
+            pause = self._recorder.begin_epoch()
+            if self._log is not None and pause is not None:
+                self._log.write_pause(*pause)
 
     def recording(self) -> Recording:
         """Return the latest steps of the present or latest `fit`.
@@ -234,16 +237,17 @@ class Telemetry(SessionCallback):
                 return
             for first, rows in blocks:
                 self._log.write_steps(first, rows)
-        wall = float(np.nanmean(rows[:, :4].sum(axis=1)))
         numbers = recorder.logs(latest=len(rows))
         curves = {
-            "step_seconds": wall,
+            "step_seconds": throughput(rows[:, :4].sum(axis=1), rows[:, 4, 0]).step_seconds,
             "samples_per_second": numbers.get("samples_per_second"),
             "slowest_wait": numbers.get("slowest_replica_wait"),
             "input_wait": numbers.get("input_wait"),
         }
         known = {
-            f"heterogeneous/{name}": value for name, value in curves.items() if value is not None
+            f"heterogeneous/{name}": value
+            for name, value in curves.items()
+            if value is not None and value == value
         }
         self._log.write_scalars(first + len(rows) - 1, known)
 

@@ -95,6 +95,16 @@ class EventLog:
         entry = {"kind": change.kind, "text": change.text}
         self._guard(lambda: self._write_entry(log_format.CHANGES, change.step, entry))
 
+    def write_pause(self, step: int, seconds: float) -> None:
+        """Write how long it took from the end of an epoch's last step to the next epoch.
+
+        Args:
+            step: number of the step that follows.
+            seconds: the time.
+        """
+        text = log_format.entries_text([{"seconds": seconds}]).encode()
+        self._guard(lambda: self._write(step, {log_format.PAUSES: text}))
+
     def write_async(self, step: int, worker: int, **values: float) -> None:
         """Write an exchange of a worker outside the sync group.
 

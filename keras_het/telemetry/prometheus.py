@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import HARDWARE, PHASES, Recording
+from keras_het.planning.diagnosis.steps import throughput
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -90,8 +91,9 @@ class PrometheusEndpoint:
                     phases.add_metric([name, phase], float(value))
             for name, value in zip(names, rows.shares[-1], strict=True):
                 shares.add_metric([name], float(value))
-            wall = float(np.nanmean(rows.wall, axis=1).sum())
-            rate.add_metric([], float(np.sum(rows.samples)) / max(wall, 1e-9))
+            speed = throughput(rows.wall, rows.samples).samples_per_second
+            if not np.isnan(speed):
+                rate.add_metric([], speed)
         yield from (phases, shares, rate)
         for quantity, unit in HARDWARE.items():
             values = recording.hardware.get(quantity)

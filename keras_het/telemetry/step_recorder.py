@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
 from keras_het.planning.diagnosis.recording import HARDWARE, Change, Device, Recording
+from keras_het.planning.diagnosis.steps import throughput
 from keras_het.strategy.measure.phase_times import PARTS
 from keras_het.training_strategy import TrainingStrategy
 
@@ -32,6 +33,7 @@ class StepRecorder:
         devices: the devices of all replicas.
         offset: what is added to a measured step's number, counted from 0, to get the training's.
         changes: what was changed, oldest first.
+        pauses: seconds between epochs, each with the step that follows.
         pipeline: the plan of a model in stages, None without one.
     """
 
@@ -41,6 +43,7 @@ class StepRecorder:
         self._lock = threading.Lock()
         self.offset = 0
         self.changes: list[Change] = []
+        self.pauses: list[tuple[int, float]] = []
         self.pipeline: PipelineRecord | None = None
         self._steps = np.zeros(0, np.int64)
         self._rows = np.zeros((0, PARTS, len(devices)), np.float32)
@@ -70,10 +73,19 @@ class StepRecorder:
         """Number of the step that comes next."""
         return self._phases.count + self.offset
 
-    def begin_epoch(self) -> None:
-        """Start the step clock and the epoch's averages again."""
-        self._phases.restart_clock()
+    def begin_epoch(self) -> tuple[int, float] | None:
+        """Start the step clock and the epoch's averages again.
+
+        Returns:
+            The number of the next step, and the seconds since the step before; None before the
+            first one.
+        """
+        seconds = self._phases.restart_clock()
         self._epoch_start = self.next_step
+        if self._epoch_start == self._first:
+            return None
+        self.pauses.append((self._epoch_start, seconds))
+        return self.pauses[-1]
 
     def read(self) -> None:
         """Read the steps since the last call; any thread may call it."""
@@ -163,6 +175,7 @@ class StepRecorder:
             hardware={name: sampled[:, :, place] for place, name in enumerate(HARDWARE)},
             hardware_steps=np.array([step for step, _ in samples], np.int64),
             changes=tuple(self.changes),
+            pauses=tuple(self.pauses),
             pipeline=self.pipeline,
         )
 
@@ -186,8 +199,8 @@ class StepRecorder:
         Returns:
             "samples_per_second"; "slowest_replica", the number of the replica that is ready for
             the collective last; "slowest_replica_wait", the seconds that the one which is ready
-            first waits for it in a step; "input_wait", the seconds that the replica which waits
-            longest for its batch waits in a step.
+            first waits for it in a step (medians), both with several replicas only; "input_wait",
+            the seconds that the replica which waits longest for its batch waits in a step.
         """
         with self._lock:
             of_epoch = self._rows[self._steps >= self._epoch_start]
@@ -197,16 +210,17 @@ class StepRecorder:
         rows = rows[~np.isnan(rows).any(axis=(1, 2))]
         if not rows.size:
             return {}
-        wall = rows[:, :4].sum(axis=1).mean(axis=1)
-        samples = rows[:, 4].sum() / self._phases.stages
-        ready = rows[:, :2].sum(axis=1).mean(axis=0)
-        sync = np.median(rows[:, 2], axis=0)
-        return {
-            "samples_per_second": float(samples / max(wall.sum(), 1e-9)),
-            "slowest_replica": float(np.argmax(ready)),
-            "slowest_replica_wait": float(sync.max() - sync.min()),
+        samples = rows[:, 4].sum(axis=1) / self._phases.stages
+        result = {
+            "samples_per_second": throughput(rows[:, :4].sum(axis=1), samples).samples_per_second,
             "input_wait": float(rows[:, 1].mean(axis=0).max()),
         }
+        if len(self.devices) > 1:
+            ready = rows[:, :2].sum(axis=1).mean(axis=0)
+            sync = np.median(rows[:, 2], axis=0)
+            result["slowest_replica"] = float(np.argmax(ready))
+            result["slowest_replica_wait"] = float(sync.max() - sync.min())
+        return result
 
 
 def devices_of(strategy: TrainingStrategy, models: Sequence[str]) -> list[Device]:

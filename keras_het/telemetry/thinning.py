@@ -12,7 +12,7 @@ from keras_het.tensorboard import log_format
 from keras_het.tensorboard.columns import windows
 from keras_het.tensorboard.log_content import Value, is_readable
 
-_KEPT = (log_format.SETUP, log_format.PLAN, log_format.CHANGES)
+_KEPT = (log_format.SETUP, log_format.PLAN, log_format.CHANGES, log_format.PAUSES)
 
 
 def raw_steps_in(path: str) -> int:

@@ -13,6 +13,8 @@ from keras_het.planning.diagnosis.recording import Recording
 def diagnosis(recording: Recording) -> dict[str, Any]:
     """Return who is slow and why, what that costs, two scores and what balancing has gained.
 
+    All are about the same steps: the recent ones with the present shares and the present speed.
+
     "missing" is what the verdict would need to know: the reason, where it has no lines.
 
     Args:
@@ -20,12 +22,15 @@ def diagnosis(recording: Recording) -> dict[str, Any]:
     """
     if not len(recording.steps):
         return {"verdict": [], "missing": [], "what_if": None, "scores": None, "gain": None}
-    from keras_het.planning.diagnosis.scores import scores
+    from keras_het.planning.diagnosis.scores import WINDOW, scores
     from keras_het.planning.diagnosis.verdict import diagnose
     from keras_het.planning.diagnosis.what_if import gain_over_even, what_if
+    from keras_het.planning.diagnosis.windows import choose_windows
 
+    with np.errstate(all="ignore"):
+        recent = choose_windows(recording, WINDOW).recent
     # with a model in stages, steps do not wait for the slowest replica
-    costs = what_if(recording) if recording.pipeline is None else None
+    costs = what_if(recording, recent) if recording.pipeline is None else None
     against_best, against_own_best = scores(recording)
     verdict = diagnose(recording)
     return {
@@ -33,6 +38,7 @@ def diagnosis(recording: Recording) -> dict[str, Any]:
         "missing": [str(reason) for reason in verdict.missing],
         "what_if": costs
         and {
+            "steps": [int(each) for each in recent.numbers[[0, -1]]] if len(recent.numbers) else [],
             "step_seconds": _number(costs.step_seconds),
             "by_device": _numbers(costs.by_device),
             "by_worker": {str(name): _number(value) for name, value in costs.by_worker.items()},
@@ -42,7 +48,7 @@ def diagnosis(recording: Recording) -> dict[str, Any]:
             "against_best": _numbers(against_best),
             "against_own_best": _numbers(against_own_best),
         },
-        "gain": _number(gain_over_even(recording)) if costs else None,
+        "gain": _number(gain_over_even(recording, recent)) if costs else None,
     }
 
 

@@ -23,7 +23,7 @@ from keras_het.tensorboard.pipeline_format import parse_plan
 _MEDIAN, _HIGHEST = log_format.ORDER.index("median"), log_format.ORDER.index("highest")
 _TEXTS = (
     *(log_format.SETUP, log_format.CHANGES, log_format.ASYNC),
-    *(log_format.PLAN, log_format.PASSES),
+    *(log_format.PLAN, log_format.PASSES, log_format.PAUSES),
 )
 _MOST_PASSES = 500
 
@@ -121,6 +121,12 @@ def log_content(values: Iterable[Value]) -> LogContent:
             change
             for each in _latest(ordered, log_format.CHANGES)
             for change in log_format.parse_changes(each.step, each.value)
+        ),
+        pauses=tuple(
+            (each.step, float(entry["seconds"]))
+            for each in _latest(ordered, log_format.PAUSES)
+            for entry in log_format.parse_entries(each.value)
+            if isinstance(entry.get("seconds"), int | float) and 0 <= entry["seconds"] < np.inf
         ),
         pipeline=pipeline,
     )

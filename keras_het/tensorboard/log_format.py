@@ -29,13 +29,14 @@ STEPS = "keras_het/steps"
 THINNED = "keras_het/thinned_"
 HARDWARE_SAMPLES = "keras_het/hardware"
 CHANGES = "keras_het/changes"
+PAUSES = "keras_het/pauses"
 ASYNC = "keras_het/async"
 PLAN = "keras_het/plan"
 PASSES = "keras_het/passes"
 
 CURVES: Mapping[str, str] = {
     "heterogeneous/samples_per_second": "Samples that all replicas train on in a second.",
-    "heterogeneous/step_seconds": "Wall time of a step in seconds.",
+    "heterogeneous/step_seconds": "Mean step time in seconds, stalls included.",
     "heterogeneous/slowest_wait": "Seconds of a step that the fastest replica waits for others.",
     "heterogeneous/input_wait": "Seconds of a step that the slowest input makes a replica wait.",
 }
@@ -47,6 +48,7 @@ _DESCRIPTIONS = {
     THINNED: f"[windows, {len(ORDER)}, {len(ROWS)}, replicas]: {', '.join(ORDER)} of old steps.",
     HARDWARE_SAMPLES: "[replicas, quantities], in the order of the setup's names.",
     CHANGES: "What was changed while the model trained, as JSON.",
+    PAUSES: "Seconds between two epochs, as JSON.",
     ASYNC: "Exchanges of workers outside the sync group, as JSON.",
     PLAN: "The stages of a model and the predicted passes of a step, as JSON.",
     PASSES: "The measured passes of one step of a model in stages, as JSON.",

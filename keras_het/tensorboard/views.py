@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_het.planning.diagnosis.recording import PHASES, Floats
+from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.pipeline import Timeline
 from keras_het.tensorboard.columns import columns, edges_between, windows
 from keras_het.tensorboard.log_content import LogContent
@@ -68,17 +69,15 @@ def overview(content: LogContent) -> dict[str, Any]:
     rows = np.arange(len(recording.steps))[
         :: max(len(recording.steps) // _MOST_ROWS_FOR_MEDIANS, 1)
     ]
-    slowest = np.max(np.nan_to_num(recording.wall[rows]), axis=1, initial=0.0)
-    samples = recording.samples[rows]
+    speed = throughput(recording.wall, recording.samples, content.every)
     return {
         "first": first,
         "last": last,
         "rows": len(rows),
         "thinned": bool(np.any(content.every > 1)),
-        "step_seconds": _number(_middle(slowest[:, None])[0]),
-        "samples_per_second": _number(
-            _middle((samples / np.where(slowest > 0, slowest, np.nan))[:, None])[0]
-        ),
+        **{name: _number(value) for name, value in dataclasses.asdict(speed).items()},
+        "pauses": len(recording.pauses),
+        "pause_seconds": _number(sum(seconds for _, seconds in recording.pauses)),
         "devices": _devices(content, rows),
         "quantities": [dataclasses.asdict(each) for each in quantities(content)],
         "pipeline": recording.pipeline is not None,

@@ -408,7 +408,7 @@ def test_a_log_of_one_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
     write_log(tmp_path, Training(n=2, steps=1).record()).close()
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "2 replicas, 1 step; in step 0" in out
+    assert "2 replicas, 1 step: 5115 ms a step, stalls included (median 5115 ms)" in out
     assert "\nNo verdict: not enough steps yet: 1 of 20" in out
 
 

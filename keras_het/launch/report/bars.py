@@ -37,10 +37,7 @@ def what_if_bars(facts: Facts) -> str:
     line = scale(now.seconds)
     # behind the bars and their numbers
     parts = [f'<path class="mark" d="M{line:.1f} {_TOP - 4}V{y:.1f}"/>', *bars]
-    note = (
-        "Predicted from the recent steps: each time one thing is repaired and all else stays as "
-        "it is."
-    )
+    note = f"Predicted ({facts.of_recent}): one thing is repaired, and all else stays as it is."
     return svg.figure("What a step would take", note, y + 4, parts)
 
 

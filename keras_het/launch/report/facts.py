@@ -15,6 +15,7 @@ from keras_het.launch.report.repairs import Repairs, repairs_of
 from keras_het.planning.diagnosis.middles import checked, means
 from keras_het.planning.diagnosis.recording import PHASES, Device, Floats, Integers, Recording
 from keras_het.planning.diagnosis.scores import WINDOW, scores
+from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.diagnosis.verdict import Verdict, diagnose
 from keras_het.planning.diagnosis.windows import choose_windows
 from keras_het.planning.pipeline import Timeline
@@ -66,8 +67,9 @@ class Facts:
         verdict: who is slow, why, and what to do.
         devices: the replicas in recent steps.
         recent: first and last recent step; None without steps.
-        step_seconds: mean time of a recent step; NaN if unknown.
-        samples_per_second: samples of all replicas over that time; NaN if unknown.
+        step_seconds: mean step time of all steps of the log; NaN if unknown.
+        median_seconds: median of it.
+        samples_per_second: samples of all replicas over the wall time of these steps.
         repairs: what a step would take if something was not slow.
         exchanges: exchanges of async workers.
         messages: what could not be read.
@@ -82,6 +84,7 @@ class Facts:
     devices: tuple[DeviceFacts, ...]
     recent: tuple[int, int] | None
     step_seconds: float
+    median_seconds: float
     samples_per_second: float
     repairs: Repairs
     exchanges: tuple[WorkerExchanges, ...]
@@ -93,6 +96,13 @@ class Facts:
     def num_steps(self) -> int:
         """Number of steps that the log tells of."""
         return int(self.every.sum())
+
+    @property
+    def of_recent(self) -> str:
+        """Which steps the tables are about."""
+        first, last = self.recent or (0, -1)
+        which = f"steps {first} to {last}, without stalls" if last > first else f"step {first}"
+        return which if last >= first else "no steps"
 
     def slowest_first(self) -> list[DeviceFacts]:
         """Return the replicas whose repair would save most, first of all."""
@@ -119,9 +129,8 @@ def facts_of(run: str, content: LogContent) -> Facts:
             rows = np.arange(len(recording.steps))[-WINDOW:]
         repairs = repairs_of(recording, windows.recent)
         devices = _devices(recording, rows)
-        step = windows.recent.mean(windows.recent.seconds)
-        total = float(np.mean(recording.samples[rows])) if len(rows) else np.nan
         numbers = recording.steps[rows]
+        speed = throughput(recording.wall, recording.samples, content.every)
         return Facts(
             plain(run),
             recording,
@@ -129,8 +138,9 @@ def facts_of(run: str, content: LogContent) -> Facts:
             diagnose(recording),
             devices,
             (int(numbers[0]), int(numbers[-1])) if len(numbers) else None,
-            step,
-            total / step if step > 0 else np.nan,
+            speed.step_seconds,
+            speed.median_seconds,
+            speed.samples_per_second,
             repairs,
             worker_exchanges(content.exchanges),
             tuple(plain(message) for message in content.messages),

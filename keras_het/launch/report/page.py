@@ -89,7 +89,7 @@ def _devices(facts: Facts) -> str:
         name = f'<td class="text">{html.escape(each.device.name)}{more}</td>'
         rows.append(f"<tr><td>{each.index}</td>{name}{numbers}</tr>")
     return (
-        "<figure><figcaption><h2>Devices</h2><p>Means of recent steps. Samples/s: while it "
+        f"<figure><figcaption><h2>Devices</h2><p>Means of {facts.of_recent}. Samples/s: while it "
         "computes. Scores: its speed, compared with the fastest device and with its own best "
         "steps, from 0 to 1.</p></figcaption>"
         '<div class="scroll"><table><thead><tr><th>#</th><th class="text">device</th>'

@@ -9,17 +9,15 @@ import numpy as np
 from keras_het.planning.diagnosis.device_lines import device_lines
 from keras_het.planning.diagnosis.recording import Floats, Recording
 from keras_het.planning.diagnosis.steps import Steps
-from keras_het.planning.diagnosis.what_if import seconds_with_shares, what_if_of_steps
+from keras_het.planning.diagnosis.what_if import (
+    PHASE_REPAIRS,
+    seconds_with_shares,
+    what_if_of_steps,
+)
 
 MOST_NAMED = 3
 # What saves less than this part of a step is noise.
 _LEAST_SAVED = 0.01
-_PHASES = {
-    "compute": "all devices as fast as the fastest",
-    "input": "no waiting for input",
-    "sync": "no time for the transfer of gradients",
-    "other": "least time for callbacks and Python",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +99,7 @@ def repairs_of(recording: Recording, steps: Steps) -> Repairs:
     return Repairs(
         now,
         (*_worst(of_devices), *_worst(of_workers)),
-        tuple(repair(text, result.by_phase[name]) for name, text in _PHASES.items()),
+        tuple(repair(text, result.by_phase[name]) for name, text in PHASE_REPAIRS.items()),
         repair("even shares", seconds_with_shares(steps, lines, even_shares)) if known else None,
         is_even and known,
         now - result.by_device,

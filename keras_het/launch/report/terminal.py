@@ -22,7 +22,6 @@ from keras_het.launch.report.wording import (
     summary_line,
 )
 from keras_het.planning.diagnosis.recording import PHASES
-from keras_het.planning.diagnosis.verdict import CRITICAL
 
 _MOST_DEVICES = 24
 _MOST_CHANGES = 12
@@ -62,7 +61,7 @@ def _parts(facts: Facts, width: int) -> Iterator[RenderableType]:
     yield Text()
     for index, line in enumerate(facts.verdict.lines):
         cause = facts.verdict.causes[index] if index < len(facts.verdict.causes) else None
-        style = "green" if cause is None else "red" if cause.share_of_step > CRITICAL else "yellow"
+        style = "green" if cause is None else "red" if cause.severity == "critical" else "yellow"
         yield Text(line, style=f"bold {style}")
     for line in missing_lines(facts):
         yield Text(line, style="yellow")
@@ -131,7 +130,7 @@ def _repairs(facts: Facts) -> Iterator[RenderableType]:
         table.add_row(
             Text(each.name), f"{milliseconds(each.seconds)} ms", saved, Text("▇" * bar, "cyan")
         )
-    yield Text("\nWhat a step would take", style="bold")
+    yield Text(f"\nWhat a step would take ({facts.of_recent})", style="bold")
     yield Padding(table, (0, 0, 0, 2), expand=False)
 
 

@@ -19,13 +19,21 @@ def summary_line(facts: Facts) -> str:
         facts: the numbers of a report.
     """
     text = f"{count(len(facts.devices), 'replica')}, {count(facts.num_steps, 'step')}"
-    if facts.recent is None or not facts.step_seconds > 0:
+    pauses = facts.recording.pauses
+    if not facts.step_seconds > 0:
         return text
-    first, last = facts.recent
-    since = f"steps {first} to {last}" if last > first else f"step {first}"
+    old = ", old ones by their medians" if (facts.every > 1).any() else ""
+    text = (
+        f"{text}{old}: {milliseconds(facts.step_seconds)} ms a step, stalls included (median "
+        f"{milliseconds(facts.median_seconds)} ms), {number(facts.samples_per_second)} samples/s"
+    )
+    if not pauses:
+        return text
+    longest = max(seconds for _, seconds in pauses)
+    total = sum(seconds for _, seconds in pauses)
     return (
-        f"{text}; in {since}: {milliseconds(facts.step_seconds)} ms a step, "
-        f"{number(facts.samples_per_second)} samples/s"
+        f"{text}\nBetween epochs: {number(total)} s in {count(len(pauses), 'pause')}, the longest "
+        f"{number(longest)} s; no part of a step"
     )
 
 

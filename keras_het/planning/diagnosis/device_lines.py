@@ -53,11 +53,13 @@ class DeviceLines:
         """Return the shares with the shortest step; unknown devices keep theirs.
 
         Args:
-            shares: the present shares, float64 of shape [N].
+            shares: the present shares, or means of them, float64 of shape [N].
         """
         present = np.round(shares).astype(np.int64)
         known = np.isfinite(self.fixed) & np.isfinite(self.slope)
-        total = int(present.sum())
+        if not known.any():
+            return present
+        total = max(round(float(shares.sum())), int(present[~known].sum()))
         return min_max_shares_linear(
             np.nan_to_num(self.fixed),
             np.nan_to_num(self.slope),

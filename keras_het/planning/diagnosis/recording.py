@@ -100,6 +100,8 @@ class Recording:
         hardware: by name of a quantity (OpenTelemetry's where one exists), float64 of shape [S, N].
         hardware_steps: int64 of shape [S], the step before which each row of `hardware` was taken.
         changes: what was changed meanwhile, in the order of steps.
+        pauses: seconds between epochs, each with the step that follows: validation, callbacks. They
+            are no part of a step.
         pipeline: the plan of a model in stages, whose devices are the "replicas"; None if each
             replica has the whole model.
 
@@ -117,6 +119,7 @@ class Recording:
     hardware: Mapping[str, Floats] = dataclasses.field(default_factory=dict)
     hardware_steps: Integers = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     changes: tuple[Change, ...] = ()
+    pauses: tuple[tuple[int, float], ...] = ()
     pipeline: PipelineRecord | None = None
 
     def __post_init__(self) -> None:
@@ -155,6 +158,7 @@ class Recording:
             hardware={name: values[sampled] for name, values in self.hardware.items()},
             hardware_steps=self.hardware_steps[sampled],
             changes=tuple(each for each in self.changes if first <= each.step < last),
+            pauses=tuple(each for each in self.pauses if first <= each[0] < last),
         )
 
 

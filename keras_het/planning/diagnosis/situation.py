@@ -17,6 +17,9 @@ from keras_het.planning.diagnosis.windows import Windows
 # A device is slow from this ratio on, and further by so many standard errors.
 _SLOW = 1.15
 _DEVIATIONS = 3.0
+# Shares follow measured speeds if a step computes at most this many times as long as with the best
+# ones, and differ from this ratio on.
+_DEAD_BAND = 1.05
 _OF_MEDIAN_DEVIATION = 1.4826
 
 
@@ -34,6 +37,7 @@ class Situation:
         self.recent = windows.recent
         self.step_seconds = self.recent.mean(self.recent.seconds)
         self.lines = device_lines(recording, self.recent)
+        self.shares = self.recent.shares.mean(axis=0)
         self.best = against_best(self.lines, self.recent)
         self.own_best = against_own_best(self.lines, windows)
         self.readings = Readings(recording, int(self.recent.numbers[0]))
@@ -110,9 +114,32 @@ class Situation:
         return usual_seconds(blocks(earlier.own[same]), blocks(earlier.transfer[same]))
 
     @functools.cached_property
+    def share_seconds(self) -> Floats:
+        """Compute time of each device's present share in seconds, float64 of shape [N]."""
+        seconds = np.nan_to_num(self.lines.seconds(self.shares))
+        return np.where(self.shares > 0, seconds, 0.0)
+
+    @functools.cached_property
     def balanced_seconds(self) -> float:
         """Compute time of a step with balanced shares in seconds; NaN if no speed is known."""
         return self.balanced_seconds_with(np.ones(len(self.lines.fixed)))
+
+    @functools.cached_property
+    def unbalanced(self) -> float:
+        """How many times as long as with balanced shares steps compute with the present ones."""
+        best = self.balanced_seconds
+        return float(self.share_seconds.max(initial=0.0)) / best if best > 0 else 1.0
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether the present shares follow the measured speeds, up to a dead-band."""
+        return self.unbalanced <= _DEAD_BAND
+
+    @property
+    def follows(self) -> bool:
+        """Whether somebody balances: shares differ, and follow the measured speeds."""
+        differs = np.abs(self.shares - self.shares.mean()) > (_DEAD_BAND - 1) * self.shares.mean()
+        return self.is_balanced and bool(differs.any())
 
     def balanced_seconds_with(self, factors: Floats) -> float:
         """Return the compute time of a step with balanced shares, if devices changed their speed.
@@ -121,7 +148,7 @@ class Situation:
             factors: float64 of shape [N], multiples of the present time of each device.
         """
         lines = self.lines.scaled(factors)
-        shares = lines.balanced(medians(self.recent.shares))
+        shares = lines.balanced(self.shares)
         seconds = np.where(shares > 0, np.nan_to_num(lines.seconds(shares)), 0.0)
         return float(seconds.max(initial=0.0))
 

@@ -50,7 +50,7 @@ def slow_devices(situation: Situation) -> Iterator[Suspect]:
         usual = np.minimum(compute, line * fraction) if fault else compute
         if fault:
             own = _saved(recent.own, device, np.maximum(compute - usual, 0.0))
-            if situation.changed("shares") and left:
+            if situation.follows and left:
                 left -= 1
                 own = np.maximum(own, _saved_by_balance(situation, device, fraction))
             yield _suspect(fault, device, own)

@@ -88,6 +88,44 @@ class Steps:
         return Steps(**{name: values[chosen] for name, values in fields.items()}, known=known)
 
 
+@dataclasses.dataclass(frozen=True)
+class Throughput:
+    """How fast steps are by the wall clock, stalls included; NaN if unknown.
+
+    Args:
+        step_seconds: mean step time: from the end of one step to the end of the next.
+        median_seconds: median step time.
+        samples_per_second: samples over the wall time of all these steps.
+    """
+
+    step_seconds: float
+    median_seconds: float
+    samples_per_second: float
+
+
+def throughput(wall: Floats, samples: Floats, every: Integers | None = None) -> Throughput:
+    """Return how fast steps are: of all views the only place that computes this.
+
+    Args:
+        wall: float64 of shape [T, N], wall time of each replica's steps in seconds; rows in which
+            a replica has none do not count, nor do replicas without any.
+        samples: float64 of shape [T], samples of each step.
+        every: int64 of shape [T], steps that each row stands for with medians; by default 1.
+    """
+    wall = checked(wall)
+    wall = wall[:, ~np.isnan(wall).all(axis=0)]
+    rows = np.flatnonzero(~np.isnan(wall).any(axis=1) & bool(wall.size))
+    weights = np.ones(len(rows)) if every is None else every[rows].astype(np.float64)
+    seconds = wall[rows].mean(axis=1) if len(rows) else np.zeros(0)
+    total = float(weights @ seconds)
+    if not total > 0:
+        return Throughput(np.nan, np.nan, np.nan)
+    trained = float(weights @ np.nan_to_num(checked(samples[rows], MAX_TOTAL)))
+    order = np.argsort(seconds)
+    middle = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
+    return Throughput(total / weights.sum(), float(seconds[order[middle]]), trained / total)
+
+
 def steps_of(recording: Recording, rows: Integers) -> Steps:
     """Return rows of a recording, with medians in place of single unknown values.
 

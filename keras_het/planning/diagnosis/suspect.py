@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
 
 from keras_het.planning.diagnosis.recording import Floats
 
@@ -22,6 +25,8 @@ class Suspect:
         worker: the worker that `why` is about, if it is not about a device.
         since: whether the device has been faster.
         advice: what `Throttle` and `HostState` know about the repair.
+        phase: the part of a step that `why` is about.
+        told: what is saved of this part, if there are others; None if there are not.
     """
 
     kind: str
@@ -32,21 +37,31 @@ class Suspect:
     worker: int | None = None
     since: bool = False
     advice: str = ""
+    phase: str = "compute"
+    told: Suspect | None = None
 
-    def joined(self, other: Suspect) -> Suspect:
-        """Return both as one, described by the one that saves more.
+    @staticmethod
+    def joined(suspects: Sequence[Suspect]) -> Suspect:
+        """Return suspects of a kind as one, described by the one that saves most.
 
         Args:
-            other: a suspect of the same kind.
+            suspects: one or more of the same kind.
         """
-        first, second = sorted((self, other), key=Suspect.size, reverse=True)
-        devices = (*first.devices, *(d for d in second.devices if d not in first.devices))
-        return dataclasses.replace(
-            first,
-            devices=devices if self.devices and other.devices else (),
-            own=self.own + other.own,
-            transfer=self.transfer + other.transfer,
-        )
+        first, *others = sorted(suspects, key=Suspect.size, reverse=True)
+        if not others:
+            return first
+        devices = dict.fromkeys(device for each in (first, *others) for device in each.devices)
+
+        def summed(parts: Sequence[Suspect]) -> Suspect:
+            return dataclasses.replace(
+                first,
+                devices=tuple(devices) if all(each.devices for each in suspects) else (),
+                own=np.sum([each.own for each in parts], axis=0),
+                transfer=np.sum([each.transfer for each in parts], axis=0),
+            )
+
+        told = summed([each for each in suspects if each.phase == first.phase])
+        return dataclasses.replace(summed(suspects), told=told)
 
     def size(self) -> float:
         """Return the mean time that would be saved on the device with the largest saving."""

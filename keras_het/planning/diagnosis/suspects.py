@@ -31,11 +31,10 @@ def find_suspects(situation: Situation) -> list[Suspect]:
     Args:
         situation: what is known of recent steps.
     """
-    found: dict[str, Suspect] = {}
+    found: dict[str, list[Suspect]] = {}
     for suspect in _all_suspects(situation):
-        known = found.get(suspect.kind)
-        found[suspect.kind] = known.joined(suspect) if known else suspect
-    return list(found.values())
+        found.setdefault(suspect.kind, []).append(suspect)
+    return [Suspect.joined(each) for each in found.values()]
 
 
 def _all_suspects(situation: Situation) -> Iterator[Suspect]:
@@ -54,7 +53,7 @@ def _phases(situation: Situation, worker: int) -> Iterable[Suspect]:
     least = _LITTLE * situation.step_seconds
     waited = np.where(chosen, recent.input, 0.0)
     extra = np.where(chosen, np.maximum(recent.other - situation.least_other, 0.0), 0.0)
-    for kind, saved, why in (
+    for phase, saved, why in (
         ("input", waited, "waits {:.3g} ms for input in each step"),
         ("other", extra, "spends {:.3g} ms more than it must outside compute, input and exchange"),
     ):
@@ -62,12 +61,14 @@ def _phases(situation: Situation, worker: int) -> Iterable[Suspect]:
         if seconds > least:
             host = situation.host(worker)
             text = why.format(seconds * 1e3)
-            everywhere = recent.input if kind == "input" else recent.other - situation.least_other
+            everywhere = recent.input if phase == "input" else recent.other - situation.least_other
             # What hosts have in common does not explain why one worker loses more than the others.
             alike = means(everywhere)[host.alike & ~chosen] if host else np.zeros(0)
+            kind = phase
             if host and np.all(alike > _ALIKE * seconds):
                 kind, text = host.kind, f"{text}: {host.why}"
-            yield Suspect(kind, tuple(devices), saved, np.zeros(len(saved)), text, worker)
+            nothing = np.zeros(len(saved))
+            yield Suspect(kind, tuple(devices), saved, nothing, text, worker, phase=phase)
 
 
 def _link(situation: Situation) -> Iterable[Suspect]:
@@ -91,20 +92,18 @@ def _link(situation: Situation) -> Iterable[Suspect]:
         if host and host.quota:
             devices = tuple(situation.devices_of(worker))
             text = f"exchange {why}: {host.why}"
-            yield Suspect(host.kind, devices, nothing, saved, text, worker)
+            yield Suspect(host.kind, devices, nothing, saved, text, worker, phase="sync")
             return
     # Which worker's link it is cannot be seen: who gets the sum late begins the next step late, and
     # the others wait for it there as long as it has waited here.
-    yield Suspect("link", (), nothing, saved, why)
+    yield Suspect("link", (), nothing, saved, why, phase="sync")
 
 
 def _shares(situation: Situation) -> Iterable[Suspect]:
     """Devices that are last because they have more samples than their speed allows."""
-    recent, lines = situation.recent, situation.lines
-    shares = recent.shares.mean(axis=0)
-    best = float(situation.balanced_seconds)
-    now = np.where(shares > 0, np.nan_to_num(lines.seconds(shares)), 0.0)
-    if not best > 0 or not now.max(initial=0.0) > _UNBALANCED * best:
+    recent, shares = situation.recent, situation.shares
+    best, now = situation.balanced_seconds, situation.share_seconds
+    if situation.unbalanced <= _UNBALANCED:
         return
     last = now > _UNBALANCED * best
     many = shares > shares.mean() / np.nan_to_num(situation.best, nan=1.0) * _UNBALANCED
@@ -131,7 +130,7 @@ def seconds_without(situation: Situation, suspects: Iterable[Suspect]) -> tuple[
         suspects: what is repaired.
     """
     own, transfer = _repaired(situation, suspects)
-    by_step = float((own.max(axis=1) + transfer).mean())
+    by_step = situation.recent.mean(own.max(axis=1) + transfer)
     levels = means(own, _MOST_MEDIANS_OF_OWN)
     return by_step, float(levels.max() + transfer.mean())
 

@@ -18,8 +18,15 @@ from keras_het.planning.diagnosis.suspects import (
     seconds_without,
     usual_seconds_without,
 )
+from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, what_if
 from keras_het.planning.diagnosis.windows import MIN_STEPS, Windows, choose_windows
-from keras_het.planning.diagnosis.wording import advice_for, device_names, text_of
+from keras_het.planning.diagnosis.wording import (
+    Saving,
+    advice_for,
+    device_names,
+    named_devices,
+    text_of,
+)
 
 CAUSES = (
     "slow_device",
@@ -65,8 +72,9 @@ class Cause:
         kind: one of `CAUSES`.
         devices: indices of the devices concerned, the worst one first; empty for a link.
         workers: indices of their workers, in the same order, each once.
-        severity: "note", or "critical" above a fifth of the step.
-        share_of_step: fraction of each step that would be saved without it, from 0 to 1.
+        severity: "note", or "critical" above a fifth of the step, once others are mended at last.
+        share_of_step: fraction of each step that would be saved without it, from 0 to 1, if all
+            else stays as it is: of what hides behind another cause, nothing.
         text: who and why, with numbers.
         advice: what to do.
     """
@@ -90,7 +98,7 @@ class Cause:
         return self.workers[0] if self.workers else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Verdict:
     """The result of a diagnosis.
 
@@ -108,6 +116,8 @@ class Verdict:
     def __str__(self) -> str:
         return "\n".join(self.lines or [f"No verdict: {reason}." for reason in self.missing])
 
+    __repr__ = __str__  # what a notebook shows
+
 
 def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
     r"""Say what makes recent steps longer than they have to be.
@@ -118,9 +128,10 @@ def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
 
     .. math:: cost_s = T(S \setminus s) - T(S)
 
-    and its share of the step is this cost over the step's time. Noise makes devices wait for each
-    other, too: the cost is the smaller of the mean over steps and of that between mean times.
-    Shares of several causes may add up to more than 1, as steps wait for the last one only.
+    over the step's time. Noise makes devices wait for each other, too: the cost is the smaller of
+    the mean over steps and of that between mean times. The lines tell what the repair of the
+    devices that they name saves if all else stays as it is, as `what_if` does; and what it saves
+    with those that are left, where that is more.
     Suspects that cost less than a tenth of the step are left out, unless the others explain less
     than 80 % of the excess: of the step's time over T(S), and over the best earlier steps. If all
     explain less, the verdict says how much is left, and if it is more than half, names no cause.
@@ -212,7 +223,7 @@ def _verdict(situation: Situation) -> Verdict:
     if gap:
         lines = [*lines[: MOST_LINES - 1], f"There is more: {missing[-1]}."]
     if not lines:
-        lines.append(f"Nothing to do: no cause takes {SILENT * 100:.0f} % of a step.")
+        lines.append(_nothing_to_do(situation))
     return Verdict(tuple(lines), causes, tuple(missing))
 
 
@@ -225,6 +236,23 @@ def _costs(situation: Situation, suspects: Sequence[Suspect]) -> list[float]:
         saved = np.subtract(seconds_without(situation, others), all_repaired)
         costs.append(float(min(max(saved.min() / step, 0.0), 1.0)))
     return costs
+
+
+def _nothing_to_do(situation: Situation) -> str:
+    """Say that there is no cause, beside a table that may know of something to save."""
+    result = what_if(situation.recording, situation.recent)
+    names = [device.name for device in situation.recording.devices]
+    repairs = {
+        **{PHASE_REPAIRS[phase]: seconds for phase, seconds in result.by_phase.items()},
+        **{f"worker {worker} not slow": s for worker, s in result.by_worker.items()},
+        **{f"{name} not slow": s for name, s in zip(names, result.by_device, strict=True)},
+    }
+    best = min(repairs, key=lambda name: repairs[name])
+    most = 1.0 - repairs[best] / result.step_seconds
+    if most < SILENT - 0.005:  # as it is shown
+        return f"Nothing to do: no cause takes {SILENT * 100:.0f} % of a step."
+    why = "is usual" if best == PHASE_REPAIRS["sync"] else "cannot be told from noise"
+    return f"No cause stands out: {best} would save {most * 100:.0f} % of a step, which {why}."
 
 
 def _saved(situation: Situation, named: Sequence[Suspect]) -> float:
@@ -282,15 +310,35 @@ def _unexplained(situation: Situation, gap: _Gap) -> str:
 
 def _cause(situation: Situation, suspect: Suspect, cost: float) -> Cause:
     workers = (situation.recording.devices[index].worker for index in suspect.devices)
+    saving = _saving(situation, suspect, cost)
     return Cause(
         suspect.kind,
         suspect.devices,
         tuple(dict.fromkeys(workers)),
-        "critical" if cost > CRITICAL else "note",
-        cost,
-        text_of(situation, suspect, cost),
+        "critical" if saving.most > CRITICAL else "note",
+        saving.alone,
+        text_of(situation, suspect, saving),
         advice_for(situation, suspect),
     )
+
+
+def _saving(situation: Situation, suspect: Suspect, cost: float) -> Saving:
+    """Return what its repair saves: of the devices that its line names, and of all."""
+
+    def saved(repaired: Suspect) -> float:
+        seconds, _ = seconds_without(situation, [repaired])
+        return min(max(1.0 - seconds / situation.step_seconds, 0.0), 1.0)
+
+    of_all = saved(suspect)
+    others = np.ones(suspect.own.shape[1], np.bool_)
+    others[list(suspect.devices)] = False
+    if suspect.own[:, others].any():  # shares follow the repair
+        return Saving(of_all, of_all, cost, follows=True)
+    named = np.zeros_like(others)
+    named[named_devices(situation, suspect)] = True
+    told = suspect.told or suspect
+    alone = saved(dataclasses.replace(told, own=np.where(named, told.own, 0.0)))
+    return Saving(alone, of_all, cost)
 
 
 def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:

@@ -35,7 +35,16 @@ class WhatIf:
     by_phase: Mapping[str, float]
 
 
-def what_if(recording: Recording) -> WhatIf:
+PHASE_REPAIRS: Mapping[str, str] = {
+    "compute": "all devices as fast as the fastest",
+    "input": "no waiting for input",
+    "sync": "no time for the transfer of gradients",
+    "other": "least time for callbacks and Python",
+}
+"""What `WhatIf.by_phase` repairs, for people."""
+
+
+def what_if(recording: Recording, steps: Steps | None = None) -> WhatIf:
     r"""Compute the steps of a recording again without one device's, worker's or phase's troubles.
 
     An ideal device computes its share as fast as the fastest device would, waits for no input, and
@@ -49,17 +58,18 @@ def what_if(recording: Recording) -> WhatIf:
 
     Args:
         recording: the recording; use `between` for a part of it.
+        steps: the steps to compute again; by default these.
 
     Reference:
         Lin et al., "Understanding Stragglers in Large Model Training Using What-if Analysis", OSDI
         2025, arXiv:2505.05713. There, devices are equal and the ideal is their mean.
     """
-    steps = all_steps(recording)
+    steps = all_steps(recording) if steps is None else steps
     with np.errstate(all="ignore"):
         return what_if_of_steps(steps, device_lines(recording, steps), recording.devices)
 
 
-def gain_over_even(recording: Recording) -> float:
+def gain_over_even(recording: Recording, steps: Steps | None = None) -> float:
     """Return by what factor the present shares make steps shorter than even ones would.
 
     Above 1 where balancing has paid. NaN without times; devices whose speed is unknown count as
@@ -67,11 +77,12 @@ def gain_over_even(recording: Recording) -> float:
 
     Args:
         recording: the recording; use `between` for a part of it.
+        steps: the steps to compute again; by default those of `what_if`.
 
     Returns:
         Predicted time of a step with even shares over the present one.
     """
-    steps = all_steps(recording)
+    steps = all_steps(recording) if steps is None else steps
     if not len(steps.numbers):
         return np.nan
     with np.errstate(all="ignore"):

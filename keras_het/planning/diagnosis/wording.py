@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-from keras_het.planning.diagnosis.middles import medians
 from keras_het.planning.diagnosis.situation import Situation
 from keras_het.planning.diagnosis.suspect import Suspect
 from keras_het.planning.diagnosis.what_if import seconds_with_shares
@@ -21,25 +22,63 @@ _AGAINST_A_SLOW_LINK = (
     'Sum gradients on spare machines (aggregation="summation"), exchange less often '
     "(LocalTraining), or use a faster link."
 )
+# Percentages that differ by less are told as one.
+_SAME = 0.03
 
 
-def text_of(situation: Situation, suspect: Suspect, share_of_step: float) -> str:
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """Fractions of a step that a repair would save.
+
+    Args:
+        alone: the repair of what a line tells of the devices that it names, and of nothing else.
+        of_all: that of all devices and parts of a step that the cause concerns.
+        at_last: that of all of them, when all other causes are repaired.
+        follows: whether shares would follow the repair.
+    """
+
+    alone: float
+    of_all: float
+    at_last: float
+    follows: bool = False
+
+    @property
+    def most(self) -> float:
+        """The largest of them."""
+        return max(self.alone, self.of_all, self.at_last)
+
+
+def text_of(situation: Situation, suspect: Suspect, saving: Saving) -> str:
     """Return who and why, in one sentence.
 
     Args:
         situation: what is known of recent steps.
         suspect: the cause.
-        share_of_step: fraction of the step that it costs.
+        saving: what its repair would save.
     """
-    part = f"{share_of_step * 100:.0f} %"
     who = f"{_who(situation, suspect)}{_others(situation, suspect)}"
+    others = "such devices" if _is_of_device(suspect) else "else of this cause"
+    told = [(saving.alone, " with shares that follow" if saving.follows else "")]
+    for share, condition in (
+        (saving.of_all, f" with all {others}"),
+        (saving.at_last, " once the other causes are mended"),
+    ):
+        if share > told[-1][0] + _SAME:
+            told.append((share, condition))
+    if len(told) > 1 and saving.alone < _SAME:
+        del told[0]  # it hides behind the others
+    (first, ends), *more = told
+    part = f"{first * 100:.0f} % of every step"
+    if more:
+        ends += f" ({', '.join(f'{each * 100:.0f} %{when}' for each, when in more)})"
     since = situation.windows.since_speed
-    began = f", since about step {since}" if suspect.since and since is not None else ""
+    if suspect.since and since is not None:
+        ends += f", since about step {since}"
     if suspect.kind == "link":
-        return f"{who} {suspect.why}; that costs {part} of every step{began}."
-    if suspect.kind == "slow_device" and not situation.changed("shares") and _waits(situation):
-        return f"{who} {suspect.why}, and {part} of every step waits for it{began}."
-    return f"{who} {suspect.why}, which costs {part} of every step{began}."
+        return f"{who} {suspect.why}; that costs {part}{ends}."
+    if suspect.kind == "slow_device" and not saving.follows and len(situation.shares) > 1:
+        return f"{who} {suspect.why}, and {part} waits for it{ends}."
+    return f"{who} {suspect.why}, which costs {part}{ends}."
 
 
 def advice_for(situation: Situation, suspect: Suspect) -> str:
@@ -92,19 +131,38 @@ def _who(situation: Situation, suspect: Suspect) -> str:
     return situation.recording.devices[suspect.devices[0]].name
 
 
-def _others(situation: Situation, suspect: Suspect) -> str:
-    """Return the others that a cause concerns about as much."""
-    if len(suspect.devices) < 2 or suspect.kind == "link":
-        return ""
-    saved = suspect.own.mean(axis=0)
+def named_devices(situation: Situation, suspect: Suspect) -> list[int]:
+    """Return the devices that a line is about: the worst, and those that it costs about as much.
+
+    Args:
+        situation: what is known of recent steps.
+        suspect: the cause.
+    """
+    if not suspect.devices:
+        return []
+    saved = (suspect.told or suspect).own.mean(axis=0)
     first = suspect.devices[0]
-    alike = [d for d in suspect.devices[1:] if saved[d] >= _NAMED * saved[first] > 0]
-    if suspect.worker is None or suspect.kind == "shares":
-        names = [situation.recording.devices[device].name for device in alike]
-        return f", like {_list(names, 'devices')}," if names else ""
-    workers = sorted({situation.recording.devices[d].worker for d in alike} - {suspect.worker})
-    names = [f"worker {worker}" for worker in workers]
-    return f", like {_list(names, 'workers')}," if names else ""
+    alike = [first, *(d for d in suspect.devices[1:] if saved[d] >= _NAMED * saved[first] > 0)]
+    if _is_of_device(suspect):
+        return alike
+    workers = {suspect.worker, *(situation.recording.devices[d].worker for d in alike)}
+    return [d for d in suspect.devices if situation.recording.devices[d].worker in workers]
+
+
+def _is_of_device(suspect: Suspect) -> bool:
+    return suspect.worker is None or suspect.kind == "shares"
+
+
+def _others(situation: Situation, suspect: Suspect) -> str:
+    """Return the others that a line is about."""
+    devices = situation.recording.devices
+    named = named_devices(situation, suspect)
+    if _is_of_device(suspect):
+        names, what = [devices[d].name for d in named[1:]], "devices"
+    else:
+        workers = sorted({devices[d].worker for d in named} - {suspect.worker})
+        names, what = [f"worker {worker}" for worker in workers], "workers"
+    return f", like {_list(names, what)}," if names else ""
 
 
 def _list(names: list[str], what: str) -> str:
@@ -131,39 +189,34 @@ def _which_link(situation: Situation) -> str:
     )
 
 
-def _waits(situation: Situation) -> bool:
-    return len(situation.recording.devices) > 1
-
-
 def _balance(situation: Situation, suspect: Suspect) -> str:
     worker = situation.recording.devices[suspect.devices[0]].worker
-    if situation.changed("shares"):
-        if not suspect.since and _helps_little(situation, worker):
-            return _train_alone(worker)
-        if suspect.kind == "shares":
-            return "BatchBalancer changes shares already; see whether `max_share` keeps it from it."
-        end = "Look at what has changed on its machine." if suspect.since else ""
-        return f"Shares follow its speed already. {end}".strip()
-    gain = _gain(situation)
-    is_old = suspect.kind == "slow_device" and not suspect.since
-    if is_old and _helps_little(situation, worker):
+    if not suspect.since and _helps_little(situation, worker):
         return _train_alone(worker)
-    if gain >= _WORTHWHILE:
-        return f"Add BatchBalancer: predicted {gain:.1f} times the samples/s."
-    now = situation.lines.seconds(medians(situation.recent.shares))
-    compute_gain = float(np.nanmax(now)) / situation.balanced_seconds
-    if compute_gain >= _WORTHWHILE:
-        return (
-            "Add BatchBalancer when the rest is mended: compute takes "
-            f"{compute_gain:.1f} times as long as with balanced shares."
+    if situation.is_balanced:
+        if suspect.since:
+            rest = "Look at what has changed on its machine."
+        else:
+            rest = "Leave it out, or replace it: other shares would not help."
+        return f"Shares follow its speed already. {rest}" if situation.follows else rest
+    what = "Add BatchBalancer"
+    if situation.changed("shares"):
+        what = (
+            'Shares do not follow its speed. BatchBalancer\'s policy "boa" makes them, where no '
+            "`max_share` is in the way"
         )
-    if suspect.since:
-        return "Look at what has changed on its machine."
-    return "Leave it out, or replace it: other shares would not help."
+    gain = _gain(situation)
+    brings = f"predicted {gain:.1f} times the samples/s"
+    if gain < _WORTHWHILE:
+        brings = (
+            f"compute takes {situation.unbalanced:.1f} times as long as with balanced shares, "
+            "which counts once the rest is mended"
+        )
+    return f"{what}: {brings}."
 
 
 def _meanwhile(situation: Situation) -> str:
-    if situation.changed("shares"):
+    if situation.follows:
         return " Shares follow already."
     gain = _gain(situation)
     if gain < _WORTHWHILE:
@@ -174,8 +227,11 @@ def _meanwhile(situation: Situation) -> str:
 def _gain(situation: Situation) -> float:
     if len(situation.recording.devices) < 2:
         return 1.0
-    shares = situation.lines.balanced(medians(situation.recent.shares))
-    after = seconds_with_shares(situation.recent, situation.lines, shares.astype(np.float64))
+    best = situation.lines.balanced(situation.shares)
+    # of each step's own global batch, which may grow
+    total = situation.recent.shares.sum(axis=1, keepdims=True)
+    shares = best / max(int(best.sum()), 1) * total
+    after = seconds_with_shares(situation.recent, situation.lines, shares)
     return situation.step_seconds / after if after > 0 else 1.0
 
 
@@ -184,7 +240,7 @@ def _helps_little(situation: Situation, worker: int) -> bool:
     if len(situation.workers) < 2:
         return False
     devices = situation.devices_of(worker)
-    shares = situation.lines.balanced(medians(situation.recent.shares))
+    shares = situation.lines.balanced(situation.shares)
     if shares[devices].mean() > _SMALL_SHARE * shares.mean():
         return False
     without = np.ones(len(situation.lines.fixed))

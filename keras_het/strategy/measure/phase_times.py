@@ -94,11 +94,17 @@ class PhaseTimes:
             self._rows = variable(first, CAPACITY, width * self._num_replicas)
             self._count = variable(first, dtype=tf.int64)
 
-    def restart_clock(self) -> None:
-        """Exclude the time since the latest step: a validation is not a part of the next one."""
+    def restart_clock(self) -> float:
+        """Exclude the time since the latest step: a validation is not a part of the next one.
+
+        Returns:
+            This time in seconds, on this worker.
+        """
         now = time.time()
+        seconds = now - float(self._ends[0].numpy()) if self.is_measuring else 0.0
         for end in self._ends if self.is_measuring else ():
             end.assign(now)
+        return max(seconds, 0.0)
 
     def note_input_wait(self, seconds: float) -> None:
         """Note how long this worker waited for the batch of the step that begins.

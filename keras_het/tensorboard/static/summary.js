@@ -37,9 +37,20 @@ export class Verdict {
     }
     this.facts.replaceChildren(
       ...[
-        ["step", seconds(overview.step_seconds ?? NaN), "median over the steps shown"],
+        [
+          "step",
+          seconds(overview.step_seconds ?? NaN),
+          `${overview.thinned ? "old ones by their medians" : "stalls included"}; median ${seconds(
+            overview.median_seconds ?? NaN,
+          )}`,
+        ],
         ["samples a second", number(overview.samples_per_second ?? NaN), "all replicas together"],
-        ["balancing", gain(diagnosis?.gain), "compared with even shares"],
+        [
+          "between epochs",
+          seconds(overview.pause_seconds ?? NaN),
+          `${overview.pauses === 1 ? "1 pause" : `${overview.pauses} pauses`}; no part of a step`,
+        ],
+        ["balancing", gain(diagnosis?.gain), `compared with even shares${lately(diagnosis)}`],
       ].map(([name, value, note]) =>
         element(
           "div",
@@ -54,6 +65,12 @@ export class Verdict {
       ...overview.messages.map((text) => element("li", { text })),
     );
   }
+}
+
+// The steps that the diagnosis is about.
+function lately(diagnosis) {
+  const [first, last] = diagnosis?.what_if?.steps ?? [];
+  return last > first ? `, ${steps(first, last + 1)}` : "";
 }
 
 function nothingToSay(overview) {
@@ -79,13 +96,13 @@ export class WhatIf {
     const parts = card("What if it were ideal?");
     this.node = parts.whole;
     this.body = parts.body;
-    parts.tools.append(
-      element("span", { class: "note", text: "how much shorter a step would be" }),
-    );
+    this.note = element("span", { class: "note" });
+    parts.tools.append(this.note);
   }
 
   show(overview, diagnosis) {
     const costs = diagnosis?.what_if;
+    this.note.textContent = `how much shorter a step would be${lately(diagnosis)}, without stalls`;
     if (!diagnosis) {
       this.body.replaceChildren(empty("Computing …"));
       return;
