@@ -26,7 +26,7 @@ class Suspect:
         since: whether the device has been faster.
         advice: what `Throttle` and `HostState` know about the repair.
         phase: the part of a step that `why` is about.
-        told: what is saved of this part, if there are others; None if there are not.
+        parts: what it was joined from, one for each device or worker.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Suspect:
     since: bool = False
     advice: str = ""
     phase: str = "compute"
-    told: Suspect | None = None
+    parts: tuple[Suspect, ...] = ()
 
     @staticmethod
     def joined(suspects: Sequence[Suspect]) -> Suspect:
@@ -51,17 +51,25 @@ class Suspect:
         if not others:
             return first
         devices = dict.fromkeys(device for each in (first, *others) for device in each.devices)
+        return dataclasses.replace(
+            first,
+            devices=tuple(devices) if all(each.devices for each in suspects) else (),
+            own=np.sum([each.own for each in suspects], axis=0),
+            transfer=np.sum([each.transfer for each in suspects], axis=0),
+            parts=(first, *others),
+        )
 
-        def summed(parts: Sequence[Suspect]) -> Suspect:
-            return dataclasses.replace(
-                first,
-                devices=tuple(devices) if all(each.devices for each in suspects) else (),
-                own=np.sum([each.own for each in parts], axis=0),
-                transfer=np.sum([each.transfer for each in parts], axis=0),
-            )
+    @property
+    def told(self) -> tuple[Suspect, ...]:
+        """Its parts that are of the kind that `why` tells of, such as the input of each worker."""
+        return tuple(each for each in self.parts or (self,) if each.phase == self.phase)
 
-        told = summed([each for each in suspects if each.phase == first.phase])
-        return dataclasses.replace(summed(suspects), told=told)
+    @property
+    def follows(self) -> bool:
+        """Whether devices would save time because shares follow the repair of another one."""
+        others = np.ones(self.own.shape[1], np.bool_)
+        others[list(self.devices)] = False
+        return bool(self.own[:, others].any())
 
     def size(self) -> float:
         """Return the mean time that would be saved on the device with the largest saving."""

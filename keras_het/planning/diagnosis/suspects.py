@@ -28,12 +28,14 @@ _MOST_MEDIANS_OF_OWN = 8.0
 def find_suspects(situation: Situation) -> list[Suspect]:
     """Return everything that may be a cause, one for each kind, with all devices concerned.
 
+    What has become slow is one, and what was always slow another.
+
     Args:
         situation: what is known of recent steps.
     """
-    found: dict[str, list[Suspect]] = {}
+    found: dict[tuple[str, bool], list[Suspect]] = {}
     for suspect in _all_suspects(situation):
-        found.setdefault(suspect.kind, []).append(suspect)
+        found.setdefault((suspect.kind, suspect.since), []).append(suspect)
     return [Suspect.joined(each) for each in found.values()]
 
 
@@ -108,16 +110,13 @@ def _shares(situation: Situation) -> Iterable[Suspect]:
     last = now > _UNBALANCED * best
     many = shares > shares.mean() / np.nan_to_num(situation.best, nan=1.0) * _UNBALANCED
     chosen = np.flatnonzero(last & many)
-    if not len(chosen):
-        return
-    saved: Floats = np.zeros_like(recent.own)
-    saved[:, chosen] = recent.compute[:, chosen] * (1.0 - best / now[chosen])
-    first = int(chosen[now[chosen].argmax()])
-    factor = shares[first] / shares.mean()
-    why = f"has {factor:.1f} times the samples of a mean share, more than its speed allows"
-    devices = (first, *(int(d) for d in chosen if d != first))
-    worker = situation.recording.devices[first].worker
-    yield Suspect("shares", devices, saved, np.zeros(len(saved)), why, worker)
+    for device in chosen.tolist():
+        saved: Floats = np.zeros_like(recent.own)
+        saved[:, device] = recent.compute[:, device] * (1.0 - best / now[device])
+        factor = shares[device] / shares.mean()
+        why = f"has {factor:.1f} times the samples of a mean share, more than its speed allows"
+        worker = situation.recording.devices[device].worker
+        yield Suspect("shares", (device,), saved, np.zeros(len(saved)), why, worker)
 
 
 def seconds_without(situation: Situation, suspects: Iterable[Suspect]) -> tuple[float, float]:

@@ -325,20 +325,13 @@ def _cause(situation: Situation, suspect: Suspect, cost: float) -> Cause:
 def _saving(situation: Situation, suspect: Suspect, cost: float) -> Saving:
     """Return what its repair saves: of the devices that its line names, and of all."""
 
-    def saved(repaired: Suspect) -> float:
-        seconds, _ = seconds_without(situation, [repaired])
+    def saved(repaired: Sequence[Suspect]) -> float:
+        seconds, _ = seconds_without(situation, repaired)
         return min(max(1.0 - seconds / situation.step_seconds, 0.0), 1.0)
 
-    of_all = saved(suspect)
-    others = np.ones(suspect.own.shape[1], np.bool_)
-    others[list(suspect.devices)] = False
-    if suspect.own[:, others].any():  # shares follow the repair
-        return Saving(of_all, of_all, cost, follows=True)
-    named = np.zeros_like(others)
-    named[named_devices(situation, suspect)] = True
-    told = suspect.told or suspect
-    alone = saved(dataclasses.replace(told, own=np.where(named, told.own, 0.0)))
-    return Saving(alone, of_all, cost)
+    named = set(named_devices(situation, suspect))
+    alone = saved([part for part in suspect.told if named.issuperset(part.devices)])
+    return Saving(alone, saved([suspect]), cost, suspect.follows)
 
 
 def _missing(situation: Situation, named: Sequence[Suspect]) -> list[str]:

@@ -140,8 +140,10 @@ def named_devices(situation: Situation, suspect: Suspect) -> list[int]:
     """
     if not suspect.devices:
         return []
-    saved = (suspect.told or suspect).own.mean(axis=0)
     first = suspect.devices[0]
+    saved = np.zeros(suspect.own.shape[1])
+    for part in suspect.told:
+        saved[list(part.devices)] += part.own[:, part.devices].mean(axis=0)
     alike = [first, *(d for d in suspect.devices[1:] if saved[d] >= _NAMED * saved[first] > 0)]
     if _is_of_device(suspect):
         return alike
