@@ -281,6 +281,55 @@ def test_a_large_training_without_a_network(browser: Browser, tmp_path: Path) ->
     assert browser.complaints() == []
 
 
+# Elements that are cut off, or beyond the window and in nothing that scrolls sideways.
+_LOST = """
+const lost = [];
+const scrolls = (e) => ['auto', 'scroll'].includes(getComputedStyle(e).overflowX);
+for (const each of document.querySelectorAll('body *')) {
+  const box = each.getBoundingClientRect();
+  if (!box.width || !box.height || each.closest('svg, .spoken, .track, .gantt-track')) continue;
+  let around = each;
+  while (around && !scrolls(around)) around = around.parentElement;
+  const style = getComputedStyle(each);
+  const hidden = style.overflowX === 'hidden' && each.scrollWidth > each.clientWidth;
+  if (hidden || (!around && (box.right > innerWidth || box.left < 0)))
+    lost.push(`${each.tagName}.${each.className} ${each.innerText?.slice(0, 60)}`);
+}
+return lost;
+"""
+
+
+@pytest.mark.full
+def test_a_narrow_window_loses_nothing(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is wider than a telephone can be scrolled to, in the tab and on the page."""
+    from keras_het.launch.report.facts import facts_of
+    from keras_het.launch.report.page import page
+    from keras_het.telemetry.read_log import read_log
+
+    model = "NVIDIA-GeForce-RTX-2080-Ti-of-a-name-that-is-longer-than-the-window-is-wide"
+    monkeypatch.setattr(made_training, "MODELS", {model: 1.0, "other": 3.0, "third": 6.0})
+    made_training.write(tmp_path / "a", 6, 1000)
+    window = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
+    try:
+        with served(application_of(tmp_path)) as start:
+            browser.open(start)
+            until(lambda: browser.is_shown(".uplot canvas"), "the last plot")
+            assert model in browser.text(".scroll tbody")
+            assert browser.script(_LOST) == []
+            assert browser.script("return document.documentElement.scrollWidth") <= 390
+        (run,) = read_log(tmp_path)
+        (tmp_path / "report.html").write_text(page(facts_of(run.name, run.content)))
+        browser.driver.get((tmp_path / "report.html").as_uri())
+        assert model in browser.text("tbody")
+        assert browser.script(_LOST) == []
+        assert browser.script("return document.documentElement.scrollWidth") <= 390
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 @contextlib.contextmanager
 def tensorboard(folder: Path, *arguments: str) -> Iterator[str]:
     """TensorBoard itself, as users start it."""

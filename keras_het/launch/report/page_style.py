@@ -35,15 +35,15 @@ _GOOD = ("#00674a", "#4fd0a5")
 _RULES = """
 * { box-sizing: border-box }
 body { margin: 0 auto; padding: 1.5rem; max-width: 1180px; background: var(--page);
-  color: var(--ink); font: 15px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.4rem; margin: 0; overflow-wrap: anywhere }
+  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 1.4rem; margin: 0 }
 h2 { font-size: 1.05rem; margin: 0 }
 p { margin: .2rem 0 }
 figure { margin: 2rem 0 0 }
 figcaption p, .soft { color: var(--soft); font-size: .9rem }
 .verdict { list-style: none; margin: 1rem 0; padding: 0 }
 .verdict li { background: var(--card); border-left: 5px solid var(--soft); padding: .6rem .9rem;
-  margin: .4rem 0; overflow-wrap: anywhere }
+  margin: .4rem 0 }
 .verdict .critical { border-color: var(--severe) }
 .verdict .note { border-color: var(--warning) }
 .verdict .good { border-color: var(--good) }

@@ -185,6 +185,8 @@ export class Exchanges {
     const parts = card("Async workers");
     this.node = parts.whole;
     this.body = parts.body;
+    this.body.classList.add("wide");
+    this.body.tabIndex = 0;
   }
 
   show(exchanges) {
