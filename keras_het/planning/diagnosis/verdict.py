@@ -11,12 +11,12 @@ from keras_het.planning.diagnosis.pipeline_lines import input_parts, pipeline_li
 from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
 from keras_het.planning.diagnosis.recording import Recording
 from keras_het.planning.diagnosis.scores import WINDOW
-from keras_het.planning.diagnosis.situation import Situation
+from keras_het.planning.diagnosis.situation import Situation, usual_seconds
 from keras_het.planning.diagnosis.suspect import Suspect
 from keras_het.planning.diagnosis.suspects import (
     find_suspects,
-    seconds_without,
-    usual_seconds_without,
+    repaired,
+    seconds_saved,
 )
 from keras_het.planning.diagnosis.what_if import PHASE_REPAIRS, what_if
 from keras_het.planning.diagnosis.windows import MIN_STEPS, Windows, choose_windows
@@ -129,7 +129,8 @@ def diagnose(recording: Recording, window: int = WINDOW) -> Verdict:
     .. math:: cost_s = T(S \setminus s) - T(S)
 
     over the step's time. Noise makes devices wait for each other, too: the cost is the smaller of
-    the mean over steps and of that between mean times. The lines tell what the repair of the
+    the mean over steps and of that between mean times; and none is named if none costs as much in
+    most of the time: a few stalls are no cause. The lines tell what the repair of the
     devices that they name saves if all else stays as it is, as `what_if` does; and what it saves
     with those that are left, where that is more.
     Suspects that cost less than a tenth of the step are left out, unless the others explain less
@@ -202,9 +203,9 @@ def _abstention(recording: Recording, windows: Windows) -> str:
 
 def _verdict(situation: Situation) -> Verdict:
     suspects = find_suspects(situation)
-    costs = _costs(situation, suspects)
+    costs, is_lasting = _costs(situation, suspects)
     order = sorted(range(len(suspects)), key=lambda index: -costs[index])
-    number = sum(cost >= SILENT for cost in costs)
+    number = sum(cost >= SILENT for cost in costs) if is_lasting else 0
     named = [suspects[index] for index in order]
     gap = _gap(situation, suspects, named[:number])
     # What is left may be several causes that cost less than that each.
@@ -214,9 +215,9 @@ def _verdict(situation: Situation) -> Verdict:
     missing = _missing(situation, named[:number])
     if gap:
         missing.append(_unexplained(situation, gap))
-        if gap.explained < MOSTLY * gap.excess or max(costs, default=0.0) < SILENT:
+        if gap.explained < MOSTLY * gap.excess or not is_lasting:
             return Verdict((), (), tuple(missing))
-    elif max(costs, default=0.0) < SILENT and _saved(situation, named[:number]) < SILENT:
+    elif not is_lasting and _usual_cost(situation, named[:number]) < SILENT:
         number = 0
     causes = tuple(_cause(situation, suspects[index], costs[index]) for index in order[:number])
     lines = [f"{cause.text} {cause.advice}" for cause in causes[:MOST_LINES]]
@@ -227,15 +228,15 @@ def _verdict(situation: Situation) -> Verdict:
     return Verdict(tuple(lines), causes, tuple(missing))
 
 
-def _costs(situation: Situation, suspects: Sequence[Suspect]) -> list[float]:
-    """Return the fraction of the step that each suspect costs."""
-    step, all_repaired = situation.step_seconds, seconds_without(situation, suspects)
-    costs = []
+def _costs(situation: Situation, suspects: Sequence[Suspect]) -> tuple[list[float], bool]:
+    """Return the fraction of the step that each costs, and if one does so in most of the time."""
+    costs, is_lasting = [], False
     for index in range(len(suspects)):
         others = [*suspects[:index], *suspects[index + 1 :]]
-        saved = np.subtract(seconds_without(situation, others), all_repaired)
-        costs.append(float(min(max(saved.min() / step, 0.0), 1.0)))
-    return costs
+        saved = seconds_saved(situation, suspects, others) / situation.step_seconds
+        costs.append(float(min(max(saved[:2].min(), 0.0), 1.0)))
+        is_lasting |= bool(saved.min() >= SILENT)
+    return costs, is_lasting
 
 
 def _nothing_to_do(situation: Situation) -> str:
@@ -255,9 +256,10 @@ def _nothing_to_do(situation: Situation) -> str:
     return f"No cause stands out: {best} would save {most * 100:.0f} % of a step, which {why}."
 
 
-def _saved(situation: Situation, named: Sequence[Suspect]) -> float:
+def _usual_cost(situation: Situation, named: Sequence[Suspect]) -> float:
     """Return what some suspects cost together in a usual step, as a fraction of the mean step."""
-    saved = situation.usual_seconds - usual_seconds_without(situation, named)
+    own, transfer = repaired(situation, named)
+    saved = situation.usual_seconds - usual_seconds(own[None], transfer[None])
     return saved / situation.step_seconds
 
 
@@ -273,20 +275,13 @@ def _gap(
     situation: Situation, suspects: Sequence[Suspect], named: Sequence[Suspect]
 ) -> _Gap | None:
     """Return what causes leave unexplained, None if they explain enough."""
-    by_step, by_mean = seconds_without(situation, ())
-    repaired_by_step, repaired_by_mean = seconds_without(situation, suspects)
-    named_by_step, named_by_mean = seconds_without(situation, named)
-    gaps = [
-        min(
-            _Gap(by_step - named_by_step, by_step - repaired_by_step),
-            _Gap(by_mean - named_by_mean, by_mean - repaired_by_mean),
-            key=lambda gap: gap.excess,
-        )
-    ]
-    least, now = situation.least_seconds, situation.usual_seconds
-    if now > _LONGER_THAN_BEST * least:
+    of_all, of_named = (seconds_saved(situation, each) for each in (suspects, named))
+    least = int(of_all.argmin())
+    gaps = [_Gap(float(of_named[least]), float(of_all[least]))]
+    best, now = situation.least_seconds, situation.usual_seconds
+    if now > _LONGER_THAN_BEST * best:
         # Suspects may explain this and yet cost little, where noise makes steps as long.
-        gaps.append(_Gap(by_mean - repaired_by_mean, now - _NOT_LUCK * least))
+        gaps.append(_Gap(float(of_all[1]), now - _NOT_LUCK * best))
     least_excess = SILENT * situation.step_seconds
     large = [
         gap for gap in gaps if gap.excess >= least_excess and gap.explained < EXPLAINED * gap.excess
@@ -325,9 +320,9 @@ def _cause(situation: Situation, suspect: Suspect, cost: float) -> Cause:
 def _saving(situation: Situation, suspect: Suspect, cost: float) -> Saving:
     """Return what its repair saves: of the devices that its line names, and of all."""
 
-    def saved(repaired: Sequence[Suspect]) -> float:
-        seconds, _ = seconds_without(situation, repaired)
-        return min(max(1.0 - seconds / situation.step_seconds, 0.0), 1.0)
+    def saved(of: Sequence[Suspect]) -> float:
+        seconds = float(seconds_saved(situation, of)[0])
+        return min(max(seconds / situation.step_seconds, 0.0), 1.0)
 
     named = set(named_devices(situation, suspect))
     alone = saved([part for part in suspect.told if named.issuperset(part.devices)])

@@ -29,6 +29,7 @@ _DEVIATIONS = 4.5
 _CHANGED_SECONDS = 1.08
 _LASTING_STEPS = 16
 _LEAST_NOISE = 0.005
+_MOST_NOISE = 5.0
 _NORMAL_QUARTILE = 0.6745
 
 
@@ -102,17 +103,22 @@ def last_change(seconds: Floats) -> int:
 
 def _change(logs: Floats) -> int:
     middle = float(medians(logs))
-    logs = np.clip(logs, middle - 1.0, middle + 1.0)
     n = len(logs)
     after = np.arange(n - _LASTING_STEPS // 2, _LASTING_STEPS - 1, -1)
     before = n - after
-    sums = np.cumsum(logs)
-    difference = (sums[-1] - sums[before - 1]) / after - sums[before - 1] / before
+
+    def difference(most: float) -> Floats:
+        sums = np.cumsum(np.clip(logs, middle - most, middle + most))
+        result: Floats = (sums[-1] - sums[before - 1]) / after - sums[before - 1] / before
+        return result
+
     steps_between = np.abs(np.diff(logs))
     noise = max(float(medians(steps_between)) / (_NORMAL_QUARTILE * math.sqrt(2)), _LEAST_NOISE)
-    deviations = np.abs(difference) / (noise * np.sqrt(1.0 / after + 1.0 / before))
+    # A stall counts as little more than noise, or two of them would be a lasting change.
+    certain = np.abs(difference(_MOST_NOISE * noise))
+    deviations = certain / (noise * np.sqrt(1.0 / after + 1.0 / before))
     best = int(deviations.argmax())
-    large = abs(difference[best]) > math.log(_CHANGED_SECONDS)
+    large = abs(difference(1.0)[best]) > math.log(_CHANGED_SECONDS)
     return int(before[best]) if large and deviations[best] > _DEVIATIONS else 0
 
 
