@@ -29,8 +29,11 @@ from keras_het.launch.report.plain_text import plain
 from keras_het.launch.report.terminal import console_for, show
 from keras_het.launch.report.wording import change_text, gain_line
 from keras_het.planning.diagnosis.recording import PHASES, Change, Device, Recording
+from keras_het.planning.diagnosis.steps import throughput
 from keras_het.planning.diagnosis.verdict import Verdict
-from keras_het.tensorboard import log_format
+from keras_het.telemetry.prometheus import PrometheusEndpoint
+from keras_het.telemetry.read_log import read_log
+from keras_het.tensorboard import log_format, views
 from keras_het.tensorboard.log_content import LogContent
 
 SCRIPT = "<script>alert(1)</script>"
@@ -147,6 +150,47 @@ def test_balance_is_compared_with_even_shares(balanced: Facts) -> None:
     worse = Training(steps=40, shares=(60, 20, 24, 24), noise=0.01).record()
     assert "even shares would be faster" in gain_line(facts(worse))
     assert gain_line(facts(Training(n=1, steps=40).record())) == ""
+
+
+def test_one_log_has_one_step_time(tmp_path: Path) -> None:
+    """By the wall clock, with stalls: in the tab, the report and Prometheus."""
+    recording = Training(n=2, steps=90, per_worker=1, warm_up=False).record()
+    other, waited = recording.other.copy(), recording.input.copy()
+    other[[30, 60]] += 3.0  # a stall of everybody
+    waited[80:] += 0.2
+    recording = dataclasses.replace(
+        recording, other=other, input=waited, pauses=((30, 1.5), (60, 2.5))
+    )
+    seconds, samples = recording.wall.mean(axis=1).sum(), recording.shares.sum()
+    log = write_log(tmp_path, recording)
+    for pause in recording.pauses:
+        log.write_pause(*pause)
+    log.close()
+    (run,) = read_log(tmp_path)
+    assert run.recording.pauses == recording.pauses
+    report, tab = facts_of(run.name, run.content), views.overview(run.content)
+    for found in (report.step_seconds, tab["step_seconds"]):
+        assert found == pytest.approx(seconds / 90, rel=1e-5)
+    for found in (report.median_seconds, tab["median_seconds"]):
+        assert found == pytest.approx(np.median(recording.wall.mean(axis=1)), rel=1e-2)
+    for found in (report.samples_per_second, tab["samples_per_second"]):
+        assert found == pytest.approx(samples / seconds, rel=1e-5)
+    latest = run.recording.between(40, 90)
+    found = throughput(latest.wall, latest.samples).samples_per_second
+    (metric,) = [m for m in metrics_of(run.recording) if m.name == "keras_het_samples_per_second"]
+    assert metric.samples[0].value == pytest.approx(found)
+    assert (tab["pauses"], tab["pause_seconds"]) == (2, pytest.approx(4.0))
+    text = shown(report)
+    assert f"{1e3 * seconds / 90:.0f} ms a step, stalls included (median " in text
+    assert "Between epochs: 4 s in 2 pauses, the longest 2.5 s; no part of a step" in text
+
+
+def metrics_of(recording: Recording) -> list[Any]:
+    endpoint = PrometheusEndpoint(lambda: recording, 0, "127.0.0.1")
+    try:
+        return list(endpoint.collect())
+    finally:
+        endpoint.close()
 
 
 def test_exchanges_are_put_together_by_worker(balanced: Facts) -> None:

@@ -228,6 +228,29 @@ def test_changes_are_recorded_with_their_reasons(logical_devices, tmp_path):
     assert run.recording.steps.tolist() == list(range(2 * STEPS - 1))
 
 
+def test_a_pause_between_epochs_is_no_part_of_a_step(logical_devices, tmp_path, capsys):
+    """Nor is there a slowest replica of one."""
+    _, model = make_model(logical_devices[:1])
+
+    class Pause(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            time.sleep(0.3)
+
+    telemetry = Telemetry(tmp_path)
+    history = model.fit(make_data(), epochs=3, verbose=1, callbacks=[telemetry, Pause()])
+    recording = telemetry.recording()
+    assert [step for step, _ in recording.pauses] == [STEPS, 2 * STEPS]
+    assert all(0.3 <= seconds < 60 for _, seconds in recording.pauses)
+    (run,) = read_log(tmp_path)
+    assert run.recording.pauses == recording.pauses
+    # of the last epoch all steps but the last are known
+    rows = recording.between(2 * STEPS, 3 * STEPS)
+    expected = rows.samples.sum() / rows.wall.mean(axis=1).sum()
+    assert history.history["samples_per_second"][-1] == pytest.approx(expected, rel=1e-6)
+    assert "slowest_replica" not in history.history
+    assert "slowest_replica" not in capsys.readouterr().out
+
+
 class Phases:
     """Measured steps of two workers, of which this one knows its own."""
 

@@ -361,6 +361,20 @@ def test_a_single_stall_is_no_cause(name, steps):
         assert verdict.causes == () and verdict.missing == (), (stall, seed)
 
 
+def test_rare_stalls_are_no_cause():
+    """Of one to four steps' time, in 1 % of the steps: two within 16 are no lasting change."""
+    alarms = 0
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        recording = Training(
+            3, 180, per_worker=3, noise=0.01, spikes=0.0, transfer=0.05, seed=seed
+        ).record()
+        stalls = STEP * random.uniform(1, 4, 180) * (random.random(180) < 0.01)
+        recording = dataclasses.replace(recording, other=recording.other + stalls[:, None])
+        alarms += any(diagnose(recording.between(0, s)).causes for s in range(30, 181, 15))
+    assert alarms <= 1
+
+
 def test_a_few_small_stalls_are_no_cause():
     """Two causes that cost about 6 % of the mean step each, in two steps each."""
     for seed in range(20):
