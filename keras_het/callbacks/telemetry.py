@@ -56,9 +56,10 @@ class Telemetry(SessionCallback):
     measured in one step.
 
     The log is for TensorBoard's tab "Heterogeneous" and for `keras-het report`. Keras's logs get
-    four numbers, so `History`, `CSVLogger` and other loggers have them: "samples_per_second";
-    "slowest_replica", the number of the replica that the others wait for; "slowest_replica_wait",
-    the seconds that the fastest one waits for it in each step; and "input_wait", the seconds that
+    four numbers, so `History`, `CSVLogger` and other loggers have them: "samples_per_second", by
+    the wall clock with stalls; with several replicas "slowest_replica", the number of the one that
+    the others wait for, and "slowest_replica_wait", the seconds that the fastest one waits for it
+    in each step, a median; and "input_wait", the seconds that
     the worker which waits longest for its data waits in each step.
 
     Every worker needs it, as one of the callbacks of `fit`. A log that cannot be written makes one

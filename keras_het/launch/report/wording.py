@@ -63,10 +63,12 @@ def gain_line(facts: Facts) -> str:
         f"{milliseconds(repairs.step_seconds)} ms"
     )
     if abs(repairs.gain - 1) <= _SAME:
-        return f"Balance: {times}: no difference."
-    if repairs.gain >= 1:
-        return f"Balance: {times}: {repairs.gain:.2f} times the samples/s."
-    return f"Balance: {times}: even shares would be faster."
+        gain = "no difference"
+    elif repairs.gain >= 1:
+        gain = f"{repairs.gain:.2f} times the samples/s"
+    else:
+        gain = "even shares would be faster"
+    return f"Balance: {times}: {gain} ({facts.of_recent})."
 
 
 def device_numbers(device: DeviceFacts, with_parts: bool = True) -> list[str]:

@@ -31,7 +31,8 @@ class BalanceSummary:
         num_steps: number of measured steps.
         first: shares at first, samples of each of N replicas.
         now: shares of the latest whole step.
-        step_seconds: compute time of the slowest replica in latest steps; NaN if unknown.
+        step_seconds: median compute time of the slowest replica in latest steps, which is no step
+            time; NaN if unknown.
         even_seconds: the same with even shares, predicted; NaN if unknown.
         seconds_per_sample: float64 of shape [N], compute time over samples in latest steps; of a
             replica without samples, in the latest steps in which it had some. NaN if unknown.
@@ -86,6 +87,7 @@ class BalanceSummary:
             return "no compute times are known of the latest steps."
         now, even = self.step_seconds * 1e3, self.even_seconds * 1e3
         times = f"even shares would take {even:.3g} ms of compute time a step, now {now:.3g} ms"
+        times += " (medians)"
         if abs(self.gain - 1) <= _SAME:
             return f"{times}: no difference."
         if self.gain < 1:

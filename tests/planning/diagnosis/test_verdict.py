@@ -311,6 +311,19 @@ def test_a_growing_batch_is_no_cause(grows_at):
         assert diagnose(training.record()).causes == (), seed
 
 
+def test_the_predicted_gain_is_that_of_a_growing_batch():
+    even, balanced = np.tile([16, 16], (200, 1)), np.tile([24, 8], (200, 1))
+    even[190:] *= 2
+    balanced[190:] *= 2
+    walls = []
+    for shares in (even, balanced):
+        training = Training(2, 200, slowness=(1, 3), shares=shares, noise=0.01, spikes=0.0)
+        walls.append(training.record().wall[-64:].max(axis=1).mean())
+    training = Training(2, 200, slowness=(1, 3), shares=even, noise=0.01, spikes=0.0)
+    told = re.search(r"predicted (\S+) times the samples/s", str(diagnose(training.record())))
+    assert float(told.group(1)) == pytest.approx(walls[0] / walls[1], abs=0.1)
+
+
 def test_a_notebook_shows_the_text():
     verdict = diagnose(Training(4, slowness=(1, 1, 2.9, 1)).record())
     assert repr(verdict) == "\n".join(verdict.lines) and verdict.lines
