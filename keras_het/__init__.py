@@ -11,6 +11,7 @@ from keras_het.seen_versions import warn_of_unseen_versions
 if TYPE_CHECKING:
     from keras_het import callbacks, loader, planning
     from keras_het.strategy import HeterogeneousStrategy
+    from keras_het.strategy.exact.gradients import reduce_over_replicas
     from keras_het.strategy.pipeline import PipelineStrategy
 
 __version__ = "0.1.0"
@@ -22,21 +23,23 @@ __all__ = [
     "callbacks",
     "loader",
     "planning",
+    "reduce_over_replicas",
 ]
 
 _MODULES = ("callbacks", "loader", "planning")
-_STRATEGIES = {
+_MODULE_OF = {
     "HeterogeneousStrategy": "keras_het.strategy",
+    "reduce_over_replicas": "keras_het.strategy.exact.gradients",
     "PipelineStrategy": "keras_het.strategy.pipeline",
 }
 
 
 def __getattr__(name: str) -> Any:
     # TensorFlow takes seconds to import; the command line does not need it.
-    if name in _STRATEGIES:
+    if name in _MODULE_OF:
         check_keras_backend_before_import()
         warn_of_unseen_versions()
-        return getattr(importlib.import_module(_STRATEGIES[name]), name)
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"keras_het.{name}")
     raise AttributeError(f"module 'keras_het' has no attribute {name!r}")

@@ -44,8 +44,9 @@ from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.experimental.rpc import rpc_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import concrete_function
-from tensorflow.python.framework import composite_tensor
-from tensorflow.python.framework import type_spec as type_spec_lib
+from tensorflow.python.framework.composite_tensor import CompositeTensor
+from tensorflow.python.framework.type_spec import type_spec_from_value
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.types import distribute as distribute_types
 
 try:  # Keras 3.16
@@ -55,7 +56,6 @@ except ImportError:
     from keras.src.backend.tensorflow import nn as keras_nn
     from keras.src.backend.tensorflow.core import Variable as KerasTensorFlowVariable
 
-CompositeTensor = composite_tensor.CompositeTensor
 ConcreteFunction: TypeAlias = concrete_function.ConcreteFunction
 EpochIterator: TypeAlias = keras_tf_trainer.EpochIterator
 # AutoGraph turns a loop over this type into one of the graph; Keras asks for its subclass
@@ -72,7 +72,6 @@ RpcServer = rpc_ops.GrpcServer
 TensorFlowTrainer = getattr(keras_tf_trainer, "TensorFlowTrainer", None) or keras_tf_trainer.Trainer
 BaseTrainer = getattr(keras_base_trainer, "BaseTrainer", None) or keras_base_trainer.Trainer
 regroup = distribute_utils.regroup
-type_spec_from_value = type_spec_lib.type_spec_from_value
 
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
@@ -90,6 +89,7 @@ __all__ = [
     "KerasTensorFlowVariable",
     "Mirrored",
     "PerReplica",
+    "ResourceVariable",
     "RpcClient",
     "RpcServer",
     "StrategyExtended",

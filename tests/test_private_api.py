@@ -80,6 +80,17 @@ SIGNATURES = [
     ),
     (private_api.KerasTensorFlowVariable, "_direct_assign", ["self", "value"]),
     (private_api.keras_nn, "_compute_moments_sync", ["x", "axes", "keepdims"]),
+    *[(private_api.ResourceVariable, f"assign{kind}", ["self"]) for kind in ("", "_add", "_sub")],
+    *[
+        (private_api.ResourceVariable, f"scatter_{kind}", ["self"])
+        for kind in ("add", "sub", "mul", "div", "max", "min", "update")
+    ],
+    *[
+        (private_api.ResourceVariable, f"scatter_nd_{kind}", ["self", "indices", "updates"])
+        for kind in ("add", "sub", "max", "min", "update")
+    ],
+    (private_api.ResourceVariable, "batch_scatter_update", ["self"]),
+    (private_api.ResourceVariable, "_strided_slice_assign", ["self", "begin", "end"]),
     (
         private_api.keras_batch_normalization.BatchNormalization,
         "_moments",

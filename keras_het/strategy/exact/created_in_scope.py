@@ -29,9 +29,7 @@ def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Eithe
         variables: Keras or TensorFlow variables.
     """
     most = max(strategy.layout.replicas_per_worker)
-    if most == 1:
-        return
-    shared = [_name(variable) for variable in variables if not _is_own(strategy, variable)]
+    shared = [_name(variable) for variable in variables if is_shared(strategy, variable)]
     if not shared:
         return
     more = f" and {len(shared) - _MOST_NAMES} more" if len(shared) > _MOST_NAMES else ""
@@ -41,6 +39,11 @@ def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Eithe
         f"{', '.join(shared[:_MOST_NAMES])}{more}, created outside of it. Create or load the model "
         "and its layers in `with strategy.scope():`, and call `enable_lora` and the like there too."
     )
+
+
+def is_shared(strategy: TrainingStrategy, variable: EitherVariable) -> bool:
+    """Tell whether the replicas of a worker share one variable, made outside of the scope."""
+    return max(strategy.layout.replicas_per_worker) > 1 and not _is_own(strategy, variable)
 
 
 def move_optimizer(strategy: TrainingStrategy, model: keras.Model) -> None:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from keras_het import private_api
 from keras_het.strategy.exact.created_in_scope import check_created_in_scope
-from keras_het.strategy.exact.step import ExactStep, current_step
+from keras_het.strategy.exact.step import ExactStep, current_step, running_step
 from keras_het.value_types import EitherVariable, Nest, Summand
 
 _Given: TypeAlias = "Summand | EitherVariable | None"
@@ -134,6 +134,51 @@ class UpdateHooks:
         return update.finish(step, reduced)
 
 
+def reduce_over_replicas(values: Nest, aggregation: str = "mean") -> Nest:
+    r"""Combine what the replicas of a step compute from their samples, as one device would.
+
+    For a `train_step` or `test_step` of your own that changes weights outside of the optimizer, or
+    needs the gradient of the whole batch for something else. All replicas must call it, outside of
+    `tf.cond` and the like. The gradient that goes to `optimizer.apply` needs none of this.
+
+    Args:
+        values: nested structure of tensors and `tf.IndexedSlices`, of any shape. None stays None.
+        aggregation: "mean" for the mean over samples :math:`\sum_i w_i v_i`, as for the gradient of
+            a mean loss that `optimizer.scale_loss` has not scaled; "sum" for the sum of all
+            replicas' values, as for a number of samples.
+
+    Returns:
+        The combined values, the same on every replica; without a strategy, `values`.
+
+    Raises:
+        ValueError: for another aggregation, and in a function given to `strategy.run`.
+    """
+    if aggregation not in ("mean", "sum"):
+        raise ValueError(f'aggregation must be "mean" or "sum". Received: {aggregation!r}.')
+    step = running_step()
+    if step is None:
+        is_replica = not tf.distribute.in_cross_replica_context()
+        if is_replica and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            raise ValueError(
+                "reduce_over_replicas knows the shares of Keras's steps only. Received: a call in "
+                "a function given to strategy.run. Use the all_reduce of tf.distribute."
+                "get_replica_context() there, of values divided by the size of the global batch."
+            )
+        return values
+    _refuse_condition(step)
+    prepare = _weigh if aggregation == "mean" else _zero_without_samples
+    flat = tf.nest.flatten(values)
+    own = [
+        _map_values(functools.partial(prepare, step, num_leading=None), value)
+        if isinstance(value, tf.IndexedSlices)
+        else prepare(step, tf.convert_to_tensor(value), num_leading=None)
+        for value in flat
+        if value is not None
+    ]
+    reduced = iter(step.all_reduce_sum(own))
+    return tf.nest.pack_sequence_as(values, [None if v is None else next(reduced) for v in flat])
+
+
 def skip_second_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook the optimizer's own all-reduce, which comes after clipping."""
 
@@ -184,9 +229,9 @@ def _refuse_condition(step: ExactStep) -> None:
     raise ValueError(
         "An update within tf.cond, tf.while_loop or a tf.function of one's own cannot add up the "
         f"gradients of the {step.num_local_replicas} replicas of a process. Received: "
-        "optimizer.apply or apply_gradients there, in a train_step. Take it out of the condition, "
-        "let the optimizer accumulate (keras.optimizers.Adam(gradient_accumulation_steps=2)), or "
-        "start one process for each device."
+        "optimizer.apply, apply_gradients or reduce_over_replicas there, in a train_step. Take it "
+        "out of the condition, let the optimizer accumulate (keras.optimizers.Adam("
+        "gradient_accumulation_steps=2)), or start one process for each device."
     )
 
 

@@ -65,6 +65,11 @@ def _hooks() -> list[tuple[Any, str, _Hook]]:
         (loss_scale_optimizer, "apply", apply),
         (tf_optimizer, "_all_reduce_sum_gradients", gradients.skip_second_reduction),
         (private_api.KerasTensorFlowVariable, "_direct_assign", state.record_assignment),
+        *[
+            (private_api.ResourceVariable, name, state.record_plain_assignment)
+            for name in dir(private_api.ResourceVariable)
+            if name.startswith(("assign", "scatter_", "batch_scatter_", "_strided_slice_assign"))
+        ],
         (private_api.keras_nn, "_compute_moments_sync", state.sum_statistics_exactly),
         (batch_normalization, "_moments", state.sum_masked_statistics_exactly),
         (private_api.keras_seed_generator.SeedGenerator, "next", state.draw_own_stream),

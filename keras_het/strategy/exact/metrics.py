@@ -110,8 +110,9 @@ def unchanged_without_samples(
     yield
 
     def restore() -> tf.Tensor:
-        for variable, value in zip(variables, before, strict=True):
-            variable.value.assign(value)  # not Keras's assign: this is no part of the step
+        with step.assigning():
+            for variable, value in zip(variables, before, strict=True):
+                variable.value.assign(value)  # not Keras's assign: this is no part of the step
         return tf.constant(0)
 
     if variables:

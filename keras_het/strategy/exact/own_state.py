@@ -23,9 +23,10 @@ import keras
 import tensorflow as tf
 
 from keras_het import private_api
+from keras_het.strategy.exact.created_in_scope import is_shared
 from keras_het.strategy.exact.sample_dependence import Combination, Kind, SampleDependence
 from keras_het.strategy.exact.step import ExactStep
-from keras_het.value_types import Nest
+from keras_het.value_types import EitherVariable, Leaf, Nest
 
 _logger = logging.getLogger(__name__)
 _told: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
@@ -107,6 +108,9 @@ def changed_state(
         for variable in of_metrics
         if variable.aggregation != "sum" and id(variable) in step.assigned_variables
     ]
+    if step.num_replicas > 1:
+        combined = {id(variable) for variable in (*model.non_trainable_variables, *of_metrics)}
+        _remark_on_others(step, model, combined, dependence)
     return changes
 
 
@@ -269,6 +273,15 @@ class _Reader:
         value = self._step.assigned_variables[id(variable)][1][-1]
         return dependence.is_sum_with(value, handle) and dependence.kind(value) is not Kind.EQUAL
 
+    def differs(self, key: int) -> bool:
+        """Tell whether replicas may have assigned different values to a variable, by its id."""
+        dependence = self.dependence
+        values = self._step.assigned_variables[key][1]
+        return any(
+            dependence is None or not _is_here(v) or dependence.kind(v) is not Kind.EQUAL
+            for v in values
+        )
+
     @property
     def dependence(self) -> SampleDependence | None:
         """The reader of the graph, None without a graph."""
@@ -279,7 +292,7 @@ class _Reader:
             assigned: dict[str, list[tf.Tensor] | None] = {}
             for key, (variable, values) in step.assigned_variables.items():
                 handle = _handle_in_graph(variable)
-                if handle is not None:
+                if handle is not None and not isinstance(variable, tf.Variable):
                     self._handles[key] = handle
                     assigned[handle] = values if self._is_known(key) else None
             self._dependence = SampleDependence(
@@ -288,13 +301,18 @@ class _Reader:
                 unequal=filter(tf.is_symbolic_tensor, step.own_seeds),
                 assigned=assigned,
             )
+            for key, (variable, _) in step.assigned_variables.items():
+                handle = _handle_in_graph(variable)
+                if handle is not None and isinstance(variable, tf.Variable) and self.differs(key):
+                    assigned[handle] = None
         return self._dependence
 
     def _is_known(self, key: int) -> bool:
-        graph = tf.compat.v1.get_default_graph()
-        _, values = self._step.assigned_variables[key]
-        is_here = all(tf.is_symbolic_tensor(value) and value.graph is graph for value in values)
-        return key in self._handles and is_here
+        return key in self._handles and all(map(_is_here, self._step.assigned_variables[key][1]))
+
+
+def _is_here(value: Leaf) -> bool:
+    return tf.is_symbolic_tensor(value) and value.graph is tf.compat.v1.get_default_graph()
 
 
 def _dense_leaves(batch: Nest) -> list[tf.Tensor]:
@@ -302,9 +320,10 @@ def _dense_leaves(batch: Nest) -> list[tf.Tensor]:
     return [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.shape.rank != 0]
 
 
-def _handle_in_graph(variable: keras.Variable) -> str | None:
+def _handle_in_graph(variable: EitherVariable) -> str | None:
     """The name of a variable's resource handle in the graph that is being built."""
-    tensor = tf.convert_to_tensor(variable.value)
+    of_keras = isinstance(variable, private_api.KerasTensorFlowVariable)
+    tensor = tf.convert_to_tensor(variable.value if of_keras else variable)
     while tensor.op.type in ("Identity", "Cast"):
         tensor = tensor.op.inputs[0]
     return str(tensor.op.inputs[0].name) if tensor.op.type == "ReadVariableOp" else None
@@ -320,6 +339,40 @@ def _remark_on_sums(
             is_sum = variable.aggregation == "sum" and id(variable) in step.assigned_variables
             if is_sum and not dependence.adds_samples(variable):
                 step.remarks.append(_remark_on_metric(metric, variable))
+
+
+def _remark_on_others(
+    step: ExactStep, model: keras.Model, combined: set[int], dependence: _Reader
+) -> None:
+    """Name the variables that nothing combines and to which replicas assign different values."""
+    strategy = tf.distribute.get_strategy()
+    apart = [
+        variable
+        for key, (variable, _) in step.assigned_variables.items()
+        if key not in combined and (dependence.differs(key) or is_shared(strategy, variable))
+    ]
+    if apart:
+        step.remarks.append(_REMARK_ON_OTHERS.format(", ".join(_name(model, v) for v in apart)))
+
+
+def _name(model: keras.Model, variable: EitherVariable) -> str:
+    """A variable's name, and the attribute that holds it: those of TensorFlow are often equal."""
+    holders = [
+        f" ({type(layer).__name__}.{name})"
+        for layer in private_api.layers_with_state(model)
+        for name, value in vars(layer).items()
+        if value is variable
+    ]
+    return f"{getattr(variable, 'path', None) or variable.name!r}" + "".join(holders[:1])
+
+
+_REMARK_ON_OTHERS = (
+    "A step assigns values that depend on its replica's samples to variables that are not combined "
+    "over replicas: each keeps its own value, which is not that of one device. Received: {}. Make "
+    "state with self.add_weight(...) of a layer or the model, in strategy.scope(). Before a step "
+    "assigns to weights, variables of an optimizer or a tf.Variable, as SAM does, it must take "
+    "keras_het.reduce_over_replicas(...) of what it computes from samples."
+)
 
 
 def _remark_on_metric(metric: keras.metrics.Metric, variable: keras.Variable) -> str:

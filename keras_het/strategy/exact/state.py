@@ -12,14 +12,14 @@ r"""State that is not a trainable weight: moving statistics, synchronised statis
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_het.strategy.exact.step import ExactStep, running_step
-from keras_het.value_types import Leaf, TensorLike
+from keras_het.value_types import Leaf, Nest, TensorLike
 
 # A large prime keeps seeds of neighbouring replicas apart; it wraps around int32 on purpose.
 _SEED_STRIDE = 1_000_003
@@ -37,13 +37,38 @@ def record_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
             if tf.is_symbolic_tensor(value):
                 value = tf.identity(value)  # an operation as recent as the assignment
             step.assigned_variables.setdefault(id(self), (self, []))[1].append(value)
-        step.is_assigning = True
-        try:
+        with step.assigning():
             return original(self, value)
-        finally:
-            step.is_assigning = False
 
     return direct_assign
+
+
+def record_plain_assignment(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook all assignments to TensorFlow's variables: record those that are not Keras's."""
+
+    @functools.wraps(original)
+    def assign(self: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+        step = running_step()
+        if step is None or step.is_assigning or step.gradients_are_reduced:
+            return original(self, *args, **kwargs)
+        container = tf.distribute.get_strategy().extended.value_container(self)
+        values = [tf.identity(value) for value in _tensors(args, kwargs)]
+        if not values and not tf.executing_eagerly():
+            values = [tf.constant(0)]  # tells in which graph
+        recorded = step.assigned_variables.setdefault(id(container), (container, []))
+        recorded[1].extend(values)
+        with step.assigning():  # TensorFlow calls one method from another
+            return original(self, *args, **kwargs)
+
+    return assign
+
+
+def _tensors(*arguments: Nest) -> Iterator[tf.Tensor]:
+    for leaf in tf.nest.flatten(arguments):
+        if isinstance(leaf, tf.IndexedSlices):
+            yield from (leaf.indices, leaf.values)
+        elif tf.is_tensor(leaf) or isinstance(leaf, keras.Variable):
+            yield tf.convert_to_tensor(leaf)
 
 
 def sum_statistics_exactly(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,6 +164,7 @@ def draw_own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
         step = running_step()
         if step is None:
             return seed
+        step.assigned_variables.pop(id(self.state), None)  # has one value on all replicas
         if step.seed_stream != 0:
             offset = (step.seed_stream * _SEED_STRIDE) % (2**31)
             seed = seed + tf.cast(tf.constant([offset, 0], tf.int64), seed.dtype)
@@ -153,7 +179,8 @@ def update_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Those of optimizers (`iterations`) have one value on all replicas; a broadcast could not run
     inside the `tf.cond` of a `LossScaleOptimizer`. Those of layers are combined when the step ends:
-    TensorFlow would sum or average what Keras assigns, which are whole values, not changes.
+    TensorFlow would sum or average what Keras assigns, which are whole values, not changes. It does
+    so with what a step assigns to variables of its own: by samples here, as of one device.
     """
 
     @functools.wraps(original)
@@ -163,9 +190,16 @@ def update_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
         step = running_step()
         if step is not None and (step.is_assigning or _is_of_first(step, aggregation)):
             return value
-        return original(value, aggregation, destinations)
+        if step is None or not tf.is_tensor(value) or aggregation not in _SUMS:
+            return original(value, aggregation, destinations)
+        if aggregation == tf.VariableAggregation.MEAN:
+            return step.all_reduce_sum(step.weighted(value))
+        return step.all_reduce_sum(tf.where(step.samples > 0, value, tf.zeros_like(value)))
 
     return apply_aggregation
+
+
+_SUMS = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 
 
 def _is_of_first(step: ExactStep, aggregation: tf.VariableAggregation) -> bool:

@@ -24,7 +24,7 @@ import tensorflow as tf
 from keras_het.strategy.batches.packed_tensors import PackedTensors
 from keras_het.strategy.measure.emulated_device_config import EmulatedDevice
 from keras_het.strategy.measure.step_clock import StepClock
-from keras_het.value_types import Leaf, Nest, Summand
+from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:
     from keras_het.strategy.exact.gradients import PendingUpdate
@@ -88,8 +88,8 @@ class ExactStep:
         self.gradient_square: tf.Tensor | None = None
         self.global_gradient_square: tf.Tensor | None = None
         # Variable id to the variable and the values that the step has assigned to it, in order.
-        self.assigned_variables: dict[int, tuple[keras.Variable, list[Leaf]]] = {}
-        self.is_assigning = False  # a Keras variable
+        self.assigned_variables: dict[int, tuple[EitherVariable, list[Leaf]]] = {}
+        self.is_assigning = False  # a Keras variable, or one of keras_het
         # The batch (nested structure), tensors that are equal on all replicas, and tensors that
         # differ although no sample affects them: the starting points of `SampleDependence`.
         self.rows: Nest = ()
@@ -116,6 +116,15 @@ class ExactStep:
         finally:
             _local.step = previous
 
+    @contextlib.contextmanager
+    def assigning(self) -> Iterator[None]:
+        """Tell assignments of Keras and keras_het from those of the user to plain variables."""
+        before, self.is_assigning = self.is_assigning, True
+        try:
+            yield
+        finally:
+            self.is_assigning = before
+
     def all_reduce_sum(
         self, values: Nest, prepare: Callable[[tf.Tensor], tf.Tensor] | None = None
     ) -> Nest:
@@ -135,7 +144,8 @@ class ExactStep:
         if self.clock:
             started, summands = self.clock.collective_starts(summands)
         extended = tf.distribute.get_strategy().extended
-        reduced = extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, summands)
+        with self.assigning():  # a summation counts
+            reduced = extended.all_reduce_in_replica(tf.distribute.ReduceOp.SUM, summands)
         if self.clock:
             self.clock.collective_ends(started, reduced)
         self.reduced += reduced
