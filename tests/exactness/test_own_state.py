@@ -293,6 +293,10 @@ class Metric(keras.metrics.Metric):
 UPDATES = {
     "maximum": (lambda kept, y: ops.maximum(kept, ops.max(y)), "sum", True),
     "latest": (lambda kept, y: ops.sum(y), "sum", True),
+    "incremental": (lambda kept, y: kept + (ops.mean(y) - kept) * 0.5, "sum", True),
+    "twice": (lambda kept, y: kept + kept + ops.sum(y), "sum", True),
+    "both": (lambda kept, y: kept + ops.sum(y) + 1.0, "sum", True),
+    "difference": (lambda kept, y: kept - ops.sum(y), "sum", False),
     "steps": (lambda kept, y: kept + 1.0, "sum", True),
     "total": (lambda kept, y: kept + ops.sum(y), "sum", False),
     "chosen": (lambda kept, y: kept + tf.reduce_sum(tf.boolean_mask(y, y > 0)), "sum", False),
@@ -301,7 +305,7 @@ UPDATES = {
 }
 
 
-@pytest.mark.quick("maximum")
+@pytest.mark.quick("incremental")
 @pytest.mark.parametrize("name", UPDATES)
 def test_metrics_whose_state_is_no_sum_are_named(name, caplog):
     update, aggregation, is_wrong = UPDATES[name]
@@ -319,6 +323,71 @@ def test_metrics_whose_state_is_no_sum_are_named(name, caplog):
     (message,) = said(caplog)
     for part in ("'own' (Metric)", "'kept'", 'aggregation is "sum"', "add_variable"):
         assert part in message
+
+
+class Welford(keras.metrics.Metric):
+    """Count, mean and squared distances from it, brought up to date one after the other."""
+
+    def __init__(self):
+        super().__init__(name="welford")
+        for name in ("count", "mean", "squares"):
+            setattr(self, name, self.add_variable((), "zeros", name=name))
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = ops.cast(ops.shape(y_pred)[0], "float32")
+        self.count.assign_add(rows)
+        distance = ops.mean(y_pred) - self.mean
+        self.mean.assign_add(distance * rows / self.count)
+        self.squares.assign_add(ops.sum(ops.square(y_pred - self.mean)))
+
+    def result(self):
+        return self.squares / self.count
+
+
+def test_a_metric_whose_sums_depend_on_each_other_is_named(caplog):
+    with three_replicas().scope():
+        model = dense_model(metrics=[Welford()])
+    model.evaluate(*arrays(8), batch_size=4, verbose=0)
+    messages = said(caplog)
+    assert len(messages) == 2
+    for name, message in zip(("mean", "squares"), sorted(messages), strict=True):
+        assert f"(Welford) assigns its state '{name}'" in message
+
+
+ARGUMENTS_OF_METRICS = {
+    "F1Score": {"average": "micro", "threshold": 0.5},
+    "FBetaScore": {"average": "micro", "threshold": 0.5},
+    "IoU": {"num_classes": 2, "target_class_ids": [0]},
+    "MeanIoU": {"num_classes": 2},
+    "MeanMetricWrapper": {"fn": lambda y, found: ops.abs(y - found)},
+    "OneHotIoU": {"num_classes": 2, "target_class_ids": [0]},
+    "OneHotMeanIoU": {"num_classes": 2},
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+}
+
+
+@pytest.mark.full
+def test_children_of_metrics_of_keras_say_nothing(caplog):
+    """The classes are somebody's own, so that what they assign is looked at."""
+    made = []
+    for name, kind in vars(keras.metrics).items():
+        if not isinstance(kind, type) or name in ("Metric", "Mean", "Sum"):
+            continue
+        child = type("Own" + name, (kind,), {"__module__": __name__})
+        made.append(child(**ARGUMENTS_OF_METRICS.get(name, {}), name=f"m{len(made)}"))
+    assert len(made) > 30
+    with three_replicas().scope():
+        layers = [keras.layers.Dense(2, "softmax")]
+        model = keras.Sequential([keras.Input((5,)), *layers])
+        metrics = [m for m in made if not type(m).__name__.startswith("OwnSparse")]
+        model.compile("sgd", "mse", metrics=metrics)
+    x, _ = arrays(8)
+    y = np.eye(2, dtype="float32")[(x[:, 0] > 0).astype(int)]
+    model.evaluate(x, y, batch_size=4, verbose=0)
+    assert not said(caplog)
 
 
 @pytest.mark.full

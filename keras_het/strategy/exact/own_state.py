@@ -264,14 +264,15 @@ class _Reader:
         has_means = all(k is not Kind.MEAN or t.dtype.is_floating for k, t in found.aggregates)
         return found if has_means else None
 
-    def adds_samples(self, variable: keras.Variable) -> bool:
-        """Tell whether a step adds a function of samples to a variable; True if unknown."""
+    def adds_samples(self, variable: keras.Variable, sums: Sequence[keras.Variable]) -> bool:
+        """Tell whether a step adds a function of samples to one of `sums`; True if unknown."""
         dependence = self.dependence
         if dependence is None or not self._is_known(id(variable)):
             return True
         handle = self._handles[id(variable)]
-        value = self._step.assigned_variables[id(variable)][1][-1]
-        return dependence.is_sum_with(value, handle) and dependence.kind(value) is not Kind.EQUAL
+        partial = [self._handles[id(each)] for each in sums if id(each) in self._handles]
+        values = self._step.assigned_variables[id(variable)][1]
+        return all(dependence.adds_samples(value, handle, partial) for value in values)
 
     def differs(self, key: int) -> bool:
         """Tell whether replicas may have assigned different values to a variable, by its id."""
@@ -335,9 +336,10 @@ def _remark_on_sums(
     for metric in metrics:
         if type(metric).__module__.split(".")[0] == "keras":
             continue
-        for variable in metric.variables:
-            is_sum = variable.aggregation == "sum" and id(variable) in step.assigned_variables
-            if is_sum and not dependence.adds_samples(variable):
+        sums = [variable for variable in metric.variables if variable.aggregation == "sum"]
+        for variable in sums:
+            is_assigned = id(variable) in step.assigned_variables
+            if is_assigned and not dependence.adds_samples(variable, sums):
                 step.remarks.append(_remark_on_metric(metric, variable))
 
 
@@ -378,8 +380,9 @@ _REMARK_ON_OTHERS = (
 def _remark_on_metric(metric: keras.metrics.Metric, variable: keras.Variable) -> str:
     return (
         f"The metric {metric.name!r} ({type(metric).__name__}) assigns its state {variable.name!r} "
-        "a value that is not what it held plus something of the samples: a maximum, say, or a "
-        'count of steps. Its aggregation is "sum", so that the values of all replicas are added '
+        "a value that is not what it held plus what samples alone say: a maximum, a count of "
+        "steps, or a mean that is updated from what was held, as Welford's. "
+        'Its aggregation is "sum", so that the values of all replicas are added '
         "up, which is not what one device has. Make it with self.add_variable(..., "
         'aggregation="mean") if replicas\' values are to be averaged by their samples, with '
         '"only_first_replica" if all hold the same, or add up sums and counts and compute the rest '

@@ -124,21 +124,41 @@ class SampleDependence:
 
         return Combination(tuple(aggregates.values()), compute)
 
-    def is_sum_with(self, tensor: tf.Tensor, handle: str) -> bool:
-        """Tell whether a tensor is a variable's value plus or minus something.
+    def adds_samples(self, tensor: tf.Tensor, handle: str, partial: Iterable[str]) -> bool:
+        """Tell whether a tensor is a variable's value plus what samples alone say.
 
         Args:
             tensor: the tensor that is assigned to the variable.
             handle: name of its resource handle in this graph.
+            partial: names of those of variables that hold the replica's part of a sum.
         """
-        waiting = [tensor]
+        held, waiting, terms = 0, [tensor], list[tf.Tensor]()
         while waiting:
-            operation = waiting.pop().op
+            latest = waiting.pop()
+            operation = latest.op
             if operation.type == "ReadVariableOp" and operation.inputs[0].name == handle:
-                return True
-            if operation.type in (*_SAME_KIND, "Add", "AddV2", "Sub", "AddN"):
+                held += 1
+            elif operation.type in ("Add", "AddV2", "AddN"):
                 waiting.extend(operation.inputs)
-        return False
+            elif operation.type in (*_SAME_KIND, "Sub"):
+                waiting.append(operation.inputs[0])
+                terms.extend(operation.inputs[1:] if operation.type == "Sub" else [])
+            else:
+                terms.append(latest)
+        made = self._made_from(tensor.graph, partial)
+        return held == 1 and all(
+            self.kind(term) is not Kind.EQUAL and term.name not in made for term in terms
+        )
+
+    def _made_from(self, graph: tf.Graph, handles: Iterable[str]) -> set[str]:
+        """Names of all tensors that are computed from what variables hold."""
+        waiting = [graph.get_tensor_by_name(handle) for handle in handles]
+        found = set[str]()
+        while waiting:
+            outputs = [out for each in waiting.pop().consumers() for out in each.outputs]
+            waiting.extend(each for each in outputs if each.name not in found)
+            found.update(each.name for each in outputs)
+        return found
 
     def _collect(self, tensor: tf.Tensor, found: dict[str, tuple[Kind, tf.Tensor]]) -> bool:
         kind = self.kind(tensor)
