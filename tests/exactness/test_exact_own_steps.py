@@ -3,6 +3,7 @@
 import functools
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import ALL_SHARES, Trial, arrays, assert_equivalent, batches, three_replicas
@@ -377,6 +378,56 @@ def test_own_compute_loss_and_predict_step():
 
 def test_variables_in_the_logs():
     assert_equivalent(Trial(compiled(VariablesInLogs, metrics=None)), ALL_SHARES)
+
+
+class AnyLogs(Base):
+    """Has no gradient and no metric: nothing else of the step is combined."""
+
+    def train_step(self, data):
+        x, _ = data
+        return {
+            "vector": x[:, 0],
+            "matrix": tf.cast(x[:, :2], tf.float16),
+            "columns": tf.reduce_mean(x[:, :3], axis=0),
+            "integers": tf.cast(8 * x[:, 0], tf.int32),
+            "rows": tf.shape(x)[0],
+            "positive": tf.reduce_mean(x) > -9.0,
+            "number": 3,
+            "nested": {"text": "same", "none": None},
+        }
+
+    test_step = train_step
+
+
+@pytest.mark.quick("False-(4, 0, 1)")
+@pytest.mark.parametrize(
+    "shares", [(4, 0, 1), (3, 3, 2)], ids=lambda each: "_".join(map(str, each))
+)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_whatever_is_in_the_logs_is_a_mean_over_samples(run_eagerly, shares):
+    strategy = three_replicas()
+    strategy.set_shares(shares)
+    with strategy.scope():
+        model = compiled(AnyLogs, metrics=None, run_eagerly=run_eagerly)()
+    x, y = arrays(8)
+    fitted = model.fit(x, y, batch_size=8, verbose=0).history
+    evaluated = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+    sizes = {(4, 0, 1): (6, 0, 2), (3, 3, 2): (3, 3, 2)}[shares]
+    expected = {
+        "vector": x[:, 0].mean(),
+        "matrix": x[:, :2].mean(axis=0),
+        "columns": x[:, :3].mean(axis=0),
+        "integers": np.trunc(8 * x[:, 0]).mean(),
+        "rows": sum(size * size for size in sizes) / 8,
+        "positive": 1.0,
+        "number": 3.0,
+    }
+    for name, value in expected.items():
+        for found in (fitted[name][0], evaluated[name]):
+            np.testing.assert_allclose(
+                found, value, rtol=1e-6, atol=1e-3 if name == "matrix" else 0
+            )
+    assert evaluated["text"] == b"same" and evaluated["none"] is None
 
 
 def test_step_that_calls_the_step_of_keras():

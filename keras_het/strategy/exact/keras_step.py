@@ -7,6 +7,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
@@ -310,4 +311,7 @@ def _value_of(step: ExactStep, leaf: Leaf) -> Leaf:
     is_plain = isinstance(leaf, keras.Variable) and id(leaf) not in step.metric_results
     if is_plain and id(leaf) in step.metric_state_before:  # a metric's: a part of its value
         return recorded_variable(step, leaf)
-    return tf.convert_to_tensor(leaf) if is_plain else leaf
+    # an eager step may have made a number of a tensor
+    is_number = tf.executing_eagerly() and isinstance(leaf, (float, int, np.ndarray, np.generic))
+    leaf = np.asarray(leaf) if is_number else leaf
+    return tf.convert_to_tensor(leaf) if is_plain or is_number else leaf

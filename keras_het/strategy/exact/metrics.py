@@ -3,8 +3,8 @@
 A metric's `result()` is computed inside the step from the state that the replica has gathered. The
 states of all replicas are summed (or averaged, as each variable's `aggregation` says) in one
 collective, and the results are recomputed from the sums, so the progress bar on every worker shows
-what one device would show. A scalar in the logs that is not a metric's result is combined as the
-mean over samples.
+what one device would show. A number in the logs that is not a metric's result is combined as the
+mean over samples, and so are values of samples, along their first dimension.
 """
 
 from __future__ import annotations
@@ -140,25 +140,30 @@ def cluster_logs(
     plain = [
         leaf
         for leaf, record in zip(leaves, recorded, strict=True)
-        if record is None and _is_float_scalar(leaf)
+        if record is None and _has_mean(leaf)
     ]
     gradients, (reduced_states, reduced_plain, summed) = sum_with_gradients(
         step,
         step.pending_update,
         (
             [_contributions(step, record) for record in states.values()],
-            [step.weighted(leaf) for leaf in plain],
+            [
+                _parts_of_mean(step, *each)
+                for each in zip(plain, _are_of_rows(step, plain), strict=True)
+            ],
             list(sums),
         ),
     )
     results = _results(step, list(states.values()), reduced_states)
-    next_plain = iter(reduced_plain)
+    next_plain = iter(
+        sums[0] if len(sums) == 1 else tf.math.divide_no_nan(*sums) for sums in reduced_plain
+    )
     combined = []
     for leaf, record in zip(leaves, recorded, strict=True):
         if record is not None:
             combined.append(results[id(record.metric)][record.path])
         else:
-            combined.append(next(next_plain) if _is_float_scalar(leaf) else leaf)
+            combined.append(next(next_plain) if _has_mean(leaf) else leaf)
     cluster = tf.nest.pack_sequence_as(logs, combined)
     return cluster, list(summed), gradients
 
@@ -192,5 +197,28 @@ def _results(
         step.is_computing_results = False
 
 
-def _is_float_scalar(leaf: Leaf) -> bool:
-    return tf.is_tensor(leaf) and leaf.shape.rank == 0 and leaf.dtype.is_floating
+def _has_mean(leaf: Leaf) -> bool:
+    return isinstance(leaf, tf.Tensor) and (
+        leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
+    )
+
+
+def _are_of_rows(step: ExactStep, leaves: Sequence[tf.Tensor]) -> list[bool]:
+    """Tell values of samples from other vectors, alike on all replicas."""
+    sizes = [leaf.shape[0] if leaf.shape.rank else 0 for leaf in leaves]
+    if not tf.executing_eagerly() or not any(sizes):
+        return [size is None for size in sizes]
+    rows = max(1, int(step.samples))
+    agreeing = step.all_reduce_sum(tf.constant([float(size == rows) for size in sizes]))
+    return [int(number) == step.num_replicas for number in agreeing]
+
+
+def _parts_of_mean(step: ExactStep, leaf: tf.Tensor, is_of_rows: bool) -> list[tf.Tensor]:
+    """Return what this replica adds to a mean over samples: a part, or a sum and its divisor."""
+    if leaf.dtype.is_floating and not is_of_rows:
+        return [step.weighted(leaf)]
+    dtype = leaf.dtype if leaf.dtype in (tf.float32, tf.float64) else tf.float64
+    value = tf.cast(leaf, dtype)
+    count = tf.cast(tf.shape(leaf)[0] if is_of_rows else step.samples, dtype)
+    total = tf.reduce_sum(value, axis=0) if is_of_rows else value * count
+    return [tf.where(step.samples > 0, part, tf.zeros_like(part)) for part in (total, count)]

@@ -137,6 +137,8 @@ class ExactStep:
             prepare: applied to each packed buffer of dense values before the sum.
         """
         flat = tf.nest.flatten(values)
+        if not flat:
+            return values
         packed = PackedTensors(flat)
         buffers = packed.buffers if prepare is None else [prepare(b) for b in packed.buffers]
         sparse = [item for item in flat if isinstance(item, tf.IndexedSlices)]
