@@ -391,6 +391,18 @@ def test_children_of_metrics_of_keras_say_nothing(caplog):
 
 
 @pytest.mark.full
+def test_weights_that_keras_normalizes_are_those_of_one_device(caplog):
+    def build():
+        normalized = keras.layers.Dense(
+            4, "tanh", kernel_regularizer="l2", activity_regularizer="l2"
+        )
+        return dense_model(layers=lambda: [keras.layers.SpectralNormalization(normalized)])
+
+    assert_equivalent(Trial(build, options={"validation_data": arrays(10)}), ALL_SHARES)
+    assert not said(caplog)
+
+
+@pytest.mark.full
 def test_steps_of_keras_itself_say_nothing(caplog):
     def build():
         normalization = keras.layers.BatchNormalization(synchronized=True, epsilon=0.1)

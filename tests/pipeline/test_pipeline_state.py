@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -15,7 +16,7 @@ from keras_het.planning.pipeline import Stage as PlannedStage
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
 from keras_het.strategy.pipeline.step.stage import Stage
 
-L = keras.layers
+L, ops = keras.layers, keras.ops
 ROWS = 8
 
 
@@ -168,15 +169,92 @@ def test_layers_are_not_called_more_often_for_more_micro_batches() -> None:
     assert calls[16] == calls[4] <= 12
 
 
-class CountsSamples(L.Layer):
+class Own(L.Layer):
+    """State of every kind: what it becomes after one call, by name."""
+
+    updates: ClassVar = {
+        "rows": ("int64", "none", lambda v, x: v + ops.cast(ops.shape(x)[0], "int64")),
+        "float_rows": ("float64", "none", lambda v, x: v + ops.cast(ops.shape(x)[0], "float64")),
+        "summed_rows": ("float64", "sum", lambda v, x: v + ops.cast(ops.shape(x)[0], "float64")),
+        "summed_integers": ("int32", "sum", lambda v, x: v + ops.shape(x)[0]),
+        "steps": ("int32", "none", lambda v, x: v + 1),
+        "float_steps": ("float64", "none", lambda v, x: v + 1.0),
+        "first_steps": ("float64", "only_first_replica", lambda v, x: v + 1.0),
+        "moving": ("float64", "none", lambda v, x: 0.9 * v + 0.1 * ops.mean(x)),
+        "mean": ("float64", "mean", lambda v, x: 0.9 * v + 0.1 * ops.mean(x)),
+        "root": ("float64", "none", lambda v, x: ops.sqrt(ops.mean(ops.square(x)))),
+        "total": ("float64", "none", lambda v, x: v + ops.sum(x)),
+        "largest": ("float64", "none", lambda v, x: ops.maximum(v, ops.max(x))),
+        "is_used": ("bool", "none", lambda v, x: True),
+    }
+
+    def __init__(self, names: Any = tuple(updates), **options: Any) -> None:
+        super().__init__(**options)
+        self.names = names
+
     def build(self, shape: Any) -> None:
-        self.count = self.add_weight(
-            name="seen", dtype="int32", initializer="zeros", trainable=False
-        )
+        for name in self.names:
+            dtype, aggregation, _ = self.updates[name]
+            kept = self.add_weight((), "zeros", dtype, trainable=False, aggregation=aggregation)
+            setattr(self, name, kept)
 
     def call(self, inputs: Any) -> Any:
-        self.count.assign_add(keras.ops.shape(inputs)[0])
+        for name in self.names:
+            variable = getattr(self, name)
+            variable.assign(self.updates[name][2](variable, inputs))
         return inputs
+
+
+def own_state(strategy: Any) -> dict[str, float]:
+    keras.utils.set_random_seed(3)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        layer = Own()
+        layers = [L.Dense(4, "tanh", name="one"), layer, L.Dense(1)]
+        model = keras.Sequential([keras.Input([5]), *layers])
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    x, y = values(11)  # the last batch has less rows than micro-batches
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    model.predict(x, batch_size=8, verbose=0)
+    return {name: float(ops.convert_to_numpy(getattr(layer, name))) for name in Own.updates}
+
+
+@pytest.mark.parametrize("recomputed", [([], []), ([0, 1], [2])], ids=["kept", "recomputed"])
+def test_state_of_layers_is_that_of_one_device(recomputed: Any, caplog: Any) -> None:
+    plan = strategy_of([0, 2, 3], [[2], [1]], [(0,) * 4] * 2, recomputed)
+    found, expected = own_state(plan), own_state(None)
+    assert found["rows"] == 33
+    for name in Own.updates:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, err_msg=name)
+    assert not [each for each in caplog.records if each.name.startswith("keras_het")]
+
+
+class Spread(L.Layer):
+    """The rows of a micro-batch depend on each other."""
+
+    def build(self, shape: Any) -> None:
+        self.spread = self.add_weight((), "zeros", trainable=False, name="spread")
+
+    def call(self, inputs: Any) -> Any:
+        self.spread.assign(ops.sum(ops.square(inputs - ops.mean(inputs, axis=0))))
+        return inputs
+
+
+def test_state_about_which_nothing_is_known_is_named(caplog: Any) -> None:
+    with strategy_of([0, 1, 2], [[2], [1]], [(0,) * 4] * 2).scope():
+        model = keras.Sequential([keras.Input([5]), Spread(name="own"), L.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    model.fit(*values(), batch_size=8, verbose=0)
+    messages = [r.getMessage() for r in caplog.records if r.name.startswith("keras_het")]
+    assert any("own/spread': the mean over samples" in message for message in messages)
+
+
+def test_a_weight_that_a_layer_assigns_is_refused() -> None:
+    with strategy_of([0, 1, 2], [[2], [1]], [(0,) * 4] * 2).scope():
+        normalized = L.SpectralNormalization(L.Dense(3, name="inner"))
+        model = keras.Sequential([keras.Input([5]), normalized, L.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match=r"Received: a layer that assigns to '.*kernel'"):
+        model.fit(*values(), batch_size=8, verbose=0)
 
 
 def traced_stage(layer: L.Layer) -> Stage:
@@ -184,12 +262,12 @@ def traced_stage(layer: L.Layer) -> Stage:
     stage = Stage(units, PlannedStage(0, len(units.units), (0, 1), (0, 1)))
     state = [variable.value for variable in stage.state]
     weights = [variable.value for variable in stage.weights]
-    stage.forward(weights, state, {units.inputs[0]: keras.ops.ones([2, 3])}, {}, True)
+    stage.forward(weights, state, {units.inputs[0]: ops.ones([2, 3])}, {}, True)
     return stage
 
 
-def test_a_count_is_refused_where_each_process_would_have_its_own() -> None:
-    with pytest.raises(ValueError, match=r"Received: .*seen\. Give plan="):
-        traced_stage(CountsSamples()).check_may_be_shared()
-    for layer in (L.BatchNormalization(), L.Dropout(0.5)):
-        traced_stage(layer).check_may_be_shared()
+def test_a_maximum_is_refused_where_each_process_would_have_its_own() -> None:
+    with pytest.raises(ValueError, match=r"Received: .*variable_?\d*\. Give plan="):
+        traced_stage(Own(["rows", "largest"])).check_may_be_shared(True)
+    for layer in (L.BatchNormalization(), L.Dropout(0.5), Own(["rows", "total", "root", "steps"])):
+        traced_stage(layer).check_may_be_shared(True)

@@ -52,7 +52,7 @@ def state_before(step: ExactStep, model: keras.Model) -> dict[int, tf.Tensor]:
     return {
         id(variable): tf.identity(tf.convert_to_tensor(variable.value))
         for variable in model.non_trainable_variables
-        if step.may_have_no_samples or not _is_float(variable) or variable.aggregation == "sum"
+        if step.may_have_no_samples or not is_float(variable) or variable.aggregation == "sum"
     }
 
 
@@ -97,10 +97,10 @@ def changed_state(
             continue
         if id(variable) in own:
             changes.append(_own_change(step, variable, dependence, unknown))
-        elif _is_float(variable) and not step.is_prediction:
+        elif is_float(variable) and not step.is_prediction:
             changes.append(mean_of(step, variable))
     if unknown:
-        step.remarks.append(_remark_on_unknown(unknown))
+        step.remarks.append(remark_on_unknown(unknown))
     _remark_on_sums(step, metrics, dependence)
     of_metrics = {id(v): v for metric in metrics for v in metric.variables}.values()
     changes += [
@@ -130,7 +130,7 @@ def tell(model: keras.Model, remarks: Sequence[str]) -> None:
 
 def mean_of(step: ExactStep, variable: keras.Variable) -> StateChange:
     """The mean over samples; the first replica's value if the type has no means."""
-    if not _is_float(variable):
+    if not is_float(variable):
         return _first(step, variable)
     value = tf.convert_to_tensor(variable.value)
     return StateChange(variable, [step.weighted(value)], lambda sums: sums[0])
@@ -138,8 +138,8 @@ def mean_of(step: ExactStep, variable: keras.Variable) -> StateChange:
 
 def _first(step: ExactStep, variable: keras.Variable) -> StateChange:
     value = tf.convert_to_tensor(variable.value)
-    carried = step.of_first_replica(_carried(value))
-    return StateChange(variable, [carried], lambda sums: tf.cast(sums[0], value.dtype))
+    first = step.of_first_replica(carried(value))
+    return StateChange(variable, [first], lambda sums: tf.cast(sums[0], value.dtype))
 
 
 def _own_change(
@@ -154,7 +154,7 @@ def _own_change(
     combination = dependence.combination(variable)
     if combination is not None:
         return _combined(step, variable, combination)
-    if _is_float(variable):
+    if is_float(variable):
         unknown.setdefault("the mean over samples", []).append(variable.path)
         return mean_of(step, variable)
     if variable.dtype == "bool":
@@ -185,7 +185,7 @@ def _combined(step: ExactStep, variable: keras.Variable, combination: Combinatio
 def _summand(step: ExactStep, kind: Kind, tensor: tf.Tensor) -> tf.Tensor:
     if kind is Kind.MEAN:
         return step.weighted(tensor)
-    value = _carried(tensor)
+    value = carried(tensor)
     if kind in (Kind.MAX, Kind.MIN):
         nothing = value.dtype.min if kind is Kind.MAX else value.dtype.max
         return _in_own_row(step, _unless_empty(step, value, nothing))
@@ -207,7 +207,7 @@ def _sum_of_changes(step: ExactStep, variable: keras.Variable, unless_equal: boo
     before = step.state_before.get(id(variable))
     if before is None:  # made in this step
         before = tf.zeros_like(value)
-    change = _carried(value) - _carried(before)
+    change = carried(value) - carried(before)
     # 0 / 0 marks replicas without samples, which computed on a row of zeros
     own = _unless_empty(step, change, float("nan"))
     rows = _in_own_row(step, own)
@@ -224,7 +224,7 @@ def _sum_of_changes(step: ExactStep, variable: keras.Variable, unless_equal: boo
     return StateChange(variable, [rows], finish)
 
 
-def _carried(value: tf.Tensor) -> tf.Tensor:
+def carried(value: tf.Tensor) -> tf.Tensor:
     """Return the value in a type that every collective sums; integers up to 2^53 are exact."""
     return value if value.dtype.is_floating else tf.cast(value, tf.float64)
 
@@ -258,11 +258,7 @@ class _Reader:
         value = self._step.assigned_variables[id(variable)][1][-1]
         if dependence is None or not self._is_known(id(variable)):
             return None
-        found = dependence.combination(value)
-        if found is None:
-            return None
-        has_means = all(k is not Kind.MEAN or t.dtype.is_floating for k, t in found.aggregates)
-        return found if has_means else None
+        return dependence.combination(value)
 
     def adds_samples(self, variable: keras.Variable, sums: Sequence[keras.Variable]) -> bool:
         """Tell whether a step adds a function of samples to one of `sums`; True if unknown."""
@@ -390,7 +386,12 @@ def _remark_on_metric(metric: keras.metrics.Metric, variable: keras.Variable) ->
     )
 
 
-def _remark_on_unknown(unknown: dict[str, list[str]]) -> str:
+def remark_on_unknown(unknown: dict[str, list[str]]) -> str:
+    """Return what to tell the user of state about which nothing is known.
+
+    Args:
+        unknown: what becomes of state, to the paths of the variables.
+    """
     done = "; ".join(f"{', '.join(map(repr, paths))}: {what}" for what, paths in unknown.items())
     return (
         "How state that a layer assigns depends on the samples cannot be read off this step "
@@ -401,5 +402,6 @@ def _remark_on_unknown(unknown: dict[str, list[str]]) -> str:
     )
 
 
-def _is_float(variable: keras.Variable) -> bool:
+def is_float(variable: keras.Variable) -> bool:
+    """Tell whether a variable has a mean."""
     return bool(tf.as_dtype(variable.value.dtype).is_floating)

@@ -54,6 +54,8 @@ _SAME_KIND = (
 )
 # The inputs after the first are sizes and positions.
 _RESHAPES = ("Reshape", "BroadcastTo", "Tile", "Slice", "StridedSlice", "GatherV2", "Pad", "PadV2")
+# Stateful as soon as they read a variable.
+_BRANCHES = ("If", "Case", "While", "PartitionedCall", "StatefulPartitionedCall")
 _SUBSETS = ("Where", "DynamicPartition")
 # Each row of the output depends on the others, or on its position.
 _COUPLES_ROWS = ("Cumsum", "Cumprod", "Unique", "UniqueV2", "UniqueWithCounts")
@@ -82,6 +84,8 @@ class SampleDependence:
         assigned: name of a variable's resource handle in this graph to the tensors that the step
             has assigned to it, in order; None if it has done so in another graph, such as a branch
             of a `tf.cond`.
+        keeps_equal: whether a `Combination` is to be computed in another graph, and so has what is
+            equal on all replicas among its aggregates.
     """
 
     def __init__(
@@ -90,7 +94,9 @@ class SampleDependence:
         equal: Iterable[tf.Tensor],
         unequal: Iterable[tf.Tensor],
         assigned: dict[str, list[tf.Tensor] | None],
+        keeps_equal: bool = False,
     ) -> None:
+        self._collected = (*AGGREGATES, Kind.EQUAL) if keeps_equal else AGGREGATES
         self._kinds = {
             tensor.name: kind
             for tensors, kind in ((rows, Kind.ROWS), (equal, Kind.EQUAL), (unequal, Kind.OTHER))
@@ -117,6 +123,8 @@ class SampleDependence:
         """Return the tensor as a function of aggregates over samples, None if it is not one."""
         aggregates: dict[str, tuple[Kind, tf.Tensor]] = {}
         if not self._collect(tensor, aggregates):
+            return None
+        if any(kind is Kind.MEAN and not t.dtype.is_floating for kind, t in aggregates.values()):
             return None
 
         def compute(values: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -162,10 +170,10 @@ class SampleDependence:
 
     def _collect(self, tensor: tf.Tensor, found: dict[str, tuple[Kind, tf.Tensor]]) -> bool:
         kind = self.kind(tensor)
-        if kind is Kind.EQUAL:
-            return True
-        if kind in AGGREGATES:
+        if kind in self._collected:
             found[tensor.name] = (kind, tensor)
+            return True
+        if kind is Kind.EQUAL:
             return True
         if tensor.name in self._unequal:
             return False
@@ -212,7 +220,8 @@ class SampleDependence:
             is_captured = any(tensor is each for each in captured)
             return Kind.EQUAL if is_captured else Kind.OTHER
         if all(kind is Kind.EQUAL for kind in kinds):
-            return Kind.OTHER if private_api.is_stateful(operation) else Kind.EQUAL
+            is_free = private_api.is_stateful(operation) and operation.type not in _BRANCHES
+            return Kind.OTHER if is_free else Kind.EQUAL
         found = _of_shapes(operation, kinds) or _of_rows(operation, kinds)
         if found is not None:
             return found

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_het.planning.pipeline.plan import PipelinePlan
 from keras_het.planning.pipeline.schedule import stage_order
+from keras_het.strategy.exact.own_state import StateChange
 from keras_het.strategy.pipeline.step.edges import HEAD, Edges, Message, Place
 from keras_het.strategy.pipeline.step.emulated_pass import EmulatedPass, Emulation
 from keras_het.strategy.pipeline.step.loss_head import LossHead
@@ -107,7 +108,7 @@ class PassGraph:
         self._homes = {s: self._edges.replica(s, r).device for s, r in reversed(here)}
         self._weights = {(s, r): self._weights_on(s, r) for s, r in here}
         self._state_before = {s: self._state_of(s) for s in self._homes}
-        self._state_after: dict[int, dict[int, list[tf.Tensor]]] = {s: {} for s in self._homes}
+        self._results: dict[int, dict[int, PassResult]] = {s: {} for s in self._homes}
         self._given: dict[tuple[int, int], _Given] = collections.defaultdict(_Given)
         self._returned: dict[tuple[int, int], dict[Token, list[tf.Tensor]]]
         self._returned = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -224,7 +225,7 @@ class PassGraph:
             if self._training:
                 tape.watch([*received.values(), *weights])
             result = own.forward(weights, state, given.tensors, given.masks, self._training)
-        self._state_after[stage][number] = result.state
+        self._results[stage][number] = result
         if self._training:
             self._pending[stage, number] = _Pending(tape, received, result)
         weight = self._batches.weight(number)
@@ -400,11 +401,14 @@ class PassGraph:
                 parts.append(tape.gradient(losses, weights, output_gradients=seeds))
             return [add_gradients([part[i] for part in parts]) for i in range(len(weights))]
 
-    def state_after(self, stage: int) -> dict[int, tf.Tensor]:
-        """Return what a stage's layers assign in this process's micro-batches, by place."""
+    def changes(self, stage: int) -> list[StateChange]:
+        """Return what a stage's layers assign in this process's micro-batches."""
         with tf.device(self._homes[stage]):
-            return self._stages[stage].state_of_step(
-                self._state_before[stage], self._state_after[stage], self._batches.weight
+            return self._stages[stage].changes(
+                self._state_before[stage],
+                self._results[stage],
+                self._batches.weight,
+                self._training,
             )
 
 

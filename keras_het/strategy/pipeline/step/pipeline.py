@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_het import keras_graphs_adapter
 from keras_het.planning.pipeline.plan import PipelinePlan
+from keras_het.strategy.exact.own_state import tell
 from keras_het.strategy.measure.phase_times import PhaseTimes
 from keras_het.strategy.pipeline.step.edges import Edges, Place, Spec
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
@@ -226,16 +227,16 @@ class Pipeline:
     def _assign_state(self, passes: PassGraph, stage: int, kind: int) -> None:
         """Give a stage's layers the state after the step, the same in all of its processes."""
         own, processes = self.stages[stage], self.edges.processes_of(stage)
-        state = passes.state_after(stage)
-        means = [i for i in state if own.is_mean(i)]
+        changes = passes.changes(stage)
+        tell(self.units.model, own.remarks)
         if len(processes) > 1:
-            own.check_may_be_shared()
-        if self._transport is not None and len(processes) > 1 and means:
-            values = [state[i] for i in means]
-            sums = self._transport.sum(values, processes, stage, 1 + kind)
-            state.update(zip(means, sums, strict=True))
-        for i, value in state.items():
-            own.state[i].assign(value)
+            own.check_may_be_shared(_KINDS[kind] == "train")
+        summands = [each for change in changes for each in change.summands]
+        if self._transport is not None and len(processes) > 1 and summands:
+            summands = self._transport.sum(summands, processes, stage, 1 + kind)
+        sums = iter(summands)
+        for change in changes:
+            change.variable.assign(change.finish([next(sums) for _ in change.summands]))
 
     def _count_loss(
         self, passes: PassGraph, targets: Nest, weight: Nest, square: tf.Tensor | None

@@ -113,6 +113,13 @@ class Segment(keras.layers.Layer):
         values.masks.update(
             (token, mask) for token, mask in zip(self.made, masks, strict=True) if mask is not None
         )
+        for variable in self.trainable_variables:
+            if scope.get_current_value(variable) is not weights[id(variable)]:
+                raise ValueError(
+                    "In a pipeline only the optimizer changes weights. Received: a layer that "
+                    f"assigns to {variable.path!r}, as SpectralNormalization does. Train it under "
+                    "keras_het.HeterogeneousStrategy."
+                )
         for variable in self.state:
             value = scope.get_current_value(variable)
             if value is not values.state[id(variable)]:

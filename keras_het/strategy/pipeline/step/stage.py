@@ -11,6 +11,13 @@ import tensorflow as tf
 
 from keras_het import keras_graphs_adapter
 from keras_het.planning.pipeline.plan import Stage as PlannedStage
+from keras_het.strategy.exact.own_state import StateChange
+from keras_het.strategy.pipeline.step.micro_batch_state import (
+    MicroBatchResults,
+    Rule,
+    known_change,
+    rules_of,
+)
 from keras_het.strategy.pipeline.step.model_units import ModelUnits, Token
 from keras_het.strategy.pipeline.step.segment import Segment, Values
 from keras_het.value_types import Nest
@@ -25,6 +32,7 @@ class PassResult:
         state: the state of the layers afterwards, in the order of `Stage.state`.
         means: sum of the losses that are means over the samples, scalar.
         sums: sum of the losses that are sums over the samples, scalar.
+        aggregates: what some of `state` is computed from, by place.
     """
 
     def __init__(
@@ -34,9 +42,10 @@ class PassResult:
         state: list[tf.Tensor],
         means: tf.Tensor,
         sums: tf.Tensor,
+        aggregates: dict[int, list[tf.Tensor]],
     ) -> None:
         self.tensors, self.masks, self.state = tensors, masks, state
-        self.means, self.sums = means, sums
+        self.means, self.sums, self.aggregates = means, sums, aggregates
 
 
 class Stage:
@@ -52,6 +61,7 @@ class Stage:
         sent: numbers of those it makes that later stages take or that the model returns.
         weights: trainable variables.
         state: the other variables; those of random generators are among them.
+        remarks: what the user should know about the state that the layers assign.
     """
 
     def __init__(self, units: ModelUnits, planned: PlannedStage) -> None:
@@ -75,6 +85,8 @@ class Stage:
             for variable in keras_graphs_adapter.seeds_of(layer)
         }
         self._is_seed = [id(variable) in seeds for variable in self.state]
+        self._rules: dict[bool, dict[int, Rule]] = {}
+        self.remarks: list[str] = []
 
     @functools.cached_property
     def _functions(self) -> dict[bool, Callable[..., Nest]]:
@@ -92,27 +104,23 @@ class Stage:
         found = set().union(*(segment.assigned for _, segment in self._segments))
         return [i for i, variable in enumerate(self.state) if id(variable) in found]
 
-    def is_mean(self, place: int) -> bool:
-        """Tell whether the step's value of `state[place]` is the mean of its micro-batches'."""
-        variable = self.state[place]
-        is_float = tf.as_dtype(variable.dtype).is_floating
-        return is_float and variable.aggregation not in ("sum", "only_first_replica")
-
-    def check_may_be_shared(self) -> None:
+    def check_may_be_shared(self, training: bool) -> None:
         """Refuse state that processes with different micro-batches would not have in common.
 
+        Args:
+            training: argument of the layers in a pass that has been traced.
+
         Raises:
-            ValueError: once a pass has been traced, if layers assign such state.
+            ValueError: if layers assign such state.
         """
-        apart = [
-            self.state[i].path for i in self.assigned() if not (self.is_mean(i) or self._is_seed[i])
-        ]
+        rules = self._rules[training].items()
+        apart = [self.state[i].path for i, rule in rules if not rule.adds_up]
         if apart:
             raise ValueError(
-                "A stage on several processes cannot have layers that count, or keep integers, "
-                "sums or the first replica's state: each process would have its own. Received: "
-                f"{', '.join(apart)}. Give plan=[...] cuts that leave these layers to a stage on "
-                "one process, or train under keras_het.HeterogeneousStrategy."
+                "A stage on several processes cannot have layers that keep maxima, minima, the "
+                "first replica's state or integers of unknown meaning: each process would have "
+                f"its own. Received: {', '.join(apart)}. Give plan=[...] cuts that leave these "
+                "layers to a stage on one process, or train under keras_het.HeterogeneousStrategy."
             )
 
     def regularization(self, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -147,13 +155,14 @@ class Stage:
         given = [tensors[token] for token in self.taken]
         given_masks = {str(token): masks[token] for token in self.taken if token in masks}
         found: Nest = self._functions[training](weights, state, given, given_masks)
-        made, made_masks, after, means, sums = found
+        made, made_masks, after, means, sums, aggregates = found
         return PassResult(
             dict(zip(self.sent, made, strict=True)),
             {int(token): mask for token, mask in made_masks.items()},
             after,
             means,
             sums,
+            {int(place): parts for place, parts in aggregates.items()},
         )
 
     def _run(
@@ -173,12 +182,22 @@ class Stage:
         for is_recomputed, segment in self._segments:
             run = segment.run_twice if is_recomputed and training else segment.run
             run(by_id, values, training)
+        after = [values.state[id(variable)] for variable in self.state]
+        places = [i for i in self.assigned() if not self._is_seed[i]]
+        rules, self.remarks = rules_of(
+            [(self.state[i], after[i]) for i in places],
+            self.layers,
+            rows=[*tensors, *masks.values()],
+            equal=[*weights, *(v for i, v in enumerate(state) if not self._is_seed[i])],
+        )
+        self._rules[training] = dict(zip(places, rules, strict=True))
         return (
             [values.tensors[token] for token in self.sent],
             {str(t): values.masks[t] for t in self.sent if t in values.masks},
-            [values.state[id(variable)] for variable in self.state],
+            after,
             _total(values.means),
             _total(values.sums),
+            {str(i): rule.tensors for i, rule in self._rules[training].items()},
         )
 
     def state_of_micro_batch(self, state: list[tf.Tensor], number: int) -> list[tf.Tensor]:
@@ -193,52 +212,33 @@ class Stage:
             for value, is_seed in zip(state, self._is_seed, strict=True)
         ]
 
-    def state_of_step(
+    def changes(
         self,
         before: list[tf.Tensor],
-        after: dict[int, list[tf.Tensor]],
+        after: dict[int, PassResult],
         weight: Callable[[int], tf.Tensor],
-    ) -> dict[int, tf.Tensor]:
-        r"""Combine the state that the micro-batches left.
-
-        Each began with the same state v. Of floating types, the result is
-        :math:`\sum_m w_m v_m` with the micro-batch's part w of the samples, as of one batch for
-        the moving averages of batch normalization; changes of integers add up unless they are
-        equal; random generators advance as after one batch.
+        training: bool,
+    ) -> list[StateChange]:
+        """Combine the state that the micro-batches left, each of which began with the same.
 
         Args:
             before: values of `state` before the step.
-            after: values after each micro-batch, by number.
+            after: results of each micro-batch, by number.
             weight: returns the part of the batch's samples in a micro-batch.
-
-        Returns:
-            The new values of what the layers assign, by place in `state`.
+            training: argument of the layers.
         """
-        first = min(after)
-        result = {}
+        results = list(after.values())
+        micro_batches = MicroBatchResults([weight(m) for m in after])
+        changes = []
         for i in self.assigned():
-            value, ends = before[i], [state[i] for state in after.values()]
+            variable, ends = self.state[i], [result.state[i] for result in results]
             if self._is_seed[i]:
-                result[i] = ends[0] - tf.constant([first, 0], value.dtype)
-            elif self.is_mean(i):
-                parts = [
-                    tf.cast(weight(m), value.dtype) * end
-                    for m, end in zip(after, ends, strict=True)
-                ]
-                result[i] = tf.add_n(parts)
-            elif self.state[i].aggregation == "only_first_replica" or value.dtype == tf.bool:
-                result[i] = ends[0]
-            else:
-                result[i] = _with_changes(value, ends, [weight(m) > 0 for m in after])
-        return result
-
-
-def _with_changes(before: tf.Tensor, after: list[tf.Tensor], counts: list[tf.Tensor]) -> tf.Tensor:
-    """Add up the changes of a value; a change that all have in common counts once."""
-    changes = [value - before for value in after]
-    are_equal = tf.reduce_all(tf.stack([tf.reduce_all(c == changes[0]) for c in changes]))
-    counted = [c * tf.cast(is_real, c.dtype) for c, is_real in zip(changes, counts, strict=True)]
-    return before + tf.where(are_equal, changes[0], sum(counted[1:], counted[0]))
+                end = ends[0] - tf.constant([min(after), 0], ends[0].dtype)
+                changes.append(known_change(variable, end))
+            elif (rule := self._rules[training].get(i)) is not None:
+                parts = [result.aggregates.get(i, []) for result in results]
+                changes.append(micro_batches.change(variable, rule, before[i], ends, parts))
+        return changes
 
 
 def _distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
