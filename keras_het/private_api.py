@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -133,6 +133,7 @@ __all__ = [
     "repeat_operation",
     "run_independently",
     "share_instances",
+    "showing_values",
     "tell_cluster",
     "type_spec_from_value",
     "undecorated_step",
@@ -604,3 +605,20 @@ def layers_with_state(model: keras.Model) -> list[keras.layers.Layer]:
 def own_state(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return the non-trainable variables of a layer itself, without random seeds and metrics."""
     return list(layer._non_trainable_variables)
+
+
+@contextlib.contextmanager
+def showing_values(values: Sequence[tuple[keras.Variable, tf.Tensor]]) -> Iterator[None]:
+    """Let whoever reads Keras variables see other values; what has been traced does not.
+
+    Args:
+        values: variables, and what they show.
+    """
+    own = [(variable, variable._value) for variable, _ in values]
+    try:
+        for variable, value in values:
+            variable._value = value
+        yield
+    finally:
+        for variable, value in own:
+            variable._value = value

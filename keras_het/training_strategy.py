@@ -29,7 +29,7 @@ class TrainingStrategy(Protocol):
     """Members of `HeterogeneousStrategy` that other packages rely on, documented there."""
 
     extended: HeterogeneousExtended
-    _stop_request: StopRequest | None
+    _stop_request: StopRequest
 
     @property
     def num_replicas_in_sync(self) -> int: ...

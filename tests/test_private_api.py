@@ -567,6 +567,16 @@ def test_state_belongs_to_the_layer_that_made_it():
     ]
 
 
+def test_variables_show_other_values_while_a_traced_function_goes_on():
+    variable = keras.Variable(1.0)
+    add = tf.function(lambda: variable.assign_add(1.0))
+    add()
+    with private_api.showing_values([(variable, tf.constant(7.0))]):
+        add()
+        assert float(variable.numpy()) == 7.0
+    assert float(variable.numpy()) == 3.0
+
+
 def test_what_keras_keeps_for_a_thread():
     key = private_api.GLOBAL_SEED_GENERATOR
     keras.utils.set_random_seed(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -14,7 +14,9 @@ import numpy as np
 from keras_het import private_api
 from keras_het.fit.backup_folder import BackupFolder
 from keras_het.fit.model_strategy import complete, data_of_fit, heterogeneous_strategy, tell
+from keras_het.fit.session import FitSession
 from keras_het.fit.shorter_epochs import ShorterEpochs
+from keras_het.strategy.cluster.unfinished_step import StepGuard
 from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger("keras_het")
@@ -42,7 +44,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     Raises:
         ValueError: if the model does not train under a `HeterogeneousStrategy`, the workers find
-            different backups, or a backup has another format.
+            different backups, a backup has another format, or another training writes there.
         OSError: if the only backup is damaged, or a backup cannot be written.
 
     Reference: `keras.callbacks.BackupAndRestore`.
@@ -56,7 +58,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._folder = BackupFolder(backup_dir, num_kept=2 if self.double_checkpoint else 1)
         self._epoch = 0
         self._first_step = 0
-        self._step = 0
+        self._step = self._num_counted = 0
+        self._guard: StepGuard | None = None
         self._data: Any = None
         self._loop: private_api.EpochLoop
         # Completed steps of the interrupted pass, until its epoch begins; None after that.
@@ -72,13 +75,19 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         strategy = self._strategy()
         if strategy.is_async_worker:
             return  # it resumes from the group's center and epoch
-        self._check_same_backup(self._folder.find())
+        error = self._lock_folder(strategy)
+        self._check_same_backup(self._folder.find(), error)
         super().on_train_begin(logs)  # finds no backup in Keras's format
         self._forget()
         self._data = data_of_fit(self.model, strategy)
         self._loop = private_api.EpochLoop(self.model)
-        if self._folder.newest is None:
-            return
+        if self._folder.newest is not None:
+            self._restore(strategy)
+        if (session := FitSession.of(self.model)) is not None:
+            request = strategy._stop_request
+            self._guard = request.guard_steps(session, self._position, self._save_last_step)
+
+    def _restore(self, strategy: TrainingStrategy) -> None:
         state = self._folder.restore(self.model)
         position = json.loads(str(state.pop("position")))
         if state:
@@ -110,7 +119,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.model._initial_epoch = None  # a later fit sets its own
         if epoch != self._epoch:
             self._epoch, self._first_step = epoch, 0
-        self._step, self._num_steps = self._first_step, self._steps_of_epoch()
+        self._count(self._first_step)
+        self._num_steps = self._steps_of_epoch()
         pass_step = self._position_of_data()[1] if self._pass_step is None else self._pass_step
         if self._pass_step is not None:
             self._loop.resume_epoch(self._first_step, self._pass_step)
@@ -125,7 +135,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         """Save every `save_freq` batches."""
-        self._step = self._first_step + batch + 1
+        self._count(self._first_step + batch + 1)
         super().on_train_batch_end(batch, logs)
         self._save_if_it_ends()
 
@@ -143,29 +153,42 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._pass_step is not None:
             self._loop.end_resumed_epoch()
             self._pass_step = None
-        self._epoch, self._first_step, self._step = epoch + 1, 0, 0
+        self._epoch, self._first_step = epoch + 1, 0
+        self._count(0)
         super().on_epoch_end(epoch, logs)
         self._save_if_it_ends()
 
     def on_train_end(self, logs: Mapping[str, float] | None = None) -> None:
         """Delete the backup, unless it is to be kept."""
-        if (request := self._strategy()._stop_request) is not None:
-            request.end_if_agreed()
+        self._strategy()._stop_request.end_if_agreed()
         super().on_train_end(logs)
         self.model._initial_epoch = None
 
     def _save_if_it_ends(self) -> None:
         """Save if a signal ends all workers before the next step."""
-        request = self._strategy()._stop_request
-        if request is not None and request.is_agreed:
+        if self._strategy()._stop_request.is_agreed:
             self._save_model()
+
+    def _save_last_step(self, position: Mapping[str, Any], is_valid: Callable[[], bool]) -> bool:
+        """Save, in another thread, what the main thread would have saved at this position."""
+        strategy = self._strategy()
+        if not strategy.is_chief:
+            return True
+        if hasattr(strategy, "_complete") and strategy.num_workers > 1:
+            return False  # each worker holds a part of the model
+        if is_saved := self._write(position, is_valid):
+            _logger.warning("Saved the last finished step in %s.", self._folder.newest)
+        return is_saved
+
+    def _count(self, step: int) -> None:
+        self._step, self._num_counted = step, self._guard.num_trained if self._guard else 0
 
     def _forget(self) -> None:
         """Discard the state of a `fit` that failed within an epoch."""
         self._shorter_epochs.end()
-        self._pass_step = self._random_state = None
+        self._pass_step = self._random_state = self._guard = None
         self._has_resumed = False
-        self._epoch = self._first_step = self._step = 0
+        self._epoch = self._first_step = self._step = self._num_counted = 0
 
     def _position_of_data(self) -> tuple[tuple[Any, ...], int]:
         return ((), 0) if self._data is None else self._data.position
@@ -207,9 +230,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _save_model(self) -> None:
         complete(self.model, "BackupAndRestore")
         if self._strategy().is_chief:
-            position = np.array(json.dumps(self._position()))
-            self._folder.add(self.model, {"position": position, **self._service_state()})
+            self._write(self._position())
             tell(f"Saved {self._folder.newest}.", self._strategy(), self._verbose)
+
+    def _write(
+        self, position: Mapping[str, Any], is_valid: Callable[[], bool] = lambda: True
+    ) -> bool:
+        state = {"position": np.array(json.dumps(position)), **self._service_state()}
+        return self._folder.add(self.model, state, is_valid)
 
     def _service_state(self) -> dict[str, np.ndarray]:
         """Versions and rule state of a parameter service; the last saved ones if it is lost."""
@@ -232,13 +260,32 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             seeds,
         )
 
-    def _check_same_backup(self, sha256: str) -> None:
-        """Check that all workers resume from the same backup."""
+    def _lock_folder(self, strategy: TrainingStrategy) -> Exception | None:
+        """Lock the chief's folder for this `fit`, and return what prevents it."""
+        session = FitSession.of(self.model)
+        if not strategy.is_chief or session is None:
+            return None
+        try:
+            self._folder.lock()
+        except (OSError, ValueError) as error:
+            return error
+        session.on_end(self._folder.unlock)
+        return None
+
+    def _check_same_backup(self, sha256: str, error: Exception | None) -> None:
+        """Check that all workers resume from the same backup, and that the chief may write."""
         strategy = self._strategy()
+        hash_and_error = [*bytes.fromhex(sha256 or "00" * 32), error is not None]
+        own = np.array(hash_and_error, np.int64)
+        if error is not None and strategy.num_workers == 1:
+            raise error
         if strategy.num_workers == 1:
             return
-        own = np.frombuffer(bytes.fromhex(sha256 or "00" * 32), np.int64)
         everyone = strategy.extended.gather_over_workers(own[None])
+        if everyone[:, -1].any():
+            raise error or ValueError(
+                f"The chief cannot write backups to {self._folder.path}: see its own output."
+            )
         different = np.flatnonzero((everyone != own).any(axis=1)).tolist()
         if different:
             raise ValueError(
@@ -256,12 +303,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             # beginning.
             return {"epoch": self._epoch, "step": 0, "passes": passes, "pass_step": 0}
         epoch, step = self._epoch, self._step
+        if self._guard is not None:  # the steps that no callback was told of
+            step += self._guard.num_trained - self._num_counted
         if step and self._loop.steps_per_epoch and self._loop.is_at_end_of_pass:
             epoch, step = epoch + 1, 0  # Keras ends an epoch with the pass, however short
-        is_at_end = bool(self._num_steps) and self._step >= (self._num_steps or 0)
+        is_at_end = bool(self._num_steps) and step >= (self._num_steps or 0)
         if is_at_end and not pass_step and self._leaves_an_iterator():
             passes = (*passes, False)  # that iterator is yet to come
-        elif self._loop.steps_per_epoch and not self._step and not pass_step:
+        elif self._loop.steps_per_epoch and not step and not pass_step:
             # After epochs of given length, Keras has already begun the next pass.
             passes = passes[:-1] if passes[-1:] == (False,) else passes
         return {

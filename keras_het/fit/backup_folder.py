@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -24,6 +28,8 @@ _logger = logging.getLogger("keras_het")
 _NAME = re.compile(r"backup-(\d+)-([0-9a-f]{64})\.weights\.h5")
 _STATE = "keras_het"
 _OTHER_FORMATS = ("latest.weights.h5", "training_metadata.json", "data_position.json")
+_LOCK = "keras_het.lock"
+_IS_LOCKED = (errno.EACCES, errno.EAGAIN)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHUNK_BYTES = 2**20
 # HDF5's overhead: per file, and per variable.
@@ -38,7 +44,7 @@ class BackupFolder:
     name carries the SHA-256 of the content.
 
     Args:
-        path: the folder, created by the first backup.
+        path: the folder, created when it is locked or by the first backup.
         num_kept: number of backups to keep: 1, or 2 to have another if the newest is damaged.
 
     Raises:
@@ -54,11 +60,67 @@ class BackupFolder:
         self.path = Path(path)
         self._num_kept = num_kept
         self._whole: list[Path] = []
+        self._writing = threading.Lock()
+        self._lock: IO[str] | None = None
 
     @property
     def newest(self) -> Path | None:
         """The backup that was found or added last, None if there is none."""
         return self._whole[-1] if self._whole else None
+
+    def lock(self) -> None:
+        """Keep other processes from writing here until `unlock`, or the end of this process.
+
+        Raises:
+            OSError: if nothing can be written there.
+            ValueError: if another process has locked it.
+        """
+        path = self.path / _LOCK
+        while self._lock is None:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                file = path.open("a+")
+            except OSError as error:
+                raise self._error(error, path) from error
+            try:
+                # Not flock: processes that this one forks would hold that for longer than it lives.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                with file:
+                    file.seek(0)
+                    holder = file.read()
+                if error.errno not in _IS_LOCKED:
+                    _logger.warning(
+                        "%s cannot be locked: %s. Nothing would notice that two trainings write "
+                        "backups there.",
+                        path,
+                        error,
+                    )
+                    return
+                raise ValueError(
+                    f"Another training writes its backups here. Received: backup_dir={self.path}, "
+                    f"locked by {holder or 'a process that has just started'}. Give each training "
+                    "a backup_dir of its own, or end the other one first."
+                ) from None
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    self._lock = file
+            if self._lock is None:  # its last owner has just removed it
+                file.close()
+        with contextlib.suppress(OSError):  # a full disk
+            file.truncate(0)
+            started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}")
+            file.flush()
+
+    def unlock(self) -> None:
+        """Let other processes write here."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self.path / _LOCK).unlink()
+            with contextlib.suppress(OSError):
+                self._lock.close()
+            self._lock = None
 
     def find(self) -> str:
         """Find the newest backup with intact content.
@@ -114,16 +176,31 @@ class BackupFolder:
         with np.load(content) as arrays:
             return dict(arrays)
 
-    def add(self, model: keras.Model, state: Mapping[str, Any]) -> None:
+    def add(
+        self,
+        model: keras.Model,
+        state: Mapping[str, Any],
+        is_valid: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """Write a backup, then remove those that are not kept.
 
         Args:
             model: the `keras.Model` to back up.
             state: arrays to store with the weights.
+            is_valid: tells whether what has been read is worth keeping.
+
+        Returns:
+            The last result of `is_valid`; if it is False, nothing has changed.
 
         Raises:
             OSError: if it could not be written; the previous backup is unchanged.
         """
+        with self._writing:
+            return self._add(model, state, is_valid)
+
+    def _add(
+        self, model: keras.Model, state: Mapping[str, Any], is_valid: Callable[[], bool]
+    ) -> bool:
         content = io.BytesIO()
         np.savez(content, **state)
         present = self._found()
@@ -132,6 +209,9 @@ class BackupFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             _reserve(aside, _bytes_needed(model) + content.tell())
             model.save_weights(str(aside), overwrite=True)
+            if not is_valid():
+                aside.unlink()
+                return False
             with h5py.File(aside, "r+") as file:
                 file[_STATE] = np.frombuffer(content.getvalue(), np.uint8)
             _to_disk(aside)
@@ -141,15 +221,18 @@ class BackupFolder:
         except (OSError, RuntimeError) as error:  # h5py raises both for failed writes
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
-            raise OSError(
-                f"The backup could not be written. Received: {error}, for {aside}. The backup "
-                f"before it is as it was: {self.newest}. See to room and rights there, and start "
-                "again."
-            ) from error
+            raise self._error(error, aside) from error
         self._whole = [*self._whole, path][-self._num_kept :]
         for earlier, _ in present.values():
             if earlier not in self._whole:
                 earlier.unlink(missing_ok=True)
+        return True
+
+    def _error(self, error: Exception, path: Path) -> OSError:
+        return OSError(
+            f"The backup could not be written. Received: {error}, for {path}. The backup before "
+            f"it is as it was: {self.newest}. See to room and rights there, and start again."
+        )
 
     def _found(self) -> dict[int, tuple[Path, str]]:
         """Path and hash of each backup by its number; the newest has the largest."""

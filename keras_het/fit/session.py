@@ -30,11 +30,12 @@ _running: weakref.WeakKeyDictionary[keras.Model, list[FitSession]] = weakref.Wea
 class Rank(enum.IntEnum):
     """The order of the layers around a step, the outermost first."""
 
-    VALIDATE_DATA = 0
-    TUNE_LOADER = 1
-    COUNT_SAMPLES = 2
-    NOTE_MEMORY = 3
-    REDUCE_LOCALLY = 4
+    GUARD_STATE = 0
+    VALIDATE_DATA = 1
+    TUNE_LOADER = 2
+    COUNT_SAMPLES = 3
+    NOTE_MEMORY = 4
+    REDUCE_LOCALLY = 5
 
 
 class FitSession:

@@ -22,6 +22,11 @@ examples:
   keras-het run --speeds 4,4,1 --async-workers 1 train.py    the slow one trains on its own
 
 Options of keras-het stand before the script; everything after it belongs to the script.
+
+Security: workers meet on 127.0.0.1, but TensorFlow's servers listen on every interface of this
+machine, and cannot be bound to one. Who reaches their ports reads files and environment, and
+writes: let a firewall keep others out, or start the command in a network of its own:
+unshare --map-root-user --net sh -c 'ip link set lo up; keras-het run ...'
 """
 
 
@@ -181,6 +186,15 @@ def _add_processors(run: argparse.ArgumentParser) -> None:
 
 
 def _add_output(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "--keep-env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="pass a variable that looks like a secret (TOKEN, SECRET, PASSWORD, CREDENTIAL, "
+        "API_KEY and the like in its name) to the workers all the same; may be a pattern such as "
+        "'AWS_*', and may come several times",
+    )
     group = run.add_argument_group("output and end")
     group.add_argument(
         "--only-chief",

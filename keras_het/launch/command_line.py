@@ -10,11 +10,13 @@ from types import FrameType
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.arguments import parse_arguments, worker_command
+from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to, public_addresses
 from keras_het.launch.local.display import Display
 from keras_het.launch.local.emulation import Emulation
 from keras_het.launch.local.failure_report import describe_failures, first_to_fail
 from keras_het.launch.local.line_splitter import OutputLine
 from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_environment import secret_names
 from keras_het.launch.local.worker_logs import WorkerLogs
 from keras_het.launch.local.worker_process import Stream, WorkerResult, signal_name
 
@@ -32,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments after the program's name. Defaults to those of this process.
 
     Returns:
-        0 if all workers succeed; the exit code of the first failing one (128 + the signal if it was
-        killed); 128 + the signal if a signal ended the run (130 for Ctrl-C); 2 for wrong usage.
+        0 if all workers but async ones succeed; the exit code of the first failing one (128 + the
+        signal if it was killed); 128 + the signal if a signal ended the run (130 for Ctrl-C); 2 for
+        wrong usage.
         Commands other than `run`: the result of their function `execute`.
     """
     options = parse_arguments(arguments)
@@ -48,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, display: Display) -> int:
+    withheld = secret_names(os.environ, options.keep_env)
+    if public := public_addresses():
+        display.say(f"warning: {open_to(public)} {HOW_TO_CLOSE}")
+    if withheld:
+        display.say(f"not passed to the workers: {', '.join(withheld)} (see --keep-env).")
     _warn_of_another_backend(display)
     emulation = _emulation(options)
     label = emulation.describe() if emulation else None
@@ -56,7 +64,7 @@ def _run(options: argparse.Namespace, display: Display) -> int:
         if options.log_dir is not None:
             workers = options.workers or len(options.speeds)
             logs = stack.enter_context(WorkerLogs(options.log_dir, workers, label))
-        cluster = _make_cluster(options, emulation, display, logs)
+        cluster = _make_cluster(options, emulation, display, logs, withheld)
         stack.enter_context(_signals_forwarded(cluster))
         if label:
             display.say(label, stream="stdout")
@@ -83,6 +91,7 @@ def _make_cluster(
     emulation: Emulation | None,
     display: Display,
     logs: WorkerLogs | None,
+    withheld: Sequence[str],
 ) -> LocalCluster:
     def on_line(worker_index: int, stream: Stream, line: OutputLine) -> None:
         if logs is not None:
@@ -96,7 +105,10 @@ def _make_cluster(
         worker_command(options),
         options.workers,
         num_async_workers=options.async_workers,
-        env={} if options.tf_logs else {**_QUIET_TENSORFLOW, **os.environ},
+        env={}
+        if options.tf_logs
+        else {n: os.environ.get(n, v) for n, v in _QUIET_TENSORFLOW.items()},
+        withheld=withheld,
         emulation=emulation,
         cpus_per_worker=options.cpus_per_worker,
         pin=options.pin,
@@ -145,7 +157,13 @@ def _report(
     if cluster.failures:
         first = first_to_fail(results)
         display.say(describe_failures(results, only_chief and first.index != 0))
-        return (first if first.has_failed else cluster.failures[0]).shell_exit_code
+        ended_training = [result for result in cluster.failures if cluster.is_needed(result)]
+        if not ended_training:
+            display.say(
+                "the other workers have trained to the end without it, which is no failure."
+            )
+            return 0
+        return (first if first in ended_training else ended_training[0]).shell_exit_code
     return 0
 
 

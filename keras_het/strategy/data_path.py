@@ -17,6 +17,7 @@ from keras_het.loader.order.keras_arrays import with_order_of_epoch, with_repeat
 from keras_het.planning import ReplicaLayout
 from keras_het.strategy.batches.uneven_per_replica import wrap_shares, wrapped_spec
 from keras_het.strategy.cluster import agreement
+from keras_het.strategy.cluster.unfinished_step import StepGuard
 from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import Nest
 
@@ -149,6 +150,11 @@ class DataPath:
             agreement.check_same_pass(self._get_strategy(), dataset, "none")
 
     @property
+    def guard(self) -> StepGuard | None:
+        """What the running `fit` tells when its step waits for a batch, and when it has it."""
+        return self._get_strategy()._stop_request.guard
+
+    @property
     def _is_compared(self) -> bool:
         return self.claims_source is None and self._get_strategy().num_workers > 1
 
@@ -252,8 +258,15 @@ class _Wrapper:
             passes = dataset.passes_started
             self._data_path.on_step(dataset, is_new_pass=passes != self._checked_passes)
             self._checked_passes = passes
+        if self._data_path.guard is not None:
+            self._data_path.guard.batch_arrives()
         devices = self._data_path.devices
         return wrap_shares(local_batches, self._sizes_tensor(sizes), devices)
+
+    def wait_begins(self) -> None:
+        """Report that a step waits for its batch."""
+        if self._data_path.guard is not None:
+            self._data_path.guard.wait_for_batch()
 
     def at_end(self, steps: int) -> None:
         """Report the end of the data set's pass; called once, with its number of steps."""

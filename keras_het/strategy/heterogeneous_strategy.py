@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ from keras_het.strategy.cluster.peer_watch import (
     read_peer_timeout,
 )
 from keras_het.strategy.cluster.stop_request import StopRequest, install_loops
-from keras_het.strategy.cluster.stop_signals import stop_signals
+from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
 from keras_het.strategy.data_path import DataPath, with_own_batches
 from keras_het.strategy.exact.compiled_step import check_can_compile
 from keras_het.strategy.exact.keras_hooks import keras_hooks
@@ -177,8 +178,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         if self.num_workers > 1:
             agreement.check_agreement(self.extended, self.shares, summation)
             agreement.share_random_seed(self.extended)
-            watch = self._peer_watch or watch_peers(membership, patience)
-            share_news(watch)
+            watch = self._peer_watch = self._peer_watch or watch_peers(membership, patience)
             if summation is not None:
                 group = start_summation(summation, self.extended, membership, watch.raise_if_lost)
                 watch_summation(watch, group)
@@ -190,13 +190,13 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         install_average_loss()
         install_sessions()
         install_agreement(self)
-        # Stops at a step boundary after a signal; None if the signal ends the process itself.
-        self._stop_request: StopRequest | None = None
-        if self.num_workers > 1 or self.is_async_worker or self.num_async_workers:
-            self._stop_request = StopRequest(self.extended.worker_devices[0], self.barrier)
-            stop_signals.add(self._stop_request)
-            stop_signals.install()
-            install_loops()
+        # Ends training after a signal; Ctrl-C only where other workers have to end as well.
+        is_alone = self.num_workers == 1 and not self.num_async_workers
+        self._stop_request = StopRequest(self, is_alone)
+        stop_signals.add(self._stop_request)
+        stop_signals.install(numbers=[signal.SIGTERM] if is_alone else SIGNALS)
+        install_loops()
+        share_news(self._peer_watch, self.worker_index, self._stop_request)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -535,7 +535,7 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
             if self._emulated_devices is not None and not self._has_warned:
                 self._has_warned = True
                 warn_that_nothing_waits()
-        elif self._stop_request is not None:
+        else:
             self._stop_request.watch_steps(
                 private_api.model_of_prediction(step), f"{kind}_function", self._steps_carry_wishes
             )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +16,8 @@ from keras_het.strategy.cluster.arrival import wait_for_peers
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.strategy.cluster.neighbours import neighbours
 from keras_het.strategy.cluster.peer_watch import PeerWatch, short_name
+from keras_het.strategy.cluster.stop_request import StopRequest
+from keras_het.strategy.cluster.stop_signals import stop_signals
 from keras_het.summation import SummationGroup
 
 _KEYS_PER_STRATEGY = 100_000
@@ -20,6 +25,8 @@ _strategies = itertools.count()
 # Joining takes as long as TensorFlow needs to set up the devices.
 _SHORTEST_WAIT = 60.0
 _LOST_WORKER = "keras_het/lost_worker"
+_CANNOT_WAIT = "SIGTERM and does not wait for the next step"
+_logger = logging.getLogger(__name__)
 
 
 def next_collective_key_base() -> int:
@@ -250,13 +257,27 @@ def watch_summation(watch: PeerWatch, summation: SummationGroup) -> None:
     )
 
 
-def share_news(watch: PeerWatch) -> None:
-    """Let all workers hear at once which worker is lost; call it when all have joined.
+def share_news(watch: PeerWatch | None, own_index: int, request: StopRequest) -> None:
+    """Let all workers hear at once who is lost or cannot wait; call it when all have joined.
 
     Args:
-        watch: the watch of this process.
+        watch: the watch of this process, None without other workers.
+        own_index: this worker's index.
+        request: what ends this worker when another one has to end within its step.
     """
-    watch.share_news(
-        lambda message: private_api.tell_cluster(_LOST_WORKER, message),
-        lambda: private_api.wait_for_cluster(_LOST_WORKER),
-    )
+
+    def tell(message: str) -> None:
+        private_api.tell_cluster(_LOST_WORKER, message)
+
+    def is_asked_to_end(message: str) -> bool:
+        if not message.startswith(_CANNOT_WAIT) or not stop_signals.is_ours(signal.SIGTERM):
+            return False
+        if not stop_signals.has_received_sigterm:
+            _logger.warning("Another worker has received %s", message)
+            stop_signals.end_now(time.monotonic())
+        return True
+
+    if watch is None:
+        return
+    request.tell = lambda: tell(f"{_CANNOT_WAIT} (worker {own_index}): all workers end here.")
+    watch.share_news(tell, lambda: private_api.wait_for_cluster(_LOST_WORKER), is_asked_to_end)

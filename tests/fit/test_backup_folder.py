@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
+import os
 import resource
 import shutil
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -193,3 +197,57 @@ def test_another_format_is_refused(model, tmp_path, name):
 def test_a_url_is_refused():
     with pytest.raises(ValueError, match="gs://bucket/backup"):
         BackupAndRestore("gs://bucket/backup")
+
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("process 7 on host-a since then", file=file, end="", flush=True)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_belongs_to_the_process_that_locked_it_for_as_long_as_that_lives(tmp_path):
+    folder = BackupFolder(tmp_path, 1)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "keras_het.lock")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(ValueError, match="locked by process 7 on host-a since then") as caught:
+            folder.lock()
+        assert str(tmp_path) in str(caught.value)
+        holder.kill()
+        holder.wait(20)
+    folder.lock()
+    assert f"process {os.getpid()} on " in (tmp_path / "keras_het.lock").read_text()
+    folder.unlock()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog):
+    def lockf(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with caplog.at_level(logging.WARNING):
+        BackupFolder(tmp_path, 1).lock()
+    assert "cannot be locked: [Errno 37] No locks available" in caplog.text
+
+
+def test_a_lock_that_its_last_owner_removes_meanwhile_is_none(tmp_path, monkeypatch):
+    lockf, path = fcntl.lockf, tmp_path / "keras_het.lock"
+    calls = []
+
+    def lock_late(*args):
+        if not calls:
+            path.unlink()
+        calls.append(args)
+        lockf(*args)
+
+    monkeypatch.setattr(fcntl, "lockf", lock_late)
+    folder = BackupFolder(tmp_path, 1)
+    folder.lock()
+    assert len(calls) == 2 and path.exists()
+    folder.unlock()

@@ -14,6 +14,7 @@ import pytest
 from keras_het.launch.local.free_ports import ReservedPorts
 from keras_het.launch.local.line_splitter import OutputLine
 from keras_het.launch.local.local_cluster import LocalCluster
+from keras_het.launch.local.worker_environment import secret_names
 from keras_het.launch.local.worker_process import Stream, WorkerProcess, WorkerResult
 
 TIMEOUT = 60.0
@@ -31,7 +32,10 @@ class Launcher:
 
     def __init__(self, arguments: list[str], env: dict[str, str]) -> None:
         command = [sys.executable, "-m", "keras_het", *arguments]
-        environment = {**os.environ, **env, "PYTHONUNBUFFERED": "1"}
+        # what the launcher would say it does not pass on
+        secrets = secret_names(os.environ, [])
+        own = {name: value for name, value in os.environ.items() if name not in secrets}
+        environment = {**own, **env, "PYTHONUNBUFFERED": "1"}
         self._process = WorkerProcess(0, command, environment, _ignore, lambda index: None)
         self.process_id = self._process.process_id
 

@@ -1,15 +1,19 @@
 import os
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from keras_het import __version__
+from keras_het.launch import command_line
 from keras_het.launch.command_line import main
+from keras_het.launch.doctor.addresses import public_addresses
 
 Launch = Callable[..., Any]
 Script = Callable[[str], str]
@@ -92,6 +96,64 @@ def test_names_the_failed_worker_and_why(launch: Launch, script: Script) -> None
         "[keras-het]   the reason",
         "[keras-het] worker 1 failed first: exit code 3",
     ]
+
+
+@pytest.mark.parametrize(("group", "exit_code"), [(0, 0), (5, 5)])
+def test_an_async_workers_failure_is_told_and_is_not_that_of_the_training(
+    launch: Launch, script: Script, group: int, exit_code: int
+) -> None:
+    path = script(
+        """
+        if config["task"]["type"] == "async":
+            signal.pause() if sys.argv[1] != "0" else sys.exit(3)
+        sys.exit(int(sys.argv[1]))
+        """
+    )
+    result = launch("run", "-w", "2", "--async-workers", "1", path, str(group)).finish()
+    assert result.exit_code == exit_code, result.stderr
+    assert ("worker 1 failed first: exit code 3" in result.stderr) == (group == 0)
+    trained = "the other workers have trained to the end without it, which is no failure."
+    assert (result.stderr.splitlines()[-1] == f"[keras-het] {trained}") == (group == 0)
+
+
+def test_secrets_are_not_passed_to_workers_unless_they_are_to_be(
+    launch: Launch, script: Script
+) -> None:
+    secrets = {"HF_TOKEN": "1", "AWS_SECRET_ACCESS_KEY": "2", "MY_PASSWORD": "3"}
+    path = script("print(*sorted(set(os.environ) & set(sys.argv[1:])))")
+    options = ["run", "-w", "1", "--keep-env", "AWS_*", "--keep-env", "MY_PASSWORD"]
+    ours = {"KERAS_HET_SERVICE_SECRET": "4", "KEYBOARD": "5"}
+    names = [*secrets, *ours]
+    result = launch(*options, path, *names, **secrets, **ours).finish()
+    assert result.stdout == (
+        "[worker 0] AWS_SECRET_ACCESS_KEY KERAS_HET_SERVICE_SECRET KEYBOARD MY_PASSWORD"
+    )
+    told = result.stderr.splitlines()[-1]
+    assert told.startswith("[keras-het] not passed to the workers: ") and "HF_TOKEN" in told
+    assert "AWS" not in told and "PASSWORD" not in told and told.endswith("(see --keep-env).")
+
+
+def test_a_public_address_is_warned_of_in_the_first_line(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script("")
+    for public in ((), ("8.8.8.8",)):
+        monkeypatch.setattr(command_line, "public_addresses", lambda public=public: public)
+        assert command_line.main(["run", "-w", "1", path]) == 0
+        output = capsys.readouterr().err
+        expected = "[keras-het] warning: TensorFlow's servers listen on every interface of this"
+        assert output.startswith(expected) == bool(public)
+        assert ("also on 8.8.8.8" in output) == bool(public)
+
+
+def test_addresses_that_the_internet_may_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["127.0.0.1", "10.0.0.3", "192.168.1.2", "169.254.3.4", "8.8.4.4", "::1", "fd00::1"]
+    texts += ["fe80::1%eth0", "2606:4700::1111"]
+    families = [socket.AF_INET6 if ":" in text else socket.AF_INET for text in texts]
+    addresses = [SimpleNamespace(family=f, address=t) for f, t in zip(families, texts, strict=True)]
+    link = SimpleNamespace(family=psutil.AF_LINK, address="02:42:ac:11:00:02")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [link, *addresses]})
+    assert public_addresses() == ("8.8.4.4", "2606:4700::1111")
 
 
 CAUSE_AND_VICTIM = """

@@ -249,6 +249,13 @@ def test_little_shared_memory_for_nccl(monkeypatch, tmp_path):
     assert is_well(WITH_GPU, "shared_memory")  # one GPU exchanges with nobody
 
 
+def test_a_public_address():
+    assert is_well(ALONE, "public_address")
+    finding = problem(having(ALONE, public_addresses=("8.8.8.8",)), "public_address")
+    assert finding.level == WARNING and "also on 8.8.8.8" in finding.text
+    assert "firewall" in finding.fix
+
+
 def test_a_folder_for_logs_that_is_full_or_forbidden(monkeypatch, tmp_path):
     assert is_well(having(ALONE, log_dir=tmp_path / "new" / "logs"), "room_for_logs")
     file = tmp_path / "file"

@@ -2,8 +2,8 @@
 
 Its single argument is a JSON object: "steps" of training, "shares", how long it waits for others
 ("connect_seconds"), how many workers it watches beside worker 0 ("most_watched"), what this worker
-does ("raise_at", "hold_at", "exit_late", "custom_loop", "predicts"), or what it does wrong before
-training ("seed", "use_tensorflow_first"). Each may be a list with one entry a worker.
+does ("raise_at", "hold_at", "exit_late", "lingers", "custom_loop", "predicts"), or what it does
+wrong before training ("seed", "use_tensorflow_first"). Each may be a list with one entry a worker.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def main() -> None:
         model.fit(data, steps_per_epoch=option("steps"), epochs=1, **options)
     except BaseException as error:
         print(f"raised {type(error).__name__} at {time.time():.3f}", flush=True)
+        if option("lingers"):
+            threading.Event().wait()
         raise
     print("finished", flush=True)
     # Some work that only this worker has to do at the end.

@@ -2,9 +2,9 @@
 
 Its single argument is a JSON object: "mode" ("fit", "evaluate", "predict", "custom_loop",
 "wait_at_start", "handler", "fork"), "backup" and "result" (paths), "validate", and for each worker
-a list: "signal_at" (its signal at a step, the number of the step), "stuck_at" (a step in which it
-stays), "saves_at" (a step after which it saves), "signal". With "plan", stages of numbers of
-devices, the workers train a pipeline.
+a list: "waits_at" (a row of the data that never comes), "signal_at" (its signal at a step, the
+number of the step), "stuck_at" (a step in which it stays), "saves_at" (a step after which it
+saves), "signal". With "plan", stages of numbers of devices, the workers train a pipeline.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Happens(keras.callbacks.Callback):
             os.kill(os.getpid(), option("signal") or signal.SIGTERM)
         if self.step == option("saves_at"):
             self.model.save_weights("mine.weights.h5")
+        print(f"step {self.step}", flush=True)
         if self.step == option("stuck_at"):
             print("stuck", flush=True)
             threading.Event().wait()
@@ -60,6 +61,29 @@ class Happens(keras.callbacks.Callback):
 class HappensInValidation(Happens):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts no steps of training."""
+
+
+def slow(arrays_of_data: Any) -> Any:
+    """Batches of 8 of rows of which one may never come."""
+    x, y = arrays_of_data
+
+    def rows() -> Any:
+        for number in range(len(x)):
+            if number == option("waits_at"):
+                threading.Event().wait()
+            yield x[number], y[number]
+
+    specs = tuple(tf.TensorSpec(each.shape[1:], each.dtype) for each in (x, y))
+    return tf.data.Dataset.from_generator(rows, output_signature=specs).batch(8)
+
+
+def model_with_state() -> Any:
+    """A model whose steps change more than its weights."""
+    layers = [keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    steps = option("steps_per_execution") or 1
+    model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=steps)
+    return model
 
 
 def pipeline(plan: list[list[int]]) -> Any:
@@ -106,6 +130,8 @@ def main() -> None:
         fork_a_child()
     with strategy.scope():
         model = small_model(keras.optimizers.SGD(0.1, momentum=0.9))
+        if "waits_at" in OPTIONS:
+            model = model_with_state()
     data = tf.data.Dataset.from_tensor_slices(arrays(44)).shuffle(44, seed=3).batch(8)
     if mode == "custom_loop":
         train_without_fit(strategy, model, data)
@@ -115,11 +141,14 @@ def main() -> None:
         x, _ = arrays(44)
         endless = tf.data.Dataset.from_tensor_slices(x).batch(8).repeat()
         model.predict(endless, steps=FOR_EVER, verbose=0, callbacks=[Happens()])
+    if "waits_at" in OPTIONS:
+        data = data if option("validate") else slow(arrays(44))
     validates = option("validate")
     callbacks: list[Any] = [HappensInValidation() if validates else Happens()]
     if backup := option("backup"):
         save_freq = option("save_freq") or "epoch"
-        callbacks.insert(0, keras_het.callbacks.BackupAndRestore(backup, save_freq))
+        place = len(callbacks) if option("backup_last") else 0
+        callbacks.insert(place, keras_het.callbacks.BackupAndRestore(backup, save_freq))
     if local := option("local"):
         callbacks.append(keras_het.callbacks.LocalTraining(local))
     if TASK["type"] == "async" or option("hybrid"):
@@ -130,7 +159,9 @@ def main() -> None:
             epochs=option("epochs") or FOR_EVER,
             verbose=0,
             callbacks=callbacks,
-            validation_data=data if validates else None,
+            validation_data=(slow(arrays(44)) if "waits_at" in OPTIONS else data)
+            if validates
+            else None,
         )
     except BaseException as error:
         print(f"raised {type(error).__name__} after {callbacks[0].__class__.__name__}", flush=True)

@@ -143,6 +143,35 @@ def test_a_worker_that_never_comes_is_named(start_workers: Any) -> None:
 
 
 @pytest.mark.full
+def test_a_worker_restarted_alone_waits_until_the_others_have_restarted_too(
+    start_workers: Any,
+) -> None:
+    environments = cluster_environments({"worker": 3}, PATIENCE)
+
+    def start(places: list[int], **options: Any) -> Any:
+        chosen = [environments[place] for place in places]
+        arguments = [json.dumps({"steps": FOR_EVER, **options})]
+        return start_workers("program_fit.py", arguments=arguments, environments=chosen)
+
+    old = start([0, 1, 2], lingers=True)
+    old.wait_for_outputs(range(3), "training")
+    old.send_signal(1, signal.SIGKILL)
+    old.wait_for_outputs([0, 2], "raised WorkerLostError")
+    addresses = json.loads(environments[0]["TF_CONFIG"])["cluster"]["worker"]
+    others = f"worker 0 ({addresses[0]}), worker 2 ({addresses[2]})"
+    impatient = start([1], connect_seconds=3).wait_for(0, timeout=60)
+    assert f"{others} still runs from an earlier start" in impatient.output.splitlines()[-1]
+    alone = start([1])
+    alone.wait_for_output(0, f"Waiting for {others}: still running from an earlier start")
+    for index in (0, 2):
+        old.send_signal(index, signal.SIGKILL)
+        old.wait_for(index)
+    rest = start([0, 2])
+    rest.wait_for_outputs([0, 1], "training")
+    alone.wait_for_output(0, "training")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_waits_for_others_can_be_ended(start_workers: Any, number: int) -> None:
     workers = start_workers(

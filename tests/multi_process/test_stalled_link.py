@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,48 @@ def test_a_worker_whose_link_stalls_for_longer_goes_on_alone_and_comes_back(
     counts = sample_counts(results)
     assert counts.min() >= MANY - 1  # a batch that was handed out with an answer that was lost
     assert counts.mean() < 2 * MANY
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_link_that_is_cut_one_way_ends_both_sides_in_time(
+    hosts: Any, tmp_path: Path, cut: int
+) -> None:
+    cluster = {"worker": [f"{hosts.address(index)}:{PORT + 2 + cut}" for index in range(2)]}
+    program = Path(__file__).with_name("program_fit.py")
+    logs = [tmp_path / f"{index}.log" for index in range(2)]
+    processes = []
+    try:
+        for index, log in enumerate(logs):
+            task = {"type": "worker", "index": index}
+            with log.open("w") as file:
+                arguments = [sys.executable, str(program), json.dumps({"steps": 10_000_000})]
+                environment = {
+                    **os.environ,
+                    "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
+                    "KERAS_HET_PEER_TIMEOUT_SECONDS": "12",
+                }
+                processes.append(
+                    subprocess.Popen(
+                        hosts.command(index, arguments), stdout=file, stderr=file, env=environment
+                    )
+                )
+
+        def all_say(text: str) -> bool:
+            assert all(process.poll() in (None, 1) for process in processes)
+            return all(text in log.read_text() for log in logs)
+
+        wait_until(lambda: all_say("training"), "training")
+        # from now on what this host sends goes to nobody, and it still hears the other one
+        deaf = [hosts.address(1 - cut), "lladdr", "02:00:00:00:00:99", "dev", "eth0"]
+        neighbour = ["ip", "-n", hosts.names[cut], "neigh", "replace", *deaf, "nud", "permanent"]
+        subprocess.run(neighbour, check=True, timeout=20)
+        since = time.monotonic()
+        wait_until(lambda: all_say("raised WorkerLostError"), "both sides to find out")
+        assert time.monotonic() - since < 18  # a requirement of the product
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(20)
+        hosts_again = ["ip", "-n", hosts.names[cut], "neigh", "flush", "dev", "eth0"]
+        subprocess.run(hosts_again, check=False, timeout=20)

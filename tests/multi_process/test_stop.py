@@ -74,6 +74,59 @@ def test_training_goes_on_from_the_backup_at_the_right_sample(
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=2e-6)
 
 
+WAITS = {
+    "all-for-data": (2, 4, {"waits_at": 36}),
+    "chief-in-its-step": (2, 4, {"waits_at": [None, 36]}),
+    "chief-for-data": (2, 4, {"waits_at": [36, None]}),
+    "within-an-execution": (2, 1, {"waits_at": 30, "steps_per_execution": 2}),
+    "callback": (2, 4, {"waits_at": None, "stuck_at": 4, "backup_last": True}),
+    "validation": (2, 2, {"waits_at": 20, "validate": True, "epochs": 1}),
+    "alone": (1, 4, {"waits_at": 36}),
+}
+
+
+@pytest.mark.quick("chief-in-its-step", "alone")
+@pytest.mark.parametrize(("number", "step", "waits"), WAITS.values(), ids=WAITS)
+def test_what_waits_ends_in_time_and_saves_the_last_finished_step(
+    start: Any, tmp_path: Path, number: int, step: int, waits: dict[str, Any]
+) -> None:
+    backup, result, expected = (tmp_path / name for name in ("backup", "result.npz", "one.npz"))
+    jobs = {"worker": number}
+    common = {"epochs": 2, **waits, "waits_at": None, "stuck_at": None}
+    stopped = start(jobs, **{**common, **waits}, backup=str(backup), save_freq=1000)
+    stopped.wait_for_outputs(range(number), f"step {step}\n")
+    stopped.send_signal(number - 1, signal.SIGTERM)
+    assert_all_end(stopped)  # nothing else ends them
+    assert "Saved the last finished step" in stopped.output(0)
+    whole = start(jobs, **common, result=str(expected))
+    resumed = start(jobs, **common, result=str(result), backup=str(backup), save_freq=1000)
+    for worker in [*resumed.wait(), *whole.wait()]:
+        assert worker.exit_code == 0, worker.output
+    with np.load(result) as ours, np.load(expected) as theirs:
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_a_second_training_with_the_folder_of_a_first_says_so_and_the_first_goes_on(
+    start: Any, tmp_path: Path
+) -> None:
+    backup = tmp_path / "backup"
+    first = start({"worker": 1}, backup=str(backup), save_freq=3)
+    first.wait_for_output(0, "training")
+    second = start({"worker": 2}, backup=str(backup))
+    for result in second.wait():
+        assert result.exit_code == 1, result.output
+        assert "ValueError: The chief cannot write backups" in second.output(1)
+    error = second.output(0).splitlines()[-1]
+    assert error.startswith("ValueError: Another training writes its backups here.")
+    assert f"backup_dir={backup}, locked by process " in error
+    first.send_signal(0, signal.SIGKILL)
+    first.wait()
+    restarted = start({"worker": 1}, backup=str(backup))
+    restarted.wait_for_output(0, "training")
+
+
 @pytest.mark.quick("fit-2")
 @pytest.mark.parametrize(
     ("mode", "number"), [("fit", 2), ("fit", 3), ("evaluate", 2), ("predict", 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -65,6 +66,36 @@ def test_who_is_missing_is_named(
     assert f"Waiting for worker 2 ({addresses[2]}), " in caplog.text
     assert "worker 1" not in caplog.text
     assert caplog.text.count("Waiting for") == 2
+
+
+def test_who_answers_before_this_worker_listens_is_of_an_earlier_start(
+    addresses: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    def speak(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                server.accept()[0].sendall(b"as TensorFlow's server does")
+
+    own, old, waiting = addresses[:3]
+    servers = [socket.create_server(("127.0.0.1", int(at.split(":")[1]))) for at in (old, waiting)]
+    threading.Thread(target=speak, args=servers[:1], daemon=True).start()
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError) as raised:
+        wait_for_peers(own, {"worker 1": old, "worker 2": waiting}, 1.0)
+    assert f"Waiting for worker 1 ({old}): still running from an earlier start" in caplog.text
+    assert str(raised.value).startswith(f"worker 1 ({old}) did not come within 1 s")
+    assert f"worker 1 ({old}) still runs from an earlier start" in str(raised.value)
+
+    def restart() -> None:
+        servers[0].shutdown(socket.SHUT_RDWR)
+        servers[0].close()
+        servers.append(socket.create_server(("127.0.0.1", int(old.split(":")[1]))))
+
+    timer = threading.Timer(1.0, restart)
+    timer.start()
+    assert wait_for_peers(own, {"worker 1": old, "worker 2": waiting}, TIMEOUT) > 0
+    timer.join()
+    for server in servers:
+        server.close()
 
 
 def test_a_name_that_is_not_known_yet_is_waited_for(addresses: tuple[str, ...]) -> None:

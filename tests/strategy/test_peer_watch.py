@@ -6,10 +6,12 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from keras_het.strategy.cluster import peer_watch
 from keras_het.strategy.cluster.peer_watch import (
     PeerWatch,
     WorkerLostError,
@@ -67,18 +69,39 @@ def test_a_worker_in_whose_place_is_another_process_is_lost_at_once() -> None:
     assert message.startswith("Lost worker 0 (host-b:2)")
 
 
-def test_a_silent_worker_is_lost_when_patience_is_at_its_end() -> None:
-    watch = make_watch(
-        lambda task, timeout: task != FIRST,
-        refuses=lambda address: False,
-        patience_seconds=3.0,
-        interval_seconds=0.5,
-    )
-    rounds = 0
+@pytest.mark.parametrize("silent", [{FIRST}, set(PEERS)], ids=["one", "all"])
+@pytest.mark.parametrize("connecting", [0.0, 1.0], ids=["stopped", "unplugged"])
+def test_a_silent_worker_is_lost_when_patience_is_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, silent: set[str], connecting: float
+) -> None:
+    """However long it takes to ask: a connection to an unplugged machine is not even refused."""
+    now = [100.0]
+    monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def ask(task: str, timeout: float) -> bool:
+        now[0] += timeout if task in silent else 0.0
+        return task not in silent
+
+    def refuses(address: str) -> bool:
+        now[0] += connecting
+        return False
+
+    watch = make_watch(ask, refuses=refuses, patience_seconds=30.0, interval_seconds=0.5)
     while (message := watch.check()) is None:
-        rounds += 1
-    assert rounds == 5
-    assert message.startswith("Lost worker 0 (host-b:2)")
+        now[0] += 0.5
+    one_round = 0.5 + len(silent) * (0.25 + connecting)
+    assert 130.0 <= now[0] <= 130.0 + 2 * one_round
+    assert message.startswith("Lost")
+
+
+def test_a_worker_that_stood_still_itself_loses_nobody_by_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watch = make_watch(lambda task, timeout: False, refuses=lambda at: False, interval_seconds=0.5)
+    now[0] += 1000.0
+    assert watch.check() is None
 
 
 def test_one_answer_ends_a_silence() -> None:

@@ -18,7 +18,7 @@ for _ in range(100):
         threading.Event().wait()
     os.kill(child, signal.SIGTERM)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-assert stop_signals._num_received == 0 and not aborted
+assert stop_signals.has_received_sigterm is False and not aborted
 stop_signals.leave()
 print("still here", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)

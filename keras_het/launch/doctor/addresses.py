@@ -6,12 +6,35 @@ import errno
 import ipaddress
 import socket
 import time
+from collections.abc import Sequence
 
 import psutil
 
 from keras_het.strategy.cluster.cluster_address import places_of
 
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 LISTENS, REFUSED, UNREACHABLE, UNKNOWN = "listens", "refused", "unreachable", "unknown"
+
+
+HOW_TO_CLOSE = (
+    "Let a firewall keep other machines from their ports, or start them in a network of their own "
+    "(keras-het run --help)."
+)
+
+
+def public_addresses() -> tuple[str, ...]:
+    """Return the addresses of this machine that the whole Internet may reach."""
+    found = [each for interface in psutil.net_if_addrs().values() for each in interface]
+    texts = [each.address.partition("%")[0] for each in found if each.family in _INTERNET]
+    return tuple(text for text in texts if ipaddress.ip_address(text).is_global)
+
+
+def open_to(public: Sequence[str]) -> str:
+    """Say what it means that this machine has public addresses."""
+    return (
+        "TensorFlow's servers listen on every interface of this machine, also on "
+        f"{', '.join(public)}. Who reaches a worker's port reads files and environment, and writes."
+    )
 
 
 def is_loopback(address: str) -> bool:

@@ -44,6 +44,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
         host_checks.memory,
         host_checks.shared_memory,
         host_checks.room_for_logs,
+        host_checks.public_address,
     ),
     "Cluster": (
         cluster_checks.tf_config,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keras_het.launch.doctor.addresses import public_addresses
 from keras_het.launch.doctor.tensorflow_facts import TensorFlowFacts, ask_tensorflow
 from keras_het.strategy.cluster.cluster_config import ClusterConfig, read_cluster_config
 from keras_het.telemetry.hardware import processor_name
@@ -75,6 +76,7 @@ class Facts:
         extras: installed version of a package of each extra, empty if it is missing.
         has_pkg_resources: whether setuptools still has that module, which TensorBoard imported.
         log_dir: where the training will write; None if it was not said.
+        public_addresses: addresses of the machine that the whole Internet may reach.
     """
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -95,6 +97,7 @@ class Facts:
     extras: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_pkg_resources: bool = True
     log_dir: Path | None = None
+    public_addresses: tuple[str, ...] = ()
 
 
 def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None) -> Facts:
@@ -111,6 +114,7 @@ def gather(environ: Mapping[str, str] | None = None, log_dir: Path | None = None
     host = HostValues().read()
     return Facts(
         environ=environ,
+        public_addresses=public_addresses(),
         host=socket.gethostname(),
         processor=processor_name(),
         affinity=len(own_cpus()),

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from keras_het.launch.doctor.addresses import HOW_TO_CLOSE, open_to
 from keras_het.launch.doctor.cluster_checks import tasks_here
 from keras_het.launch.doctor.facts import Facts
 from keras_het.launch.doctor.findings import Finding, fault, note, ok, warning
@@ -89,6 +90,12 @@ def room_for_logs(facts: Facts) -> Iterator[Finding]:
     if facts.log_dir is not None:
         yield from _room("The folder for logs", facts.log_dir, "--log-dir")
     yield from _room("The folder for temporary files", Path(tempfile.gettempdir()), "TMPDIR")
+
+
+def public_address(facts: Facts) -> Iterator[Finding]:
+    """Whether the whole Internet may reach TensorFlow's servers."""
+    if facts.public_addresses:
+        yield warning(open_to(facts.public_addresses), HOW_TO_CLOSE)
 
 
 def _room(name: str, folder: Path, setting: str) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +53,7 @@ class LocalCluster:
         num_async_workers: How many of them, the last ones, train outside of the sync group (job
             `async`). They get a secret; the failure of one ends no other worker. Defaults to 0.
         env: Variables for all workers, in addition to those of this process.
+        withheld: Names of variables of this process that workers do not get. Defaults to none.
         worker_env: Additional variables, one mapping per worker. Defaults to none.
         cwd: Working directory of the workers. Defaults to this process's.
         emulation: Emulated devices, one per worker. Defaults to none.
@@ -75,6 +76,7 @@ class LocalCluster:
         *,
         num_async_workers: int = 0,
         env: Mapping[str, str] | None = None,
+        withheld: Collection[str] = (),
         worker_env: Sequence[Mapping[str, str]] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         emulation: Emulation | None = None,
@@ -91,6 +93,7 @@ class LocalCluster:
         self.stopped_by: int | None = None
         self._command = list(command)
         self._env = dict(env or {})
+        self._withheld = withheld
         self._worker_env = worker_env or [{}] * self.num_workers
         self._cwd = None if cwd is None else str(cwd)
         self._emulation = emulation
@@ -254,7 +257,8 @@ class LocalCluster:
 
     def _inherited_environment(self, index: int) -> dict[str, str]:
         own = {**self._env, **self._worker_env[index]}
-        inherited = {**os.environ, **own}
+        passed = {name: os.environ[name] for name in os.environ if name not in self._withheld}
+        inherited = {**passed, **own}
         if self._ports is None or not self.num_async_workers:
             return inherited
         address = own.get(ADDRESS, self._ports.addresses[-1])
@@ -275,7 +279,7 @@ class LocalCluster:
         if kind == "exit":
             self._tell_watchdog("-", self._workers[value])
             self._results[value] = self._workers[value].result()
-            if self._end_on_failure and any(map(self._is_needed, self.failures)):
+            if self._end_on_failure and any(map(self.is_needed, self.failures)):
                 self._escalation.begin([signal.SIGTERM, signal.SIGKILL])
         elif self._escalation.has_begun:
             self._escalation.advance()
@@ -285,8 +289,8 @@ class LocalCluster:
             gentler = [] if value == signal.SIGTERM else [value]
             self._escalation.begin([*gentler, signal.SIGTERM, signal.SIGKILL])
 
-    def _is_needed(self, result: WorkerResult) -> bool:
-        """Tell whether the others cannot continue without this worker."""
+    def is_needed(self, result: WorkerResult) -> bool:
+        """Tell whether the others cannot continue without this worker: it is no async one."""
         return result.index < self.num_workers - self.num_async_workers
 
     def _end_running(self, signal_number: int) -> None:

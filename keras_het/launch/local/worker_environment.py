@@ -1,8 +1,10 @@
 """The environment variables that each local worker is started with."""
 
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from keras_het.keras_backend import KERAS_BACKEND, NEEDED_BACKEND
 from keras_het.launch.local.emulation import Emulation
@@ -10,6 +12,25 @@ from keras_het.launch.local.emulation import Emulation
 _LEAST_INTEROP_THREADS = 2
 ADDRESS = "KERAS_HET_SERVICE_ADDRESS"
 _SECRET = "KERAS_HET_SERVICE_SECRET"
+_SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY")
+_OURS = "KERAS_HET_*"
+
+
+def secret_names(environ: Iterable[str], kept: Iterable[str]) -> list[str]:
+    """Return names that look like those of secrets; workers need not have them.
+
+    Who reaches a worker's port reads its environment.
+
+    Args:
+        environ: Names of variables.
+        kept: Patterns of names, such as `AWS_*`, that workers need.
+    """
+    patterns = [_OURS, *kept]
+    return sorted(
+        name
+        for name in environ
+        if _SECRETS.search(name.upper()) and not any(fnmatchcase(name, each) for each in patterns)
+    )
 
 
 def worker_environment(

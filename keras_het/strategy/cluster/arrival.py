@@ -1,8 +1,9 @@
 """A wait for the other workers, ahead of TensorFlow's, which is silent and cannot be stopped.
 
 A waiting worker listens at its own address, where TensorFlow will listen. An address that accepts
-a connection belongs to a worker that has arrived, whether it still waits or has moved on. Standard
-library only.
+a connection belongs to a worker that has arrived, whether it still waits or has moved on. A worker
+moves on after it has seen all others: one whose TensorFlow answers before this worker listens is a
+rest of an earlier start. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _logger = logging.getLogger(__name__)
 _FIRST_MESSAGE_SECONDS = 10.0
 _SECONDS_BETWEEN_ROUNDS = 0.2
 _ANSWER_SECONDS = 2.0
+# TensorFlow's server speaks first, in milliseconds; a worker that waits stays silent.
+_FIRST_ANSWER_SECONDS = 0.5
 _AT_ONCE = 200
 _SECONDS_TO_END = 5.0
 _MOST_NAMES = 8
@@ -47,19 +50,31 @@ def wait_for_peers(
         RuntimeError: if another program uses this worker's port.
     """
     missing, began, next_message = dict(peers), time.monotonic(), _FIRST_MESSAGE_SECONDS
+    earlier = (
+        _accepting(missing.values(), _FIRST_ANSWER_SECONDS, speaking=True) if listens else set()
+    )
+    if earlier:
+        _logger.warning(
+            "Waiting for %s: still running from an earlier start. Workers start together: restart "
+            "those too, or see that they end.",
+            _names({name: at for name, at in missing.items() if at in earlier}),
+        )
     with _listening(own_address) if listens else contextlib.nullcontext():
         while True:
-            here = _accepting(missing.values())
+            earlier &= _accepting(earlier, speaking=True)
+            here = _accepting(missing.values()) - earlier
             missing = {name: at for name, at in missing.items() if at not in here}
             waited = time.monotonic() - began
             if not missing:
                 return max(0.0, connect_seconds - waited)
             if waited >= connect_seconds:
+                old = {name: at for name, at in missing.items() if at in earlier}
+                still = f"{_names(old)} still runs from an earlier start: end it. " if old else ""
                 raise TimeoutError(
                     f"{_names(missing)} did not come within {connect_seconds:g} s, "
-                    "`connect_seconds` of HeterogeneousStrategy. See whether the process runs "
-                    "there, that TF_CONFIG is the same on all workers but for the index, which "
-                    "each has for itself, and that a firewall lets the port through."
+                    f"`connect_seconds` of HeterogeneousStrategy. {still}See whether the process "
+                    "runs there, that TF_CONFIG is the same on all workers but for the index, "
+                    "which each has for itself, and that a firewall lets the port through."
                 )
             if waited >= next_message:
                 _logger.warning("Waiting for %s, %.0f s ...", _names(missing), waited)
@@ -108,32 +123,41 @@ def _bind(listener: socket.socket, place: tuple[str, int], address: str) -> None
             time.sleep(_SECONDS_BETWEEN_ROUNDS)
 
 
-def _accepting(addresses: Iterable[str]) -> set[str]:
-    """Return those addresses that accept a connection."""
+def _accepting(
+    addresses: Iterable[str], seconds: float = _ANSWER_SECONDS, speaking: bool = False
+) -> set[str]:
+    """Return those addresses that accept a connection, and send something at once if asked."""
     found: set[str] = set()
     waiting = list(addresses)
     for first in range(0, len(waiting), _AT_ONCE):
-        found |= _accepting_at_once(waiting[first : first + _AT_ONCE])
+        found |= _accepting_at_once(waiting[first : first + _AT_ONCE], seconds, speaking)
     return found
 
 
-def _accepting_at_once(addresses: Iterable[str]) -> set[str]:
+def _accepting_at_once(addresses: Iterable[str], seconds: float, speaking: bool) -> set[str]:
     found: set[str] = set()
+    event = selectors.EVENT_READ if speaking else selectors.EVENT_WRITE
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:
         for address in addresses:
             for family, place in places_of(address):
                 attempt = open_sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 attempt.setblocking(False)
                 if attempt.connect_ex(place) in (0, errno.EINPROGRESS):
-                    selector.register(attempt, selectors.EVENT_WRITE, address)
-        end = time.monotonic() + _ANSWER_SECONDS
+                    selector.register(attempt, event, address)
+        end = time.monotonic() + seconds
         while selector.get_map() and time.monotonic() < end:
             for key, _ in selector.select(max(0.0, end - time.monotonic())):
                 attempt = key.fileobj  # type: ignore[assignment]
                 selector.unregister(attempt)
-                if _is_connected(attempt):
+                if _is_connected(attempt) and (not speaking or _has_sent(attempt)):
                     found.add(key.data)
     return found
+
+
+def _has_sent(attempt: socket.socket) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(attempt.recv(1))
+    return False
 
 
 def _is_connected(attempt: socket.socket) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import io
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 from keras_het.strategy.cluster.stop_signals import stop_signals
 
 _LONGEST_WAIT_SECONDS = 10.0
+_SECONDS_AFTER_SIGTERM = 1.0
 
 
 def leave_quickly() -> None:
@@ -59,15 +61,24 @@ def leave_together(strategy: Callable[[], Any]) -> None:
     live = strategy()
     if live is None or live.has_lost_workers or _failed():
         return
-
-    def wait() -> None:
-        with contextlib.suppress(Exception):
-            live.extended.wait_for_departure()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    thread.join(_LONGEST_WAIT_SECONDS)
+    hurries = stop_signals.exit_code_in_place_of_error() == 128 + signal.SIGTERM
+    call_for(
+        _SECONDS_AFTER_SIGTERM if hurries else _LONGEST_WAIT_SECONDS,
+        live.extended.wait_for_departure,
+    )
     live._stop_watching()  # a worker that exits first is not lost
+
+
+def call_for(seconds: float, function: Callable[[], object]) -> None:
+    """Call a function in another thread, and stop waiting for its end after some time."""
+
+    def call() -> None:
+        with contextlib.suppress(Exception):
+            function()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _failed() -> bool:

@@ -22,6 +22,8 @@ PEER_TIMEOUT = "KERAS_HET_PEER_TIMEOUT_SECONDS"
 _DEFAULT_PATIENCE_SECONDS = 30.0
 # Asking holds the interpreter's lock. A silent peer must not stop this worker as well.
 _ANSWER_SECONDS = 0.25
+# Of one peer: it does not answer in time, and then a connection is not refused in time.
+_LONGEST_CHECK_SECONDS = 2.0
 # How long a survivor needs to hear of a loss that another one has found.
 _SECONDS_FOR_NEWS = 5.0
 
@@ -115,6 +117,7 @@ class PeerWatch:
         self._aborts: list[Callable[[str], None]] = []
         self.watch_too(peers, is_healthy, abort)
         self._lock = threading.Lock()
+        self._checked_at = time.monotonic()
         self._stop = threading.Event()
         self._found = threading.Event()
         self._message: str | None = None
@@ -138,7 +141,10 @@ class PeerWatch:
         self._thread.start()
 
     def share_news(
-        self, tell: Callable[[str], None], wait_for_news: Callable[[], str | None]
+        self,
+        tell: Callable[[str], None],
+        wait_for_news: Callable[[], str | None],
+        is_asked_to_end: Callable[[str], bool] = lambda message: False,
     ) -> None:
         """Tell all other workers what this one finds, and hear what they have found.
 
@@ -146,11 +152,12 @@ class PeerWatch:
             tell: sends a message to all; it may block, for example on a silent worker 0.
             wait_for_news: returns the first message that a worker sends, or None if none can
                 arrive any more.
+            is_asked_to_end: takes a message; returns True if it tells of a signal, not of a loss.
         """
 
         def hear() -> None:
             message = wait_for_news()
-            if message is not None:
+            if message is not None and not is_asked_to_end(message):
                 self._lose(message)
 
         self._tell = lambda message: _in_background(lambda: tell(message))
@@ -186,11 +193,15 @@ class PeerWatch:
 
     def check(self) -> str | None:
         """Ask every peer once and return the message about the lost ones, if any."""
+        now = time.monotonic()
+        # Not more than this takes: the process may have been the one that stood still.
+        longest = self._interval + _LONGEST_CHECK_SECONDS * len(self._peers)
+        self._since_last_check = min(now - self._checked_at, longest)
+        self._checked_at = now
         lost = [task for task in self._peers if self._is_lost(task)]
         return _message({task: self._peers[task] for task in lost}) if lost else None
 
     def _is_lost(self, task: str) -> bool:
-        since = time.monotonic()
         try:
             is_healthy = self._is_healthy[task](task, _ANSWER_SECONDS)
         except ProcessLookupError:
@@ -198,9 +209,7 @@ class PeerWatch:
         if is_healthy:
             self._silence[task], self._is_gone[task] = 0.0, False
             return False
-        # Not the time since its last answer: this process may have been the one that stalled.
-        asked = min(time.monotonic() - since, 2 * _ANSWER_SECONDS)
-        self._silence[task] += self._interval + asked
+        self._silence[task] += self._since_last_check
         # Twice, so that news of the lost worker arrives before that of workers it takes down.
         was_gone, self._is_gone[task] = self._is_gone[task], self._refuses(self._peers[task])
         return (was_gone and self._is_gone[task]) or self._silence[task] > self._patience

@@ -6,17 +6,24 @@ import contextlib
 import functools
 import logging
 import signal
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_het.fit.session import Batches, FitSession, Rank, StepFunction
+from keras_het.strategy.cluster.departure import call_for
 from keras_het.strategy.cluster.stop_signals import SIGNALS, stop_signals
+from keras_het.strategy.cluster.unfinished_step import StepGuard, UnfinishedStep
+from keras_het.training_strategy import TrainingStrategy
 
 _logger = logging.getLogger(__name__)
 
 _LOOPS = ("fit", "evaluate", "predict")
+_SECONDS_TO_MEET = 2.0
 
 
 class StopRequest:
@@ -26,12 +33,25 @@ class StopRequest:
     travels in the collective of the next step, and all workers stop after that step.
 
     Args:
-        device: name of the device of this worker's first replica.
-        barrier: waits until all workers have called it.
+        strategy: the `HeterogeneousStrategy`.
+        is_alone: whether there is no other worker: only a `fit` with backups then ends between
+            two steps, anything else at once.
+
+    Attributes:
+        unfinished: what the running step has changed already.
+        guard: saves the last finished step of the running `fit`, if that has backups.
+        tell: lets the other workers know that this one cannot wait for a common step.
     """
 
-    def __init__(self, device: str, barrier: Callable[[], None]) -> None:
-        self._barrier = barrier
+    def __init__(self, strategy: TrainingStrategy, is_alone: bool) -> None:
+        # the strategy holds this, and is to be freed with its last reference
+        self._strategy, self._is_alone = weakref.ref(strategy), is_alone
+        device = strategy.extended.worker_devices[0]
+        self.unfinished = UnfinishedStep(device)
+        self.guard: StepGuard | None = None
+        self.tell: Callable[[], None] = lambda: None
+        self._hurry, self._is_hurried = threading.Lock(), False
+        self._was_saved = threading.Event()
         self._received: int | None = None
         self._agreed: int | None = None
         self._depth = 0
@@ -45,7 +65,9 @@ class StopRequest:
     @property
     def is_in_steps(self) -> bool:
         """Whether a Keras loop is running whose first step has begun."""
-        return self._depth > 0 and self._has_begun_steps
+        stops_at_boundaries = self.guard is not None or not self._is_alone
+        is_in_steps = self._depth > 0 and self._has_begun_steps and stops_at_boundaries
+        return is_in_steps and not self._was_saved.is_set()
 
     def ask(self, number: int) -> None:
         """Request a stop at the next step boundary; called in a signal handler.
@@ -54,6 +76,44 @@ class StopRequest:
             number: number of the signal.
         """
         self._received = number
+
+    def guard_steps(
+        self, session: FitSession, mark: Callable[[], Any], save: Callable[[Any, Any], bool]
+    ) -> StepGuard:
+        """Have the last finished step of a `fit` saved if the process has to end in the next one.
+
+        Args:
+            session: the session of the `fit`.
+            mark: see `StepGuard`.
+            save: see `StepGuard`.
+        """
+        self.guard = guard = StepGuard(session.model, mark, save, self.unfinished)
+
+        def run_alone(function: StepFunction, batches: Batches) -> Any:
+            return self._at_boundaries(functools.partial(guard.run_step, function), False)(batches)
+
+        session.add_layer(Rank.GUARD_STATE, run_alone if self._is_alone else guard.run_step)
+        session.on_end(lambda: setattr(self, "guard", None))
+        return guard
+
+    def end_now(self, number: int, deadline: float) -> None:
+        """Save the last finished step, and let the process end in the running one.
+
+        Args:
+            number: number of the signal that this worker or another one has received.
+            deadline: time of `time.monotonic` until which a step may finish that cannot be saved.
+        """
+        with self._hurry:
+            if self._is_hurried:
+                return
+            self._is_hurried = True
+        self.tell()
+        try:
+            if self.guard is not None and not self.guard.save_last_step(deadline):
+                _logger.warning("The running step did not finish: the newest backup is older.")
+        finally:
+            self._agreed = self._agreed or number
+            self._was_saved.set()
 
     @property
     def is_agreed(self) -> bool:
@@ -101,7 +161,8 @@ class StopRequest:
         """
         function = getattr(model, attribute, None)
         self._has_begun_steps, self._is_carried = True, is_carried
-        if function is not None and not hasattr(function, "ends_at_boundaries"):
+        is_watched = self._is_alone or hasattr(function, "ends_at_boundaries")
+        if function is not None and not is_watched:
             setattr(model, attribute, self._at_boundaries(function, is_carried))
 
     def _at_boundaries(
@@ -130,11 +191,13 @@ class StopRequest:
         try:
             yield
         except Exception as error:
-            if self._depth > 1 or self._received is None:
+            if self._depth > 1 or (self._received is None and not self._is_hurried):
                 raise
             # most likely because the same signal ended another worker
             _logger.warning("Ends by a signal, after %s: %s", type(error).__name__, error)
         finally:
+            if self._is_hurried:
+                self._was_saved.wait()
             self._depth -= 1
         if self._depth == 0:
             self.end_if_agreed()
@@ -146,10 +209,10 @@ class StopRequest:
         if self._received is None:
             name = signal.Signals(number).name
             _logger.warning("Another worker has received %s: all workers end here.", name)
-        if self._agreed is not None and self._is_carried:
+        is_together = self._agreed is not None and self._is_carried and not self._is_hurried
+        if is_together and (strategy := self._strategy()) is not None:
             # The first worker to leave would break the step that others still finish.
-            with contextlib.suppress(Exception):
-                self._barrier()
+            call_for(_SECONDS_TO_MEET, strategy.barrier)
         self._received = self._agreed = None
         self._own.assign(tf.zeros_like(self._own))
         self._everyone.assign(tf.zeros_like(self._everyone))

@@ -8,14 +8,16 @@ worker. A separate thread therefore handles what must not wait.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Protocol
 
@@ -26,6 +28,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_SIGNAL_SECONDS = 0.2
 # How long the main thread may take to return from TensorFlow before its collectives are aborted.
 _PATIENCE_SECONDS = 2.0
+# After SIGTERM: when a process that still waits ends, and what it has for that after its backup.
+_SECONDS_TO_DEADLINE = 3.5
+_SECONDS_TO_LEAVE = 0.5
 _SECONDS_TO_SEND_AGAIN = 0.05
 # An error of a collective within this time after a signal is a consequence of it.
 _SECONDS_TO_END = 15.0
@@ -41,6 +46,9 @@ class Stoppable(Protocol):
     def ask(self, number: int) -> None:
         """Request a stop there; called in a signal handler."""
 
+    def end_now(self, number: int, deadline: float) -> None:
+        """Save what is finished, and cease to be in steps; called in another thread."""
+
 
 class StopSignals:
     """Receiver of this process's signals, which keeps handlers that the user installed."""
@@ -51,7 +59,7 @@ class StopSignals:
         self._stoppables: weakref.WeakSet[Stoppable] = weakref.WeakSet()
         self._abort: Callable[[str], None] = lambda message: None
         self._is_installed = False
-        self._num_received = 0
+        self._numbers_received: list[int] = []
         self._num_sent_again = 0
         self._last = (0, 0.0)
         self._was_received = threading.Event()
@@ -61,17 +69,20 @@ class StopSignals:
         """Have signals stop something; held by a weak reference only."""
         self._stoppables.add(stoppable)
 
-    def install(self, abort: Callable[[str], None] | None = None) -> None:
+    def install(
+        self, abort: Callable[[str], None] | None = None, numbers: Sequence[int] = SIGNALS
+    ) -> None:
         """Handle the signals without another handler; in the main thread, after joining a cluster.
 
         Args:
             abort: makes pending collectives fail with a message; None if there are none.
+            numbers: the signals to handle.
         """
         self._abort = abort or self._abort
         if threading.current_thread() is not threading.main_thread():
             _logger.debug("no signals: only the main thread may handle them")
             return
-        for number in SIGNALS:
+        for number in numbers:
             handler = signal.getsignal(number)
             if handler in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, self._receive)
@@ -89,7 +100,7 @@ class StopSignals:
         """Return the exception that ends the script with a signal's exit code, 143 or 130."""
         self._raised = (number, time.monotonic())
         if number == signal.SIGINT:  # a script may catch it and continue
-            self._num_received = 0
+            self._numbers_received = []
             return KeyboardInterrupt()
         return SystemExit(128 + number)
 
@@ -98,6 +109,11 @@ class StopSignals:
         number, since = self._raised
         is_late = time.monotonic() - since > _SECONDS_TO_END
         return None if number == 0 or is_late else 128 + number
+
+    @property
+    def has_received_sigterm(self) -> bool:
+        """Whether this process itself has received SIGTERM."""
+        return signal.SIGTERM in self._numbers_received
 
     def leave(self) -> None:
         """Make any further signal end the process at once: the script is at its end."""
@@ -124,14 +140,15 @@ class StopSignals:
         """Reset in a forked process, which its parent's training does not concern."""
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
-            if self._is_ours(number):
+            if self.is_ours(number):
                 is_interrupt = number == signal.SIGINT
                 signal.signal(
                     number, signal.default_int_handler if is_interrupt else signal.SIG_DFL
                 )
         self._release()
 
-    def _is_ours(self, number: int) -> bool:
+    def is_ours(self, number: int) -> bool:
+        """Tell whether no handler of the user's has a signal."""
         return signal.getsignal(number) == self._receive
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -155,7 +172,7 @@ class StopSignals:
     def _watch(self) -> None:
         while received := self._sockets[0].recv(1):
             number = received[0]
-            if number in SIGNALS and self._is_ours(number):
+            if number in SIGNALS and self.is_ours(number):
                 self._look_after(number)
 
     def _look_after(self, number: int) -> None:
@@ -167,17 +184,50 @@ class StopSignals:
         if is_same:
             return
         self._last = (number, now)
-        self._num_received += 1
+        is_stronger = number == signal.SIGTERM not in self._numbers_received
+        self._numbers_received.append(number)
         name = signal.Signals(number).name
-        if self._num_received > 1 or self._is_leaving:
+        if (len(self._numbers_received) > 1 and not is_stronger) or self._is_leaving:
             os.write(2, f"[keras_het] {name} again: ends at once\n".encode())
             os._exit(128 + number)
         time.sleep(_SAME_SIGNAL_SECONDS)  # a second signal sent after the message is deliberate
         if any(each.is_in_steps for each in list(self._stoppables)):
             _logger.warning("%s: ends after the next step; once more ends at once.", name)
+            if number == signal.SIGTERM:
+                threading.Thread(target=self._end_in_time, args=(now,), daemon=True).start()
         elif not self._was_received.wait(_PATIENCE_SECONDS):
             self._abort(f"{name} ends this worker")
+            if number == signal.SIGTERM:
+                threading.Thread(target=self._end_process, args=(now,), daemon=True).start()
         self._was_received.clear()
+
+    def _end_in_time(self, since: float) -> None:
+        """End a process that SIGTERM has not ended in a step, whatever that waits for."""
+        while time.monotonic() < since + _PATIENCE_SECONDS:
+            if self._raised[1] > since:
+                return  # the script ends
+            time.sleep(_SECONDS_TO_SEND_AGAIN)
+        self.end_now(since)
+
+    def end_now(self, since: float) -> None:
+        """Save what is finished, and end; the script by an exception if Python can still raise it.
+
+        Args:
+            since: time of the signal, of `time.monotonic`.
+        """
+        for each in list(self._stoppables):
+            each.end_now(signal.SIGTERM, since + _SECONDS_TO_DEADLINE)
+        self._send_again(signal.SIGTERM)
+        self._end_process(since)
+
+    def _end_process(self, since: float) -> None:
+        """End the process, unless the main thread has begun to."""
+        time.sleep(_SECONDS_TO_LEAVE)
+        if self._raised[1] < since:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(128 + signal.SIGTERM)
 
 
 def _makes_an_exception(frame: FrameType | None) -> bool:

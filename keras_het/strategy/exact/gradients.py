@@ -10,6 +10,7 @@ Every replica then holds the same gradient, and all optimizer state stays identi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -293,10 +294,13 @@ class PendingUpdate:
             square = _squared_norm(reduced)
             step.global_gradient_square = _plus(step.global_gradient_square, square)
         step.gradients_are_reduced = True
+        unfinished = step.unfinished
+        begin = unfinished.updating(reduced) if unfinished else contextlib.nullcontext()
         try:
-            if step.may_have_no_samples:
-                return self._apply_if_there_are_samples(step, reduced)
-            return self.apply(self._with_none(reduced))
+            with begin:
+                if step.may_have_no_samples:
+                    return self._apply_if_there_are_samples(step, reduced)
+                return self.apply(self._with_none(reduced))
         finally:
             step.gradients_are_reduced = False
 

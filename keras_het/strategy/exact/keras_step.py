@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,11 @@ def run_train_or_test_step(
         refuse_compiled_batch(model, data)
     data = share_out(strategy, data)
 
+    request, is_training = (
+        _carried_request(strategy),
+        private_api.keras_step_kind(function) == "train",
+    )
+
     def replica_step(replica_data: Nest, sizes: tf.Tensor | None) -> Nest:
         step = _make_step(strategy, replica_data, sizes)
         step.state_before = state_before(step, model)
@@ -82,7 +88,10 @@ def run_train_or_test_step(
         step.is_measured = is_measuring
         step.wants_gradient_squares = strategy.compute_times.is_measuring_gradients
         replica_data = _start_clock(strategy, step, replica_data, is_measuring)
-        with as_replica(caller), step.active(), unchanged_without_samples(step, metrics):
+        if is_training and step.replica_id == strategy.layout.local_replicas.start:
+            step.unfinished = request.unfinished if request is not None else None
+        storing = step.unfinished.computing(model) if step.unfinished else contextlib.nullcontext()
+        with as_replica(caller), step.active(), unchanged_without_samples(step, metrics), storing:
             step.rows = at_least_one_row(step, replica_data)
             logs = function(step.rows)
         with step.active():
@@ -214,7 +223,11 @@ def _synchronise(
 ) -> Nest:
     """Combine logs, moving statistics and pending gradients of all replicas in one collective."""
     logs = tf.nest.map_structure(lambda leaf: _value_of(step, leaf), logs)
-    changes = changed_state(step, model, flatten_metrics(model.metrics))
+    metrics = flatten_metrics(model.metrics)
+    if step.unfinished is not None:
+        of_metrics = {id(variable) for metric in metrics for variable in metric.variables}
+        step.unfinished.check(model, step.assigned_variables.keys() - of_metrics)
+    changes = changed_state(step, model, metrics)
     check_created_in_scope(strategy, [change.variable for change in changes])
     summands = [summand for change in changes for summand in change.summands]
     # A test step has no gradients that could wait for the emulated device.

@@ -27,6 +27,7 @@ from keras_het.strategy.measure.step_clock import StepClock
 from keras_het.value_types import EitherVariable, Leaf, Nest, Summand
 
 if TYPE_CHECKING:
+    from keras_het.strategy.cluster.unfinished_step import UnfinishedStep
     from keras_het.strategy.exact.gradients import PendingUpdate
 
 _local = threading.local()
@@ -78,6 +79,8 @@ class ExactStep:
         self.is_scaling_loss = False
         self.is_keras_step = False  # Keras's own train step, with or without Keras's own metrics
         self.gradients_are_reduced = False
+        # Where this replica's step is one that another thread may have to save the state of.
+        self.unfinished: UnfinishedStep | None = None
         self.is_computing_results = False
         # Keras's own train step and metrics read no weight after the update of this optimizer,
         # which may then wait until they are known, so that both travel in one collective.

@@ -151,7 +151,7 @@ class PipelineStrategy(HeterogeneousStrategy):
 
     def _new_group(self) -> ProcessGroup | None:
         """Return the processes for one more pipeline, with messages of its own."""
-        if self.num_workers == 1 or self._stop_request is None:
+        if self.num_workers == 1:
             return None
         first = _FIRST_GROUP + self._collective_key_base + GROUPS * self._num_pipelines
         self._num_pipelines += 1
@@ -270,8 +270,7 @@ class PipelineStrategy(HeterogeneousStrategy):
                 "or train_on_batch, or keras_het.HeterogeneousStrategy for a custom loop."
             )
         model = private_api.model_of_prediction(step)
-        if self._stop_request is not None:
-            self._stop_request.watch_steps(model, f"{kind}_function", self.num_workers > 1)
+        self._stop_request.watch_steps(model, f"{kind}_function", self.num_workers > 1)
         data = tf.nest.map_structure(_whole_batch, args[0], expand_composites=False)
         pipeline = self._pipeline_of(model, data)
         run = {"train": pipeline.train_step, "test": pipeline.test_step}
