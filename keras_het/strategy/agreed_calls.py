@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from keras_het.fit.model_strategy import complete
+from keras_het.strategy.batches.gathered_rows import refusal_in
 from keras_het.strategy.cluster.agreement import pass_on
 from keras_het.strategy.cluster.peer_watch import message_in
 from keras_het.strategy.described_call import (
@@ -87,7 +88,7 @@ def _agreed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
                 "batch(..., drop_remainder=True) with fewer samples than a batch."
             ) from None
         except Exception as error:
-            message = message_in(error)
+            message = message_in(error) or refusal_in(error)
             if message is None or isinstance(error, ValueError):
                 raise
             # TensorFlow's error surrounds it with pages of graph nodes.

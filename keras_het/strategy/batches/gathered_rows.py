@@ -2,25 +2,149 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import keras
 import tensorflow as tf
 
+from keras_het import private_api
+from keras_het.loader.order.rows import is_sliceable
+from keras_het.strategy.batches.uneven_per_replica import with_rows
 from keras_het.training_strategy import TrainingStrategy
-from keras_het.value_types import Rows
+from keras_het.value_types import Leaf, Nest, Rows
+
+_REFUSAL = (
+    "predict joins the rows of all replicas: an output must have one row for each sample, and the "
+    "size of the batch must not change that of a row. Received: "
+)
+_REMEDY = (
+    "Return what belongs to single samples and compute the rest from that, or predict on one "
+    "device with a model made outside of strategy.scope()."
+)
+_checked_eagerly: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
-def gather_rows(strategy: TrainingStrategy, value: tf.distribute.DistributedValues | Rows) -> Rows:
-    """Concatenate the rows of all replicas, replica by replica; dense or ragged tensors."""
+def check_predictions(function: Callable[[Nest], Nest], data: Nest, outputs: Nest) -> None:
+    """Refuse outputs that cannot be joined, as far as shapes tell.
+
+    Args:
+        function: Keras's predict step, in its replica; it is traced for batches of two sizes if the
+            shapes of `outputs` leave open how they depend on them.
+        data: the batch.
+        outputs: what it has returned.
+
+    Raises:
+        ValueError: names the output.
+    """
+    if tf.executing_eagerly():
+        is_open = function not in _checked_eagerly
+        _checked_eagerly.add(function)
+    else:
+        shapes = [_shape(leaf) for leaf in keras.tree.flatten(outputs)]
+        is_open = any(not shape or shape[0] is not None or None in shape[1:] for shape in shapes)
+    if is_open:
+        refuse_other_rows(lambda rows: _traced(function, data, rows))
+
+
+def refuse_other_rows(outputs_of: Callable[[int], Nest]) -> None:
+    """Refuse outputs that are anything but one row for each sample, of a fixed size.
+
+    Args:
+        outputs_of: returns tensors, perhaps symbolic, for a batch of so many rows.
+
+    Raises:
+        ValueError: names the output.
+    """
+    few, more = (keras.tree.flatten_with_path(outputs_of(rows)) for rows in (2, 3))
+    for (path, at_two), (_, at_three) in zip(few, more, strict=False):
+        first, second = _shape(at_two), _shape(at_three)
+        if first is None or second is None:
+            continue
+        is_row = first[:1] in ([2], [None]) and second[:1] in ([3], [None])
+        if not is_row or first[1:] != second[1:]:
+            raise ValueError(
+                f"{_REFUSAL}{name_of(path)} of shape {first} for 2 samples and {second} for 3. "
+                f"{_REMEDY}"
+            )
+
+
+def refusal_in(error: BaseException) -> str | None:
+    """Return the message of a check in the graph that has failed, without TensorFlow's pages."""
+    found = re.search(rf"\[({re.escape(_REFUSAL)}.*)\]", str(error))
+    return None if found is None else found.group(1).replace("] [", " ")
+
+
+def name_of(path: tuple[object, ...]) -> str:
+    """Return the name of an output for an error, from its path in what the model returns."""
+    return "output" + "".join(f"[{key!r}]" for key in path)
+
+
+def _shape(leaf: Leaf) -> list[int | None] | None:
+    """Return a shape; of a ragged tensor with the mean length of its rows, if it is known."""
+    shape = tf.TensorShape(getattr(leaf, "shape", ()))
+    if isinstance(leaf, tf.RaggedTensor) and shape[0] and leaf.flat_values.shape[0] is not None:
+        return [shape[0], leaf.flat_values.shape[0] // shape[0]]
+    return None if leaf is None or shape.rank is None else shape.as_list()
+
+
+def _traced(function: Callable[[Nest], Nest], data: Nest, rows: int) -> Nest:
+    """Return symbolic outputs for a batch of so many rows, None if the step cannot be traced."""
+    leaves, found = tf.nest.flatten(data), [None]
+    places = [i for i, leaf in enumerate(leaves) if is_sliceable(leaf) and leaf.shape.rank != 0]
+
+    def run(*parts: Rows) -> None:
+        given = dict(enumerate(leaves)) | dict(zip(places, parts, strict=True))
+        with keras.StatelessScope():
+            found.append(function(tf.nest.pack_sequence_as(data, list(given.values()))))
+
+    types = [with_rows(private_api.type_spec_from_value(leaves[i]), rows) for i in places]
+    with contextlib.suppress(Exception):  # it may need more samples, or run eagerly only
+        tf.function(run, autograph=False).get_concrete_function(*types)
+    return found[-1]
+
+
+def gather_rows(
+    strategy: TrainingStrategy,
+    value: tf.distribute.DistributedValues | Rows | None,
+    total: tf.Tensor,
+    name: str,
+) -> Rows | None:
+    """Concatenate the rows of all replicas, replica by replica; dense, ragged or sparse tensors.
+
+    Args:
+        strategy: the `HeterogeneousStrategy`.
+        value: an output of each replica.
+        total: int64 scalar, number of samples of all replicas.
+        name: what an error calls the output.
+    """
     local = strategy.experimental_local_results(value)
+    if strategy.layout.num_replicas == 1 or local[0] is None:
+        return local[0]
     if isinstance(local[0], tf.RaggedTensor):
-        return _gather_ragged_rows(strategy, tf.concat(local, axis=0))
-    if isinstance(local[0], tf.SparseTensor):
+        rows = _gather_ragged_rows(strategy, tf.concat(local, axis=0))
+        count = rows.nrows(tf.int64)
+    elif isinstance(local[0], tf.SparseTensor):
         dense = [tf.sparse.to_dense(part) for part in local]
-        return tf.sparse.from_dense(_gather_dense_rows(strategy, dense))
-    if local[0].shape.rank == 0:
-        return _gather_over_workers(strategy, tf.stack(local))
-    return _gather_dense_rows(strategy, local)
+        rows = tf.sparse.from_dense(_gather_dense_rows(strategy, dense, name))
+        count = rows.dense_shape[0]
+    elif local[0].shape.rank == 0:
+        raise ValueError(f"{_REFUSAL}{name} of shape []. {_REMEDY}")
+    else:
+        rows = _gather_dense_rows(strategy, local, name)
+        count = tf.shape(rows, tf.int64)[0]
+    parts = [f"{_REFUSAL}{name} with", count, "rows for", total, f"samples. {_REMEDY}"]
+    with _required(count == total, parts):
+        return tf.nest.map_structure(tf.identity, rows, expand_composites=True)
+
+
+def _required(condition: tf.Tensor, message: list[Any]) -> contextlib.AbstractContextManager[None]:
+    """Make the operations of a block wait for a condition, and fail with a message without it."""
+    check = tf.raw_ops.Assert(condition=condition, data=message, summarize=-1)
+    return tf.control_dependencies([check])
 
 
 def _gather_ragged_rows(strategy: TrainingStrategy, ragged: tf.RaggedTensor) -> tf.RaggedTensor:
@@ -33,19 +157,19 @@ def _gather_ragged_rows(strategy: TrainingStrategy, ragged: tf.RaggedTensor) -> 
     return tf.RaggedTensor.from_row_lengths(values, lengths)
 
 
-def _gather_dense_rows(strategy: TrainingStrategy, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+def _gather_dense_rows(
+    strategy: TrainingStrategy, parts: Sequence[tf.Tensor], name: str
+) -> tf.Tensor:
     shapes = [part.shape for part in parts]
     # eagerly every local shape is known, but not those of the other workers
     is_eager = tf.executing_eagerly() and shapes[0].rank > 1
-    if is_eager or any(
-        shape.rank is not None and not shape[1:].is_fully_defined() for shape in shapes
-    ):
-        parts = _with_equal_inner_shapes(strategy, parts)
+    if is_eager or not all(shape.rank and shape[1:].is_fully_defined() for shape in shapes):
+        parts = _with_equal_inner_shapes(strategy, parts, name)
     return _gather_over_workers(strategy, tf.concat(parts, axis=0))
 
 
 def _with_equal_inner_shapes(
-    strategy: TrainingStrategy, parts: Sequence[tf.Tensor]
+    strategy: TrainingStrategy, parts: Sequence[tf.Tensor], name: str
 ) -> list[tf.Tensor]:
     """Give parts without rows the inner shape of the others, which must be equal.
 
@@ -56,19 +180,13 @@ def _with_equal_inner_shapes(
     shapes = _gather_over_workers(strategy, shapes)
     inner, has_rows = shapes[:, 1:], shapes[:, :1] > 0
     common = tf.reduce_max(tf.where(has_rows, inner, 0), axis=0)
-    check = tf.debugging.Assert(
-        tf.reduce_all((inner == common) | ~has_rows),
-        [
-            "The replicas' predictions have different shapes and cannot be joined: the model pads "
-            "to the longest sample of each replica's own share. Received the shapes (one row for "
-            "each replica)",
-            shapes,
-            "which may differ in the first dimension only. Pad to a fixed width before or in the "
-            "model, or let it return a tf.RaggedTensor.",
-        ],
-        summarize=-1,
-    )
-    with tf.control_dependencies([] if check is None else [check]):
+    message = [
+        f"{_REFUSAL}{name} with the shapes",
+        shapes,
+        "on the replicas, as of a model that pads to the longest sample of each share. Pad to a "
+        "fixed width before or in the model, or let it return a tf.RaggedTensor.",
+    ]
+    with _required(tf.reduce_all((inner == common) | ~has_rows), message):
         return [_reshaped_if_empty(part, common) for part in parts]
 
 
@@ -76,7 +194,7 @@ def _reshaped_if_empty(part: tf.Tensor, inner: tf.Tensor) -> tf.Tensor:
     shape = tf.shape(part, out_type=tf.int64)
     wanted = tf.where(shape[0] > 0, shape, tf.concat([shape[:1], inner], axis=0))
     result = tf.reshape(part, wanted)
-    if not tf.executing_eagerly():
+    if not tf.executing_eagerly() and part.shape.rank:
         result.set_shape([None, *part.shape[1:]])
     return result
 

@@ -70,7 +70,7 @@ class UnevenPerReplica(private_api.PerReplica):
     @property
     def global_spec(self) -> tf.TypeSpec:
         """The type of the whole global batch, rows counted; the same on every worker."""
-        return _with_rows(self._type_spec.value_specs[0], int(tf.reduce_sum(self._sizes)))
+        return with_rows(self._type_spec.value_specs[0], int(tf.reduce_sum(self._sizes)))
 
     @property
     def _type_spec(self) -> UnevenPerReplicaSpec:
@@ -199,10 +199,11 @@ def find_sizes(structure: Nest) -> tf.Tensor | None:
 def _any_number_of_rows(value: Rows) -> tf.TypeSpec:
     if isinstance(value, tf.Tensor) and value.shape.rank:
         return _dense_spec(value.dtype, tuple(value.shape[1:]))
-    return _with_rows(private_api.type_spec_from_value(value), None)
+    return with_rows(private_api.type_spec_from_value(value), None)
 
 
-def _with_rows(spec: tf.TypeSpec, rows: int | None) -> tf.TypeSpec:
+def with_rows(spec: tf.TypeSpec, rows: int | None) -> tf.TypeSpec:
+    """Return the type of a tensor with so many rows, None for any number."""
     if not spec.shape.rank:
         return spec
     shape = [rows, *spec.shape.as_list()[1:]]

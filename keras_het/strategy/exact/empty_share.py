@@ -43,7 +43,7 @@ def _one_row_if_empty(step: ExactStep, leaf: Leaf) -> Leaf:
 
 def _has_rows(leaf: Leaf) -> bool:
     # an eager step may receive arrays, whose shape is a tuple
-    return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank not in (None, 0)
+    return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank != 0
 
 
 def _one_row(leaf: Leaf, is_on_gpu: bool) -> Leaf:
@@ -66,6 +66,6 @@ def _no_rows(leaf: Leaf) -> Leaf:
 
 
 def _with_static_shape(result: Leaf, like: Leaf) -> Leaf:
-    if isinstance(result, tf.Tensor):
+    if isinstance(result, tf.Tensor) and tf.TensorShape(like.shape).rank:
         result.set_shape([None, *like.shape[1:]])
     return result

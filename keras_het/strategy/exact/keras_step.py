@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_het import private_api
-from keras_het.strategy.batches.gathered_rows import gather_rows
+from keras_het.strategy.batches.gathered_rows import check_predictions, gather_rows, name_of
 from keras_het.strategy.batches.plain_batch import refuse_compiled_batch, share_out
 from keras_het.strategy.batches.uneven_per_replica import find_sizes
 from keras_het.strategy.exact import emulated_device
@@ -134,20 +134,29 @@ def run_predict_step(
             outputs = function(step.rows)
             if model is not None:
                 finish_prediction(step, model)
+        outputs = tf.nest.map_structure(_as_tensor, outputs)
+        if step.replica_id == strategy.layout.local_replicas.start and step.num_replicas > 1:
+            with as_replica(caller):
+                check_predictions(function, step.rows, outputs)
         outputs = drop_row_of_zeros(step, outputs)
         flat = emulated_device.wait_until_computed(step, tf.nest.flatten(outputs))
-        return tf.nest.pack_sequence_as(outputs, flat)
+        return tf.nest.pack_sequence_as(outputs, flat), step.total
 
     run_step = tf.autograph.experimental.do_not_convert(replica_step)
     with keras_hooks():
-        outputs = run(run_step, (data, find_sizes(data)))
+        outputs, total = run(run_step, (data, find_sizes(data)))
     if model is not None:
         tell(model, remarks)
     if (request := _carried_request(strategy)) is not None:
         # of a type that no summation machine sums
         wishes = request.contribution(True, tf.int64)
         request.record(strategy.extended.sum_over_workers(wishes))
-    return tf.nest.map_structure(lambda leaf: gather_rows(strategy, leaf), outputs)
+    total = strategy.experimental_local_results(total)[0]
+    rows = [
+        gather_rows(strategy, leaf, total, name_of(path))
+        for path, leaf in keras.tree.flatten_with_path(outputs)
+    ]
+    return keras.tree.pack_sequence_as(outputs, rows)
 
 
 def _check_is_not_measured(strategy: TrainingStrategy) -> None:
@@ -313,6 +322,11 @@ def _wishes(strategy: TrainingStrategy, step: ExactStep, logs: Nest) -> list[tf.
 
 def _carried_request(strategy: TrainingStrategy) -> StopRequest | None:
     return strategy._stop_request if strategy._steps_carry_wishes else None
+
+
+def _as_tensor(leaf: Leaf) -> Leaf:
+    is_tensor = leaf is None or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor))
+    return leaf if is_tensor else tf.convert_to_tensor(leaf)
 
 
 def _tensors(structure: Nest) -> list[Leaf]:
