@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from keras_het.keras_backend import check_keras_backend_before_import
-from keras_het.seen_versions import warn_of_unseen_versions
+from keras_het.seen_versions import import_part, warn_of_unseen_versions
 
 if TYPE_CHECKING:
     from keras_het import callbacks, loader, planning
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         check_keras_backend_before_import()
         warn_of_unseen_versions()
-        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+        return import_part(_MODULE_OF[name], name)
     if name in _MODULES:
         return importlib.import_module(f"keras_het.{name}")
     raise AttributeError(f"module 'keras_het' has no attribute {name!r}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import keras
-from keras.src.models.functional import Functional, operation_fn
+from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 from tensorflow.python.client import device_lib
 from tensorflow.python.ops import collective_ops
@@ -61,8 +61,9 @@ def call_node(
         The flat list of its results.
     """
     arguments, options = node.arguments.fill_in(values)
-    results = operation_fn(operation, training=training)(*arguments, **options)
-    return list(keras.tree.flatten(results))
+    if training is not None and "training" in getattr(operation, "_call_context_args", ()):
+        options["training"] = training
+    return list(keras.tree.flatten(operation(*arguments, **options)))
 
 
 def flat_inputs(graph: Graph, inputs: Nest) -> list[Any]:
@@ -79,6 +80,14 @@ def flat_inputs(graph: Graph, inputs: Nest) -> list[Any]:
     ]
     inputs = keras.tree.pack_sequence_as(inputs, cast)
     return list(graph._standardize_inputs(inputs))
+
+
+def outputs_for(graph: Graph, rows: int) -> Nest:
+    """Return symbolic outputs for a batch of so many rows; None if the graph does not allow it."""
+    given = [keras.KerasTensor((rows, *t.shape[1:]), t.dtype, t.sparse) for t in graph.inputs]
+    with contextlib.suppress(Exception):  # a fixed size of batch, or a layer that needs more rows
+        return graph.compute_output_spec(keras.tree.pack_sequence_as(graph._inputs_struct, given))
+    return None
 
 
 def packed_outputs(graph: Graph, outputs: list[Any]) -> Nest:
@@ -194,9 +203,10 @@ def count_step(optimizer: keras.optimizers.Optimizer, is_finite: Any) -> None:
 def know_variables_again(optimizer: keras.optimizers.Optimizer) -> None:
     """Make an optimizer recognise variables that `private_api.recreate_variable` has changed."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    optimizer._trainable_variables_indices = {
-        optimizer._var_key(variable): i for i, variable in enumerate(optimizer._trainable_variables)
-    }
+    keys = [optimizer._var_key(variable) for variable in optimizer._trainable_variables]
+    optimizer._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
+    if decays := vars(optimizer).get("_weight_decay_by_var_key"):  # Keras 3.16, in this order
+        optimizer._weight_decay_by_var_key = dict(zip(keys, decays.values(), strict=True))
 
 
 def memory_limit(device: str) -> float:

@@ -41,7 +41,6 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
-from tensorflow.python.distribute.experimental.rpc import rpc_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework.composite_tensor import CompositeTensor
@@ -56,6 +55,26 @@ except ImportError:
     from keras.src.backend.tensorflow import nn as keras_nn
     from keras.src.backend.tensorflow.core import Variable as KerasTensorFlowVariable
 
+try:
+    from tensorflow.python.distribute.experimental.rpc.rpc_ops import (
+        GrpcClient,
+        GrpcServer,
+        StatusOrResult,
+    )
+except ImportError:  # other parts do without
+
+    class GrpcClient:  # type: ignore[no-redef]
+        """Stands for TensorFlow's classes of remote calls."""
+
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            raise ImportError(
+                "Async workers and the summation service need TensorFlow's rpc_ops. Received: "
+                f"TensorFlow {tf.__version__}, which has moved it. Install a version that was "
+                "seen, with pip install --upgrade keras-het."
+            )
+
+    GrpcServer = StatusOrResult = GrpcClient
+
 ConcreteFunction: TypeAlias = concrete_function.ConcreteFunction
 EpochIterator: TypeAlias = keras_tf_trainer.EpochIterator
 # AutoGraph turns a loop over this type into one of the graph; Keras asks for its subclass
@@ -67,7 +86,7 @@ GLOBAL_SEED_GENERATOR = keras_seed_generator.GLOBAL_SEED_GENERATOR
 StrategyExtended = distribute_lib.StrategyExtendedV2
 CollectiveKeys: TypeAlias = cross_device_utils.CollectiveKeys
 CommunicationOptions: TypeAlias = collective_util.Options
-RpcServer = rpc_ops.GrpcServer
+RpcServer = GrpcServer
 # Keras 3.16 renames both.
 TensorFlowTrainer = getattr(keras_tf_trainer, "TensorFlowTrainer", None) or keras_tf_trainer.Trainer
 BaseTrainer = getattr(keras_base_trainer, "BaseTrainer", None) or keras_base_trainer.Trainer
@@ -141,7 +160,7 @@ __all__ = [
 ]
 
 
-class RpcAnswer(rpc_ops.StatusOrResult):
+class RpcAnswer(StatusOrResult):
     """Status or value of a call, which frees its resource where it was made.
 
     TensorFlow's class frees it in whatever graph is being built at its collection: a stray
@@ -156,7 +175,7 @@ class RpcAnswer(rpc_ops.StatusOrResult):
             super().__del__()
 
 
-class RpcClient(rpc_ops.GrpcClient):
+class RpcClient(GrpcClient):
     """TensorFlow's client; its calls return `RpcAnswer`."""
 
     @tf.autograph.experimental.do_not_convert  # frames that it converts outlive the call
@@ -178,11 +197,7 @@ def mutex_of(section: tf.CriticalSection) -> tf.Tensor:
 
 
 def recreate_variable(variable: keras.Variable) -> None:
-    """Give an initialised Keras variable a TensorFlow variable of the current scope, same value.
-
-    Args:
-        variable: a `keras.Variable`, which stays the same object.
-    """
+    """Give an initialised Keras variable a TensorFlow variable of the current scope, same value."""
     value = tf.convert_to_tensor(variable.value)
     variable._initialize(value)
 
@@ -437,11 +452,7 @@ def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def peer_is_healthy(task: str, timeout_seconds: float) -> bool:
-    """Ask TensorFlow's runtime whether a peer of the collective group answers.
-
-    Args:
-        task: name of the peer, such as "/job:worker/replica:0/task:1".
-        timeout_seconds: how long to wait for its answer, in seconds. The interpreter waits, too.
+    """Ask a peer, such as "/job:worker/replica:0/task:1", whether it answers; nothing else runs.
 
     Raises:
         ProcessLookupError: if another process has taken its place.
@@ -470,12 +481,7 @@ def listens_for_workers() -> bool:
 
 @contextlib.contextmanager
 def coordination_timeouts(register_seconds: float, silence_seconds: float) -> Iterator[None]:
-    """Set the timeouts of a cluster that is joined meanwhile.
-
-    Args:
-        register_seconds: how long to wait for the other workers to join, in seconds.
-        silence_seconds: how long a worker may be silent before TensorFlow ends all, in seconds.
-    """
+    """Set how long a cluster joined meanwhile waits for workers to join, or to break silence."""
     context = eager_context.context()
     configure = context.configure_coordination_service
     context.configure_coordination_service = functools.partial(
@@ -575,15 +581,7 @@ def calls_functions(operation: tf.Operation) -> bool:
 
 
 def repeat_operation(operation: tf.Operation, inputs: list[tf.Tensor]) -> tf.Tensor:
-    """Repeat an operation on other inputs.
-
-    Args:
-        operation: operation with one output, in the graph that is being built.
-        inputs: as many tensors, of the same types.
-
-    Returns:
-        The output.
-    """
+    """Repeat an operation with one output, in the graph being built, on inputs of its types."""
     attributes = {
         name: value for name, value in operation.node_def.attr.items() if not name.startswith("_")
     }

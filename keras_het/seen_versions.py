@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+from typing import Any
 
 FIRST_UNSEEN = {"Keras": (3, 16), "TensorFlow": (2, 22)}
 """The upper bounds of pyproject.toml, which an environment may override."""
@@ -30,3 +32,24 @@ def warn_of_unseen_versions() -> None:
             "with pip install --upgrade keras-het.",
             " and ".join(unseen),
         )
+
+
+def import_part(module: str, name: str) -> Any:
+    """Return what a module of the package has under a name.
+
+    Raises:
+        ImportError: says that only this part is concerned, if a private symbol has moved.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        if not (error.name or "").startswith(("keras.src", "tensorflow.python")):
+            raise
+        import keras
+        import tensorflow as tf
+
+        raise ImportError(
+            f"{name} relies on what another version has moved; other parts of keras_het may work. "
+            f"Received: Keras {keras.__version__}, TensorFlow {tf.__version__}: {error}. Install "
+            "versions that were seen, with pip install --upgrade keras-het."
+        ) from error

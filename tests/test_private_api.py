@@ -119,6 +119,15 @@ SIGNATURES = [
         ["self", "cluster_resolver"],
     ),
     (private_api.CollectiveAllReduceExtended, "_use_merge_call", ["self"]),
+    (private_api.CollectiveAllReduceExtended, "_create_variable", ["self", "next_creator"]),
+    (
+        private_api.CollectiveAllReduceExtended,
+        "_validate_colocate_with_variable",
+        ["self", "colocate_with_variable"],
+    ),
+    (private_api.distribute_lib, "_wrong_strategy_scope", ["strategy", "context"]),
+    (private_api.distribute_lib, "_assert_strategy", ["strategy"]),
+    (private_api.distribute_values.DistributedVariable.handle, "fget", ["self"]),
     (
         private_api.CollectiveAllReduceExtended,
         "_get_variable_creator_initial_value",

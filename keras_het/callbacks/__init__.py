@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from keras_het.keras_backend import check_keras_backend_before_import
+from keras_het.seen_versions import import_part
 
 if TYPE_CHECKING:
     import keras
@@ -43,8 +43,7 @@ def __getattr__(name: str) -> type[keras.callbacks.Callback]:
     # A program that only tunes a loader should not load the parameter service.
     if name in _MODULES:
         check_keras_backend_before_import()
-        module = importlib.import_module(f"keras_het.callbacks.{_MODULES[name]}")
-        return getattr(module, name)
+        return import_part(f"keras_het.callbacks.{_MODULES[name]}", name)
     raise AttributeError(f"module 'keras_het.callbacks' has no attribute {name!r}")
 
 

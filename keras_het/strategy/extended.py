@@ -15,6 +15,7 @@ from keras_het import private_api
 from keras_het.planning import ReplicaLayout
 from keras_het.strategy.batches.uneven_per_replica import UnevenPerReplica
 from keras_het.strategy.cluster import agreement
+from keras_het.strategy.exact.created_in_scope import check_created_in_scope, install_scope_errors
 from keras_het.strategy.hierarchical_all_reduce import HierarchicalAllReduce
 from keras_het.summation import SummationGroup
 from keras_het.value_types import Leaf, Nest
@@ -55,6 +56,7 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
         peer_timeout_seconds: float = 30.0,
         on_join: Callable[[], None] = lambda: None,
     ) -> None:
+        install_scope_errors()
         self._on_join = on_join
         self._requested_devices = tuple(devices)
         self._timeouts = (connect_seconds, peer_timeout_seconds + _MORE_SECONDS)
@@ -246,6 +248,28 @@ class HeterogeneousExtended(private_api.CollectiveAllReduceExtended):
     def sum_over_workers(self, value: tf.Tensor) -> tf.Tensor:
         """Sum a tensor in host memory over all workers; in a function that all workers call."""
         return self._host_cross_device_ops.sum_between_workers(value)
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: tf.Variable) -> Iterator[None]:
+        """Create variables beside another; of an optimizer that is built outside of the scope too.
+
+        Args:
+            colocate_with_variable: the other variable.
+        """
+        strategy = self._container_strategy()
+        is_inside = tf.distribute.get_strategy() is strategy
+        scope = contextlib.nullcontext() if is_inside else strategy.scope()
+        with scope, super().colocate_vars_with(colocate_with_variable):
+            yield
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
+        check_created_in_scope(self._container_strategy(), [colocate_with_variable])
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> Any:
+        beside = kwargs.get("colocate_with")
+        if isinstance(beside, tf.Variable) and not self.variable_created_in_scope(beside):
+            del kwargs["colocate_with"]  # of a single replica, whose variables are in one place
+        return super()._create_variable(next_creator, **kwargs)
 
     def _use_merge_call(self) -> bool:
         return False

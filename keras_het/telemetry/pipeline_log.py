@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from keras_het.planning.diagnosis.pipeline_record import PipelineRecord, StageRecord
 from keras_het.planning.pipeline import PipelinePlan
-from keras_het.strategy.pipeline import PipelineStrategy
 from keras_het.telemetry.event_log import EventLog
 from keras_het.telemetry.step_recorder import StepRecorder
+
+if TYPE_CHECKING:
+    from keras_het.strategy.pipeline import PipelineStrategy
 
 _INTERVAL_SECONDS = 10.0
 

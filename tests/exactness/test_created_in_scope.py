@@ -54,6 +54,131 @@ def test_weights_added_outside_of_the_scope():
         model.fit(three_replicas().distribute(batches()), verbose=0)
 
 
+def added_after(strategy, x):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+    model.add(keras.layers.Dense(1, name="added"))
+    return model
+
+
+def called_first_outside(strategy, x):
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1, name="late")])
+    model(x)
+    return model
+
+
+def weight_added_outside(strategy, x):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.extra = model.add_weight(shape=(), name="extra")
+    return model
+
+
+def lora_outside(strategy, x):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.layers[0].enable_lora(2)
+    return model
+
+
+LATE = {
+    "added": added_after,
+    "late": called_first_outside,
+    "extra": weight_added_outside,
+    "lora_kernel_a": lora_outside,
+}
+
+
+@pytest.mark.quick("lora_kernel_a")
+@pytest.mark.parametrize("name", LATE)
+def test_an_optimizer_with_slots_names_what_was_created_outside(name):
+    x, y = arrays()
+    model = LATE[name](three_replicas(), x)
+    model.compile("adam", "mse")
+    with pytest.raises(ValueError, match=MESSAGE.format(name)):
+        model.fit(x, y, verbose=0)
+
+
+def test_one_replica_gives_slots_to_what_was_created_outside():
+    x, y = arrays()
+    weights = []
+    for strategy in (HeterogeneousStrategy(devices=DEVICES[:1]), None):
+        keras.utils.set_random_seed(3)
+        model = lora_outside(strategy or tf.distribute.get_strategy(), x)
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for ours, one_device in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, one_device, rtol=1e-4, atol=2e-6)
+
+
+def loop(model, optimizer, x, y):
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y[:, None]) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+
+
+def test_an_eager_loop_in_the_scope_is_told_of_run():
+    model = model_around(keras.layers.Dense(3))
+    received = r"Received: a gradient or update of .*kernel.* call strategy\.run\(step, args"
+    with three_replicas().scope(), pytest.raises(ValueError, match=received):
+        loop(model, model.optimizer, *arrays())
+
+
+def test_an_eager_loop_outside_of_the_scope_is_that_of_one_device():
+    weights = []
+    for scope in (three_replicas().scope(), contextlib.nullcontext()):
+        keras.utils.set_random_seed(3)
+        with scope:
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+        loop(model, model.optimizer, *arrays())
+        model.fit(*arrays(), batch_size=8, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for ours, one_device in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, one_device, rtol=1e-4, atol=2e-6)
+
+
+def compiled_in(scope):
+    with three_replicas().scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    with scope:
+        model.compile("adam", "mse")
+    model.fit(*arrays(), verbose=0)
+
+
+def optimizer_of_no_strategy(scope):
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam()
+    with scope:
+        loop(model, optimizer, *arrays())
+
+
+@pytest.mark.parametrize("mix", [compiled_in, optimizer_of_no_strategy])
+def test_parts_of_different_strategies_are_refused(mix):
+    scope = (
+        HeterogeneousStrategy(devices=DEVICES).scope()
+        if mix is optimizer_of_no_strategy
+        else tf.distribute.MirroredStrategy(DEVICES[:2]).scope()
+    )
+    with pytest.raises(RuntimeError, match=r"belong to one strategy.* Received: one of .*Hete"):
+        mix(scope)
+
+
+def test_other_strategies_keep_the_words_of_tensorflow():
+    three_replicas()
+    mirrored = tf.distribute.MirroredStrategy(DEVICES[:2])
+    with mirrored.scope():
+        variable = tf.Variable(1.0)
+        with pytest.raises(ValueError, match="not available outside the replica context"):
+            variable.handle  # noqa: B018
+    with pytest.raises(RuntimeError, match='Need to be inside "with strategy'):
+        mirrored.extended.colocate_vars_with(variable)
+
+
 def test_what_no_step_changes_may_come_from_outside():
     layer = built_outside(keras.layers.Dense(5))
     layer.trainable = False

@@ -177,6 +177,33 @@ def test_devices_without_enough_memory_are_named() -> None:
     assert "Received" in str(error.value)
 
 
+class Prototypes(L.Layer):
+    def build(self, shape: Any) -> None:
+        self.prototypes = self.add_weight(shape=(5, 3))
+
+    def call(self, rows: Any) -> Any:
+        return rows, self.prototypes + 0.0
+
+
+OUTPUTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "matrix": (lambda h: keras.ops.matmul(h, keras.ops.transpose(h)), r"output of shape \[2, 2\]"),
+    "scalar": (lambda h: {"rows": h, "mean": keras.ops.mean(h)}, r"output\['mean'\] of shape \[\]"),
+    "prototypes": (lambda h: Prototypes()(h), r"output\[1\] of shape \[5, 3\] for 2"),
+    "tiled": (lambda h: [h, keras.ops.tile(h, (2, 1))], r"output\[1\] of shape \[4, 3\] for 2"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_without_a_row_for_each_sample(name: str) -> None:
+    function, received = OUTPUTS[name]
+    strategy = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES[:1])
+    with strategy.scope():
+        inputs = keras.Input([4])
+        model = keras.Model(inputs, function(L.Dense(3)(inputs)))
+    with pytest.raises(ValueError, match=f"joins the rows of all micro-batches.*{received}"):
+        model.predict(np.ones([8, 4]), verbose=0)
+
+
 def test_a_loop_of_the_users_own() -> None:
     strategy = keras_het.PipelineStrategy(devices=DEVICES)
     with pytest.raises(ValueError, match=r"Received: strategy.run of own. Use model.fit"):

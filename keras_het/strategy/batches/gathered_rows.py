@@ -17,9 +17,10 @@ from keras_het.strategy.batches.uneven_per_replica import with_rows
 from keras_het.training_strategy import TrainingStrategy
 from keras_het.value_types import Leaf, Nest, Rows
 
-_REFUSAL = (
-    "predict joins the rows of all replicas: an output must have one row for each sample, and the "
-    "size of the batch must not change that of a row. Received: "
+_JOINS = "predict joins the rows of all replicas"
+_RULE = (
+    ": an output must have one row for each sample, and the size of the batch must not change that "
+    "of a row. Received: "
 )
 _REMEDY = (
     "Return what belongs to single samples and compute the rest from that, or predict on one "
@@ -50,11 +51,15 @@ def check_predictions(function: Callable[[Nest], Nest], data: Nest, outputs: Nes
         refuse_other_rows(lambda rows: _traced(function, data, rows))
 
 
-def refuse_other_rows(outputs_of: Callable[[int], Nest]) -> None:
+def refuse_other_rows(
+    outputs_of: Callable[[int], Nest], joins: str = _JOINS, remedy: str = _REMEDY
+) -> None:
     """Refuse outputs that are anything but one row for each sample, of a fixed size.
 
     Args:
         outputs_of: returns tensors, perhaps symbolic, for a batch of so many rows.
+        joins: what needs such outputs, for the error's text.
+        remedy: what to do, for the error's text.
 
     Raises:
         ValueError: names the output.
@@ -67,14 +72,14 @@ def refuse_other_rows(outputs_of: Callable[[int], Nest]) -> None:
         is_row = first[:1] in ([2], [None]) and second[:1] in ([3], [None])
         if not is_row or first[1:] != second[1:]:
             raise ValueError(
-                f"{_REFUSAL}{name_of(path)} of shape {first} for 2 samples and {second} for 3. "
-                f"{_REMEDY}"
+                f"{joins}{_RULE}{name_of(path)} of shape {first} for 2 samples and {second} for 3. "
+                f"{remedy}"
             )
 
 
 def refusal_in(error: BaseException) -> str | None:
     """Return the message of a check in the graph that has failed, without TensorFlow's pages."""
-    found = re.search(rf"\[({re.escape(_REFUSAL)}.*)\]", str(error))
+    found = re.search(rf"\[({re.escape(_JOINS)}.*)\]", str(error))
     return None if found is None else found.group(1).replace("] [", " ")
 
 
@@ -132,11 +137,11 @@ def gather_rows(
         rows = tf.sparse.from_dense(_gather_dense_rows(strategy, dense, name))
         count = rows.dense_shape[0]
     elif local[0].shape.rank == 0:
-        raise ValueError(f"{_REFUSAL}{name} of shape []. {_REMEDY}")
+        raise ValueError(f"{_JOINS}{_RULE}{name} of shape []. {_REMEDY}")
     else:
         rows = _gather_dense_rows(strategy, local, name)
         count = tf.shape(rows, tf.int64)[0]
-    parts = [f"{_REFUSAL}{name} with", count, "rows for", total, f"samples. {_REMEDY}"]
+    parts = [f"{_JOINS}{_RULE}{name} with", count, "rows for", total, f"samples. {_REMEDY}"]
     with _required(count == total, parts):
         return tf.nest.map_structure(tf.identity, rows, expand_composites=True)
 
@@ -181,7 +186,7 @@ def _with_equal_inner_shapes(
     inner, has_rows = shapes[:, 1:], shapes[:, :1] > 0
     common = tf.reduce_max(tf.where(has_rows, inner, 0), axis=0)
     message = [
-        f"{_REFUSAL}{name} with the shapes",
+        f"{_JOINS}{_RULE}{name} with the shapes",
         shapes,
         "on the replicas, as of a model that pads to the longest sample of each share. Pad to a "
         "fixed width before or in the model, or let it return a tf.RaggedTensor.",

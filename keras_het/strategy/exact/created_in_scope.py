@@ -6,7 +6,9 @@ gradient of all replicas to the same variable: two replicas, twice the learning 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -44,6 +46,58 @@ def check_created_in_scope(strategy: TrainingStrategy, variables: Sequence[Eithe
 def is_shared(strategy: TrainingStrategy, variable: EitherVariable) -> bool:
     """Tell whether the replicas of a worker share one variable, made outside of the scope."""
     return max(strategy.layout.replicas_per_worker) > 1 and not _is_own(strategy, variable)
+
+
+def install_scope_errors() -> None:
+    """Say what to do where TensorFlow names its internals; permanent, installed once."""
+    variable = private_api.distribute_values.DistributedVariable
+    if hasattr(variable.handle.fget, "__wrapped__"):
+        return
+    for name in ("_wrong_strategy_scope", "_assert_strategy"):
+        check = getattr(private_api.distribute_lib, name)
+        setattr(private_api.distribute_lib, name, _explained(check, RuntimeError, _mixed))
+    variable.handle = property(_explained(variable.handle.fget, ValueError, _without_replica))
+
+
+def _explained(
+    function: Callable[..., Any], kind: type[Exception], explain: Callable[[Any], str | None]
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def explained(subject: Any, *arguments: object) -> Any:
+        try:
+            return function(subject, *arguments)
+        except kind:
+            if (message := explain(subject)) is None:
+                raise
+        raise kind(message)
+
+    return explained
+
+
+def _mixed(strategy: tf.distribute.Strategy) -> str | None:
+    pair = (strategy, tf.distribute.get_strategy())
+    if not any(_is_ours(each) for each in pair):
+        return None
+    names = [str(each) if _is_ours(each) else type(each).__name__.lstrip("_") for each in pair]
+    return (
+        "A model, its optimizer and its metrics must belong to one strategy. Received: one of "
+        f"{names[0]} where {names[1]} is in use. Create and compile all of them in the same "
+        "`with strategy.scope():`, and train with model.fit or in strategy.run of that strategy."
+    )
+
+
+def _without_replica(variable: tf.Variable) -> str | None:
+    if not _is_ours(variable.distribute_strategy):
+        return None
+    return (
+        "Gradients are taken by each replica. Received: a gradient or update of "
+        f"{variable.name} in strategy.scope(), but not in strategy.run. Make the step a function "
+        "and call strategy.run(step, args=...), or train with model.fit."
+    )
+
+
+def _is_ours(strategy: tf.distribute.Strategy) -> bool:
+    return hasattr(strategy, "measure_compute_times")
 
 
 def move_optimizer(strategy: TrainingStrategy, model: keras.Model) -> None:

@@ -31,6 +31,7 @@ from keras_het.strategy.pipeline.refusals import (
     REFUSED_CALLBACKS,
     check_can_be_cut,
     check_has_no_async_workers,
+    check_inputs,
 )
 from keras_het.strategy.pipeline.step.edges import Place
 from keras_het.strategy.pipeline.step.emulated_pass import Emulation
@@ -283,6 +284,7 @@ class PipelineStrategy(HeterogeneousStrategy):
             check_can_be_cut(units)
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
             inputs = keras_graphs_adapter.flat_inputs(units.graph, inputs)
+            check_inputs(inputs)
             with tf.init_scope():
                 # the new stages may lie elsewhere
                 self._complete(model, "compile")

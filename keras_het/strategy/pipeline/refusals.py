@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import keras
 
 from keras_het import keras_graphs_adapter, private_api
+from keras_het.strategy.batches.gathered_rows import refuse_other_rows
 from keras_het.strategy.pipeline.step.model_units import ModelUnits
+from keras_het.value_types import Rows
 
 _ELSEWHERE = "train it under keras_het.HeterogeneousStrategy"
 
@@ -64,6 +66,27 @@ def check_can_be_cut(units: ModelUnits) -> None:
             )
     for layer in _layers(units):
         _check_layer(layer)
+    refuse_other_rows(
+        lambda rows: keras_graphs_adapter.outputs_for(units.graph, rows),
+        "A pipeline joins the rows of all micro-batches",
+        f"Leave that output out, or {_ELSEWHERE}.",
+    )
+
+
+def check_inputs(inputs: Iterable[Rows | None]) -> None:
+    """Refuse a batch that lacks an input of the model.
+
+    Args:
+        inputs: the model's flat inputs.
+
+    Raises:
+        ValueError: if one of them is None.
+    """
+    if any(value is None for value in inputs):
+        raise ValueError(
+            "A pipeline needs a tensor for each input of the model. Received: None for an optional "
+            f"one. Build the model without it, or {_ELSEWHERE}."
+        )
 
 
 def _layers(units: ModelUnits) -> Iterable[keras.layers.Layer]:

@@ -213,7 +213,7 @@ def _kind(device: str) -> str:
 def _example(spec: tf.TensorSpec) -> tf.Tensor:
     if spec.dtype.is_floating:
         return tf.cast(tf.random.stateless_uniform(spec.shape, [1, 2]), spec.dtype)
-    return tf.ones(spec.shape, spec.dtype)
+    return (tf.zeros if spec.dtype == tf.string else tf.ones)(spec.shape, spec.dtype)
 
 
 def _bytes(value: tf.Tensor | tf.Variable) -> float:

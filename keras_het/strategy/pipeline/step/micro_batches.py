@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from keras_het.loader.order.rows import count_rows, slice_rows
 from keras_het.value_types import Nest
 
 
@@ -22,7 +23,7 @@ class MicroBatches:
 
     def __init__(self, batch: Nest, count: int) -> None:
         self._batch, self.count = batch, count
-        self.rows = _rows(tf.nest.flatten(batch)[0])
+        self.rows = tf.cast(count_rows(batch), tf.int32)
         self._bounds = [self.rows * m // count for m in range(count + 1)]
 
     def part(self, number: int, of: Nest) -> Nest:
@@ -34,7 +35,7 @@ class MicroBatches:
         """
         begin = self._bounds[number]
         end = tf.maximum(self._bounds[number + 1], begin + 1)
-        return tf.nest.map_structure(lambda value: value[begin:end], of)
+        return slice_rows(of, begin, end - begin)
 
     def counted(self, number: int, of: Nest) -> Nest:
         """Return those rows of a micro-batch's results that belong to the batch.
@@ -70,8 +71,3 @@ class MicroBatches:
         """Return the micro-batch's part of the batch's rows, float64 scalar."""
         size = self._bounds[number + 1] - self._bounds[number]
         return tf.cast(size, tf.float64) / tf.cast(self.rows, tf.float64)
-
-
-def _rows(value: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
-    rows = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
-    return tf.cast(rows, tf.int32)

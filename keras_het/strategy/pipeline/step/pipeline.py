@@ -68,7 +68,7 @@ class Pipeline:
         self.edges = Edges(units, self.stages, plan, places)
         self._process = 0 if group is None else group.process
         self.optimizer: keras.optimizers.Optimizer | None = units.model.optimizer
-        self._compilation = keras_graphs_adapter.loss_tracker(units.model)
+        self._built_from = self._parts()
         with tf.device("CPU:0"):
             self._steps = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._gathered_at = 0
@@ -77,8 +77,13 @@ class Pipeline:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the model has been compiled again since."""
-        return keras_graphs_adapter.loss_tracker(self.units.model) is not self._compilation
+        """Whether the model has been compiled again, or has other layers or variables, since."""
+        return self._parts() != self._built_from
+
+    def _parts(self) -> list[int]:
+        model, variables = self.units.model, [v for u in self.units.units for v in u.variables]
+        owners = keras_graphs_adapter.loss_tracker(model), keras_graphs_adapter.graph_of(model)
+        return list(map(id, [*owners, *variables]))
 
     @property
     def is_scattered(self) -> bool:
