@@ -72,6 +72,7 @@ def run_report(options: argparse.Namespace) -> int:
     notes = []
     if choice.others:
         notes.append(f"Other trainings here: {listed(choice.others)}. Choose with --run NAME.")
+    notes += [f"Not in this report: {name}. {why}" for name, why in choice.unreadable.items()]
     if options.html:
         options.html.write_text(page(facts), encoding="utf-8")
         notes.append(f"Page: {options.html}")

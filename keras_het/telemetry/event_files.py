@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import socket
-import struct
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_het.tensorboard import log_format
 from keras_het.tensorboard.log_content import Value
+from keras_het.tensorboard.log_files import values_of
 
-_logger = logging.getLogger("keras_het")
 _SCALAR, _TENSOR = 1, 2  # of tensorboard.DataClass, which TensorFlow's public API has not
-_LENGTH = struct.Struct("<Q")
-_CHECKSUM = 4  # bytes after the length, and after the data
 _STAMP = re.compile(rf"^{re.escape(log_format.FILE_PREFIX)}(\d{{10,}})\.")
 
+parse_event = tf.compat.v1.Event.FromString
 READ_ERRORS = (OSError, tf.errors.OpError)
 """What reading or writing a file raises, on a disk or a remote file system."""
 
@@ -30,12 +25,7 @@ READ_ERRORS = (OSError, tf.errors.OpError)
 def event_files(directory: str) -> list[str]:
     """Return the paths of a directory's files of ours in the order of writing."""
     names = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
-    ours = [
-        name
-        for name in names
-        if name.startswith(log_format.FILE_PREFIX) and name.endswith(log_format.FILE_SUFFIX)
-    ]
-    return [os.path.join(directory, name) for name in sorted(ours)]  # noqa: PTH118 - may be a URL
+    return [os.path.join(directory, name) for name in log_format.own_files(names)]  # noqa: PTH118 - may be a URL
 
 
 class FileNames:
@@ -106,43 +96,17 @@ def _summary_value(value: Value) -> Any:
     return tf.compat.v1.Summary.Value(tag=value.tag, metadata=metadata, tensor=tensor)
 
 
-def read_events(path: str, damage: list[str] | None = None) -> Iterator[Value]:
-    """Yield the values of an event file as far as they are whole.
+def content_at(path: str, most: int = 2**40) -> bytes:
+    """Return what a file holds, of a long one its first bytes.
 
     Args:
         path: of the file.
-        damage: gets the path, once for each record that cannot be read.
+        most: the greatest number of bytes.
     """
-    for record in _records(path):
-        try:
-            event = tf.compat.v1.Event.FromString(record)
-            values = [_value(event, each) for each in event.summary.value]
-        except Exception as error:  # whatever a damaged record makes of itself
-            _logger.debug("A record of %s cannot be read: %s", path, error)
-            if damage is not None:
-                damage.append(path)
-            continue
-        yield from (each for each in values if each is not None)
-
-
-def _value(event: Any, value: Any) -> Value | None:
-    if not value.HasField("tensor"):
-        return None
-    array = np.asarray(tf.make_ndarray(value.tensor))
-    content = array.item() if array.dtype == object and array.size == 1 else array
-    return Value(value.tag, int(event.step), float(event.wall_time), content)
-
-
-def _records(path: str) -> Iterator[bytes]:
-    """Records of a TFRecord file; the last may be torn, or still be in writing."""
     with tf.io.gfile.GFile(path, "rb") as file:
-        left = file.size()
-        while left >= _LENGTH.size + 2 * _CHECKSUM:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            file.read(_CHECKSUM)
-            left -= _LENGTH.size + 2 * _CHECKSUM + length
-            if left < 0:
-                return
-            record = file.read(length)
-            file.read(_CHECKSUM)
-            yield record
+        return file.read(min(most, file.size()))
+
+
+def read_events(path: str) -> list[Value]:
+    """Return the values of an event file's whole records."""
+    return values_of(content_at(path), parse_event)[0]

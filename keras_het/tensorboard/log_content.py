@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from keras_het.planning.diagnosis.middles import LONGEST_SECONDS
 from keras_het.planning.diagnosis.pipeline_record import PipelineRecord
 from keras_het.planning.diagnosis.recording import (
     PHASES,
+    Change,
     Device,
     Floats,
     Integers,
@@ -21,11 +24,12 @@ from keras_het.tensorboard.log_format import ROWS, Setup
 from keras_het.tensorboard.pipeline_format import parse_plan
 
 _MEDIAN, _HIGHEST = log_format.ORDER.index("median"), log_format.ORDER.index("highest")
-_TEXTS = (
-    *(log_format.SETUP, log_format.CHANGES, log_format.ASYNC),
-    *(log_format.PLAN, log_format.PASSES, log_format.PAUSES),
-)
-_MOST_PASSES = 500
+_MOST_PASSES, _MOST_TEXTS, _MOST_MESSAGES = 500, 100_000, 20
+# What a log of a training cannot have; within this, whatever it says is shown.
+_LAST_STEP = 2**50
+_LAST_TIME = 1e11  # a wall time in seconds: in the year 5138
+_LONGEST_TEXT, _LONGEST_TAG = 2**22, 60
+_LARGEST_SHARE, _LARGEST_SAMPLE = 1e9, 1e18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,24 +75,35 @@ class NoSetupError(ValueError):
     """A log does not say of which devices it is."""
 
 
+def has_time(value: Value) -> bool:
+    """Tell whether a value can have been written at its time, which a NaN is not."""
+    return 0 <= value.time <= _LAST_TIME
+
+
 def is_readable(value: Value) -> bool:
-    """Tell whether a value is of the kind that its tag says: what is damaged may be anything."""
-    content = value.value
-    if value.step < 0:
+    """Tell whether a value is of the kind that its tag says, with numbers that can be.
+
+    Whatever reads a log asks here first: what is damaged, or made to do harm, may be anything.
+    """
+    content, tag = value.value, value.tag
+    if not (0 <= value.step <= _LAST_STEP and has_time(value)):
         return False
-    if value.tag in _TEXTS:
-        return isinstance(content, (bytes, str))
-    every = log_format.steps_per_row(value.tag)
-    if not every and value.tag != log_format.HARDWARE_SAMPLES:
-        return True
-    if getattr(getattr(content, "dtype", None), "kind", "") not in ("f", "i", "u"):
+    if tag in log_format.TEXTS:
+        return isinstance(content, bytes) and len(content) <= _LONGEST_TEXT
+    every = log_format.steps_per_row(tag)
+    if not every and tag != log_format.HARDWARE_SAMPLES:
+        return content is not None and not tag.startswith(log_format.THINNED)
+    if not isinstance(content, np.ndarray) or content.dtype.kind != "f" or not content.size:
         return False
     if not every:
-        return bool(content.ndim == 2)
-    return bool(content.ndim == (3 if every == 1 else 4) and content.shape[-2] == len(ROWS))
+        return content.ndim == 2 and not np.any(np.abs(content) > _LARGEST_SAMPLE)
+    if content.ndim != (3 if every == 1 else 4) or content.shape[-2] != len(ROWS):
+        return False
+    times, shares = content[..., :-1, :], content[..., -1, :]
+    return not (np.any(np.abs(times) > LONGEST_SECONDS) or np.any(np.abs(shares) > _LARGEST_SHARE))
 
 
-def log_content(values: Iterable[Value]) -> LogContent:
+def log_content(values: Iterable[Value], messages: Iterable[str] = ()) -> LogContent:
     """Return what values say, of which the one written last counts where they contradict.
 
     A training that went back to an earlier step and was continued from there has written these
@@ -97,20 +112,44 @@ def log_content(values: Iterable[Value]) -> LogContent:
 
     Args:
         values: of one training, in any order.
+        messages: what could not be read before.
 
     Raises:
         NoSetupError: if there is no setup among them.
     """
-    messages: dict[str, None] = {}
-    ordered = _undamaged(sorted(values, key=lambda each: each.time), messages)
-    setups = _setups(ordered, messages)
+    told = dict.fromkeys(messages)
+    ordered = sorted(_undamaged(values, told), key=lambda each: each.time)
+    parse_setup = functools.cache(log_format.parse_setup)  # each file begins with the same one
+    setups = [
+        (each.time, each.value) for each in _parsed(ordered, log_format.SETUP, parse_setup, told)
+    ]
     if not setups:
-        raise NoSetupError("This log names no devices: its first record is missing or torn.")
-    columns = _Columns(setups, messages)
+        reasons = " ".join(_first(told))
+        raise NoSetupError(
+            f"This log names no devices: its first record is missing or torn. {reasons}".rstrip()
+        )
+    for version in sorted({setup.version for _, setup in setups}):
+        if version > log_format.VERSION:
+            told[
+                f"This log has version {version} of the format; this version of keras_het reads "
+                f"version {log_format.VERSION} and may leave something out."
+            ] = None
+    columns = _Columns(setups, told)
     every, steps, rows, highest = _steps(
         [each for each in ordered if log_format.steps_per_row(each.tag)], columns
     )
-    pipeline, passes = _pipeline(ordered, setups[-1], messages)
+    missing = np.diff(steps) - every[:-1]
+    if np.any(missing > 0):
+        row = int(np.argmax(missing > 0))
+        told[
+            f"{np.sum(missing[missing > 0])} steps are not in this log, the first of them is step "
+            f"{steps[row] + every[row]}."
+        ] = None
+    pipeline, passes = _pipeline(ordered, setups[-1], told)
+
+    def entries(tag: str) -> list[Value]:
+        return _parsed(ordered, tag, log_format.parse_entries, told)
+
     recording = Recording(
         devices=columns.devices,
         steps=steps,
@@ -118,57 +157,62 @@ def log_content(values: Iterable[Value]) -> LogContent:
         shares=rows[:, ROWS.index("share")],
         **_hardware(ordered, columns),
         changes=tuple(
-            change
-            for each in _latest(ordered, log_format.CHANGES)
-            for change in log_format.parse_changes(each.step, each.value)
+            Change(each.step, str(entry.get("kind", "")), str(entry.get("text", "")))
+            for each in _latest(entries(log_format.CHANGES))
+            for entry in each.value
         ),
         pauses=tuple(
             (each.step, float(entry["seconds"]))
-            for each in _latest(ordered, log_format.PAUSES)
-            for entry in log_format.parse_entries(each.value)
-            if isinstance(entry.get("seconds"), int | float) and 0 <= entry["seconds"] < np.inf
+            for each in _latest(entries(log_format.PAUSES))
+            for entry in each.value
+            if isinstance(entry.get("seconds"), int | float)
+            and 0 <= entry["seconds"] <= LONGEST_SECONDS
         ),
         pipeline=pipeline,
     )
     exchanges = tuple(
         {**entry, "step": each.step}
-        for each in _latest(ordered, log_format.ASYNC)
-        for entry in log_format.parse_entries(each.value)
+        for each in _latest(entries(log_format.ASYNC))
+        for entry in each.value
     )
-    return LogContent(recording, every, highest, exchanges, tuple(messages), passes)
+    return LogContent(recording, every, highest, exchanges, _first(told), passes)
 
 
-def _undamaged(values: Sequence[Value], messages: dict[str, None]) -> list[Value]:
+def _first(messages: dict[str, None]) -> tuple[str, ...]:
+    more = len(messages) - _MOST_MESSAGES
+    others = [f"And {more} other messages like these."] if more > 0 else []
+    return (*[*messages][:_MOST_MESSAGES], *others)
+
+
+def _undamaged(values: Iterable[Value], messages: dict[str, None]) -> list[Value]:
     """Return the values that can be read, and note which cannot."""
+    kept: list[Value] = []
     damaged: dict[str, list[int]] = {}
     for each in values:
-        if not is_readable(each):
-            damaged.setdefault(each.tag, []).append(each.step)
+        if is_readable(each):
+            kept.append(each)
+        else:
+            damaged.setdefault(each.tag[:_LONGEST_TAG], []).append(each.step)
     for tag, steps in damaged.items():
         number = "1 value" if len(steps) == 1 else f"{len(steps)} values"
         messages[
             f"{number} of {tag} could not be read, the first at step {steps[0]}: damaged, and left "
             "out."
         ] = None
-    return [each for each in values if is_readable(each)] if damaged else list(values)
+    return kept
 
 
-def _setups(values: Sequence[Value], messages: dict[str, None]) -> list[tuple[float, Setup]]:
-    setups = []
-    for each in values:
-        if each.tag == log_format.SETUP:
-            try:
-                setup = log_format.parse_setup(each.value)
-            except ValueError as error:
-                messages[str(error)] = None
-                continue
-            setups.append((each.time, setup))
-            if setup.version > log_format.VERSION:
-                messages[
-                    f"This log has version {setup.version} of the format; this version of "
-                    f"keras_het reads version {log_format.VERSION} and may leave something out."
-                ] = None
-    return setups
+def _parsed(
+    values: Sequence[Value], tag: str, parse: Callable[[bytes], Any], messages: dict[str, None]
+) -> list[Value]:
+    """Return the values of a tag, in the place of each text what it says."""
+    found = []
+    for each in [each for each in values if each.tag == tag][-_MOST_TEXTS:]:
+        try:
+            found.append(dataclasses.replace(each, value=parse(each.value)))
+        except ValueError as error:
+            messages[f"Left out, of step {each.step}: {error}"] = None
+    return found
 
 
 class _Columns:
@@ -238,7 +282,7 @@ def _steps(blocks: Sequence[Value], columns: _Columns) -> tuple[Any, Any, Any, A
 def _hardware(values: Sequence[Value], columns: _Columns) -> dict[str, Any]:
     samples = [
         each
-        for each in _latest(values, log_format.HARDWARE_SAMPLES)
+        for each in _latest(each for each in values if each.tag == log_format.HARDWARE_SAMPLES)
         if columns.setup_of(each, len(each.value)) is not None
     ]
     arrays: dict[str, Floats] = {
@@ -260,14 +304,10 @@ def _pipeline(
     values: Sequence[Value], setup: tuple[float, Setup], messages: dict[str, None]
 ) -> tuple[PipelineRecord | None, tuple[tuple[int, bytes], ...]]:
     """Return the plan of the latest setup, if it has one, and the passes measured with it."""
-    plans = [each for each in values if each.tag == log_format.PLAN]
+    plans = _parsed(values, log_format.PLAN, functools.cache(parse_plan), messages)
     if not plans or plans[-1].time < setup[0]:
         return None, ()
-    try:
-        record = parse_plan(plans[-1].value)
-    except ValueError as error:
-        messages[str(error)] = None
-        return None, ()
+    record = plans[-1].value
     devices = range(len(setup[1].devices))
     known = all(device in devices for stage in record.stages for device in stage.devices)
     if not known or (record.predicted and len(record.predicted.events) != len(devices)):
@@ -278,16 +318,16 @@ def _pipeline(
         if each.value != plans[-1].value:
             break
         begin = each.time
-    passes = [each for each in _latest(values, log_format.PASSES) if each.time >= begin]
+    passes = _latest([each for each in values if each.tag == log_format.PASSES])
+    passes = [each for each in passes if each.time >= begin]
     return record, tuple((each.step, each.value) for each in passes[-_MOST_PASSES:])
 
 
-def _latest(values: Sequence[Value], tag: str) -> list[Value]:
+def _latest(values: Iterable[Value]) -> list[Value]:
     """Values of a tag, of which each has replaced earlier ones from its step on."""
     kept: list[Value] = []
     for each in values:
-        if each.tag == tag:
-            while kept and kept[-1].step >= each.step:
-                kept.pop()
-            kept.append(each)
+        while kept and kept[-1].step >= each.step:
+            kept.pop()
+        kept.append(each)
     return kept

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from keras_het.planning.diagnosis.recording import PHASES, Change, Device
+from keras_het.planning.diagnosis.recording import PHASES, Device
 
 PLUGIN = "keras_het"
+MOST_DEVICES = 1024
+_MOST_QUANTITIES, _LONGEST_NAME = 100, 200
+_LARGEST_NUMBER = 1e18
 VERSION = 1
 DIRECTORY = "telemetry"
 """Folder below the log directory in which the files of a training are."""
@@ -33,6 +37,7 @@ PAUSES = "keras_het/pauses"
 ASYNC = "keras_het/async"
 PLAN = "keras_het/plan"
 PASSES = "keras_het/passes"
+TEXTS = (SETUP, CHANGES, PAUSES, ASYNC, PLAN, PASSES)
 
 CURVES: Mapping[str, str] = {
     "heterogeneous/samples_per_second": "Samples that all replicas train on in a second.",
@@ -70,6 +75,13 @@ class Setup:
     version: int = VERSION
 
 
+def own_files(names: Iterable[str]) -> list[str]:
+    """Return those of a directory's files that are of a log, in the order of writing."""
+    return sorted(
+        name for name in names if name.startswith(FILE_PREFIX) and name.endswith(FILE_SUFFIX)
+    )
+
+
 def thinned_tag(every: int) -> str:
     """Return the tag of blocks whose rows stand for so many steps each."""
     return f"{THINNED}{every}"
@@ -80,7 +92,7 @@ def steps_per_row(tag: str) -> int:
     if tag == STEPS:
         return 1
     every = tag.removeprefix(THINNED)
-    return int(every) if tag.startswith(THINNED) and every.isdecimal() else 0
+    return int(every) if tag.startswith(THINNED) and re.fullmatch("[0-9]{1,6}", every) else 0
 
 
 def description(tag: str) -> str:
@@ -110,35 +122,24 @@ def parse_setup(text: str | bytes) -> Setup:
     Raises:
         ValueError: if the text is not that of a setup.
     """
-    known = {field.name: field.type for field in dataclasses.fields(Device)}
+    known = {field.name for field in dataclasses.fields(Device)} - {"worker"}
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         devices = []
-        for each in content["devices"]:
-            members = {key: value for key, value in each.items() if key in known}
-            worker = int(members.pop("worker"))
-            devices.append(
-                Device(worker=worker, **{key: str(value) for key, value in members.items()})
-            )
-        hardware = tuple(str(name) for name in content.get("hardware", ()))
-        return Setup(tuple(devices), hardware, int(content.get("version", VERSION)))
+        for each in content["devices"][: MOST_DEVICES + 1]:
+            texts = {key: str(each[key])[:_LONGEST_NAME] for key in known & each.keys()}
+            devices.append(Device(worker=int(each["worker"]), **texts))
+        workers = [device.worker for device in devices]
+        if not 0 < len(devices) <= MOST_DEVICES or min(workers) < 0 or max(workers) >= 2**31:
+            raise ValueError("no devices, too many, or a worker that cannot be")
+        hardware = [str(name)[:_LONGEST_NAME] for name in content.get("hardware", ())]
+        version = int(content.get("version", VERSION))
+        return Setup(tuple(devices), tuple(hardware[:_MOST_QUANTITIES]), version)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"A setup is JSON with the devices of a training. Received: {text[:200]!r}."
+            f"A setup is JSON with 1 to {MOST_DEVICES} devices of a training. Received: "
+            f"{text[:200]!r}."
         ) from error
-
-
-def change_text(changes: Sequence[Change]) -> str:
-    """Return the JSON text of the changes of one step: a single one as it is, else a list."""
-    return entries_text([{"kind": each.kind, "text": each.text} for each in changes])
-
-
-def parse_changes(step: int, text: str | bytes) -> list[Change]:
-    """Return the changes of a JSON text; none if it is not one of changes."""
-    return [
-        Change(step, str(each.get("kind", "")), str(each.get("text", "")))
-        for each in parse_entries(text)
-    ]
 
 
 def entries_text(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -148,13 +149,35 @@ def entries_text(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parse_entries(text: str | bytes) -> list[dict[str, Any]]:
-    """Return the entries of a JSON text: one object, or a list of them; none if it is neither."""
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return []
+    """Return the entries of a JSON text.
+
+    Raises:
+        ValueError: if it is neither one object nor a list of them.
+    """
+    content = parse_json(text)
     entries = content if isinstance(content, list) else [content]
-    return [each for each in entries if isinstance(each, dict)]
+    if not all(isinstance(each, dict) for each in entries):
+        raise ValueError(f"Entries are JSON objects. Received: {text[:200]!r}.")
+    return entries
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text of a log says: its numbers are finite, and none is huge.
+
+    Raises:
+        ValueError: if it is no such text.
+    """
+    try:
+        return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"A log has JSON texts. Received: {text[:200]!r}, {error}.") from error
+
+
+def _number(text: str) -> int | float:
+    number = float(text)
+    if not abs(number) < _LARGEST_NUMBER:
+        raise ValueError(f"{text[:20]} is no number that a log has")
+    return int(text) if number.is_integer() and text.lstrip("-").isdecimal() else number
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_het.planning.diagnosis.pipeline_record import PipelineRecord, StageRecord
 from keras_het.planning.pipeline import Event, Timeline
+from keras_het.tensorboard.log_format import parse_json
 
 _DIGITS = 7  # of a second's fraction
 
@@ -32,7 +33,7 @@ def parse_plan(text: str | bytes) -> PipelineRecord:
         ValueError: if the text is not that of a plan.
     """
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         stages = tuple(
             StageRecord(
                 tuple(map(str, each["layers"])),
@@ -78,7 +79,7 @@ def parse_timeline(text: str | bytes) -> Timeline:
         ValueError: if the text is not that of a step.
     """
     try:
-        return _timeline(json.loads(text))
+        return _timeline(parse_json(text))
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"The passes of a step are JSON with events. Received: {text[:200]!r}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +19,9 @@ from keras_het.tensorboard.diagnoses import diagnosis
 from keras_het.tensorboard.histories import Histories
 from keras_het.tensorboard.log_content import LogContent
 
+_logger = logging.getLogger("keras_het")
 _TYPES = {"js": "text/javascript", "css": "text/css", "txt": "text/plain"}
-_LONGEST_ARGUMENT = 2_000
+_LONGEST_ARGUMENT, _LONGEST_MESSAGE = 2_000, 1_000
 _Arguments = Mapping[str, str]
 
 
@@ -34,7 +36,7 @@ class HetPlugin(base_plugin.TBPlugin):
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self._histories = Histories(context.data_provider)
+        self._histories = Histories(context.data_provider, context.logdir or "")
         folder = importlib.resources.files(__package__) / "static"
         # Exact names only: a path that leads elsewhere is in no dictionary.
         self._files = {
@@ -71,7 +73,14 @@ class HetPlugin(base_plugin.TBPlugin):
                 return http_util.Respond(
                     request, "Only GET.", "text/plain", 405, headers=[("Allow", "GET, HEAD")]
                 )
-            return answer(request)
+            try:
+                return answer(request)
+            except errors.PublicError:
+                raise
+            except Exception as error:  # of this training: the page says so and shows the others
+                _logger.exception("%s of the tab of keras_het", request.path)
+                reason = f"This log cannot be shown: {error!r:.300}"
+                return http_util.Respond(request, reason, "text/plain", 500)
 
         return application
 
@@ -84,15 +93,15 @@ class HetPlugin(base_plugin.TBPlugin):
         # Choices must not change with the zoom.
         first, last = views.span(whole)
         answer = {**views.overview(part), "first_of_all": first, "last_of_all": last}
-        return _json(request, answer)
+        return _json(request, answer, part)
 
     def _diagnosis(self, request: Any) -> Any:
         _, part = self._content(request)
-        return _json(request, diagnosis(part.recording))
+        return _json(request, diagnosis(part.recording), part)
 
     def _pipeline(self, request: Any) -> Any:
         _, part = self._content(request)
-        return _json(request, views.pipeline(part))
+        return _json(request, views.pipeline(part), part)
 
     def _heat_map(self, request: Any) -> Any:
         _, part = self._content(request)
@@ -104,7 +113,7 @@ class HetPlugin(base_plugin.TBPlugin):
         answer = views.heat_map(part, name, how, max(most or views.MOST_COLUMNS, 1))
         if answer is None:
             raise errors.NotFoundError(f"There is no quantity {name!r}.")
-        return _json(request, answer)
+        return _json(request, answer, part)
 
     def _lanes(self, request: Any) -> Any:
         _, part = self._content(request)
@@ -115,7 +124,7 @@ class HetPlugin(base_plugin.TBPlugin):
             raise errors.InvalidArgumentError(
                 f'"devices" are indices with commas between them. Received: {text!r}.'
             ) from error
-        return _json(request, views.lanes(part, chosen))
+        return _json(request, views.lanes(part, chosen), part)
 
     def _static(self, request: Any) -> Any:
         name = request.path.partition(f"/plugin/{log_format.PLUGIN}/static/")[2]
@@ -159,6 +168,8 @@ def _integer(arguments: _Arguments, name: str) -> int | None:
     return value
 
 
-def _json(request: Any, content: Any) -> Any:
+def _json(request: Any, answer: dict[str, Any], content: LogContent | None = None) -> Any:
+    if content is not None:  # whoever sees numbers sees what they are without
+        answer["messages"] = [each[:_LONGEST_MESSAGE] for each in content.messages]
     # A text is not searched for NaN, which takes TensorBoard long; there is none in it.
-    return http_util.Respond(request, json.dumps(content, allow_nan=False), "application/json")
+    return http_util.Respond(request, json.dumps(answer, allow_nan=False), "application/json")

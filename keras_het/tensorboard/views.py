@@ -86,7 +86,6 @@ def overview(content: LogContent) -> dict[str, Any]:
             for each in recording.changes[-_MOST_CHANGES:]
         ],
         "exchanges": [_plain(each) for each in content.exchanges[-_MOST_EXCHANGES:]],
-        "messages": [each[:_LONGEST_TEXT] for each in content.messages],
     }
 
 

@@ -17,6 +17,7 @@ from keras_het.telemetry import event_files
 from keras_het.telemetry.event_log import EventLog
 from keras_het.telemetry.read_log import Run, read_log
 from keras_het.tensorboard import log_format
+from keras_het.tensorboard.records import records
 
 DEVICES = tuple(Device(f"worker {n} GPU 0", n, "GPU", f"host{n}", "Model") for n in range(3))
 HARDWARE = ("hw.power", "hw.temperature")
@@ -224,8 +225,9 @@ def test_a_damaged_block_costs_that_block_only(tmp_path: Path, content: Any) -> 
     run = damaged(tmp_path, log_format.STEPS, content)
     np.testing.assert_array_equal(run.recording.steps, np.r_[0:20, 25:50])
     assert len(run.recording.changes) == len(run.recording.hardware_steps) == 10
-    (message,) = run.messages
+    message, gap = run.messages
     assert message.startswith("1 value of keras_het/steps could not be read, the first at step 20")
+    assert gap == "5 steps are not in this log, the first of them is step 20."
 
 
 @pytest.mark.parametrize("tag", [log_format.HARDWARE_SAMPLES, log_format.CHANGES])
@@ -245,7 +247,10 @@ def test_a_damaged_record_costs_that_record_only(tmp_path: Path) -> None:
     path.write_bytes(content[:place] + b"\xff" * 8 + content[place + 8 :])
     run = only_run(tmp_path)
     assert len(run.recording.steps) == 45
-    assert run.messages == (f"1 record of {path} could not be read: damaged, and left out.",)
+    ((begin, end),) = records(path.read_bytes())[1]
+    assert begin < place < end
+    assert run.messages[0].startswith(f"{end - begin} bytes of {path} are damaged and were left")
+    assert run.messages[1].startswith("5 steps are not in this log")
 
 
 def test_a_damaged_block_does_not_end_the_log_of_a_resumed_training(

@@ -95,7 +95,7 @@ def values(replicas: int, steps: int) -> Iterator[Value]:
             sample = hardware(devices, start, steps)
             yield Value(log_format.HARDWARE_SAMPLES, start, time, sample)
     for change in changes(steps) if steps >= BLOCK else ():
-        text = log_format.change_text([change]).encode()
+        text = log_format.entries_text([{"kind": change.kind, "text": change.text}]).encode()
         yield Value(log_format.CHANGES, change.step, 2.0 + change.step, text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import re
@@ -30,7 +31,8 @@ def application_of(folder: Path) -> Any:
     """TensorBoard's application with the plugin, reading the logs below a folder."""
     multiplexer = plugin_event_multiplexer.EventMultiplexer(tensor_size_guidance={"keras_het": 0})
     multiplexer.AddRunsFromDirectory(str(folder))
-    multiplexer.Reload()
+    with contextlib.suppress(Exception):  # as in TensorBoard, whose thread goes on after an error
+        multiplexer.Reload()
     provider = data_provider.MultiplexerDataProvider(multiplexer, str(folder))
     context = base_plugin.TBContext(logdir=str(folder), data_provider=provider)
     return application.TensorBoardWSGI([HetPlugin(context)], data_provider=provider)

@@ -38,8 +38,8 @@ def test_runs_and_their_content() -> None:
     )
     read = Histories(provider)
     assert read.runs(None, "") == [
-        {"name": "a/telemetry", "last_step": 80, "written": 82.0},
-        {"name": "b/telemetry", "last_step": 32, "written": 34.0},
+        {"name": "a/telemetry", "written": 82.0},
+        {"name": "b/telemetry", "written": 34.0},
     ]
     content = read.read(None, "", "a/telemetry")
     assert views.span(content) == (0, 100)

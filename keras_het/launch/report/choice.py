@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 
 import tensorflow as tf
 
@@ -23,10 +24,12 @@ class Choice:
     Args:
         run: its log.
         others: names of the other ones.
+        unreadable: by name, why a report on it is not possible.
     """
 
     run: Run
     others: tuple[str, ...]
+    unreadable: Mapping[str, str]
 
 
 def choose_run(log_dir: str, name: str | None = None) -> Choice:
@@ -55,14 +58,15 @@ def _choose_run(log_dir: str, name: str | None) -> Choice:
             f"LOGDIR must be the directory that Telemetry(log_dir) was given. Received: "
             f"{log_dir!r}, and there is {what}."
         )
-    runs = {run.name: run for run in read_log(log_dir)}
+    unreadable: dict[str, str] = {}
+    runs = {run.name: run for run in read_log(log_dir, unreadable)}
     if not runs:
-        raise ValueError(_nothing_there(log_dir))
+        raise ValueError(_nothing_there(log_dir, unreadable))
     if name is None:
         chosen = max(runs, key=lambda each: (_written(log_dir, each), each))
     else:
-        chosen = _named(name, list(runs))
-    return Choice(runs[chosen], tuple(each for each in runs if each != chosen))
+        chosen = _named(name, list(runs), unreadable)
+    return Choice(runs[chosen], tuple(each for each in runs if each != chosen), unreadable)
 
 
 def listed(names: list[str] | tuple[str, ...]) -> str:
@@ -76,11 +80,13 @@ def listed(names: list[str] | tuple[str, ...]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _named(name: str, runs: list[str]) -> str:
+def _named(name: str, runs: list[str], unreadable: Mapping[str, str]) -> str:
     wanted = os.path.normpath(name)
     for each in (wanted, os.path.normpath(f"{wanted}/{DIRECTORY}")):
         if each in runs:
             return each
+        if each in unreadable:
+            raise ValueError(f"{each}: {unreadable[each]}")
     raise ValueError(f"There is no training {name!r} in this log. There is: {listed(runs)}.")
 
 
@@ -95,20 +101,15 @@ def _written(log_dir: str, run: str) -> float:
     return latest
 
 
-def _nothing_there(log_dir: str) -> str:
-    directories, torn, others = [], 0, 0
+def _nothing_there(log_dir: str, unreadable: Mapping[str, str]) -> str:
+    directories, others = [], 0
     for directory, _, files in tf.io.gfile.walk(log_dir):
-        ours = len(event_files(directory))
         directories.append(directory)
-        torn += ours
-        others += sum(_EVENT_FILE in name for name in files) - ours
+        others += sum(_EVENT_FILE in name for name in files) - len(event_files(directory))
     where = f"Looked at {count(len(directories), 'directory', 'directories')}"
     text = f"There is no log of keras_het below {log_dir!r}. {where}: {listed(directories)}."
-    if torn:
-        text += (
-            f" {count(torn, 'file')} of keras_het there cannot be read: the first record, which "
-            "names the devices, is missing or torn."
-        )
+    if unreadable:
+        text += f" The log in {listed([*unreadable])} cannot be read: {min(unreadable.values())}"
     if others:
         text += f" {count(others, 'event file')} there of other writers hold no such log."
     return (

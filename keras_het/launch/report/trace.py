@@ -80,6 +80,11 @@ def _events(facts: Facts, first: int) -> Iterator[Event]:
     stages = 1 if recording.pipeline is None else max(len(recording.pipeline.stages), 1)
     yield from _speeds(training, shares / stages, begins, every)
     yield from _passes(facts, processes, threads, steps, begins)
+    for message in facts.messages:
+        yield {
+            **{"ph": "i", "s": "g", "name": f"Log: {message}", "cat": "log"},
+            **{"pid": training, "tid": training, "ts": 0.0, "args": {}},
+        }
     for change in sorted(recording.changes, key=lambda each: each.step):
         if len(steps) and change.step >= steps[0]:
             row = int(np.searchsorted(steps, change.step))

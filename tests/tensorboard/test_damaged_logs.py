@@ -1,0 +1,386 @@
+"""Logs that were damaged, and logs made to do harm: each view is right, or says what it is without.
+
+A view is wrong where it shows another number than that of the intact log, and no message.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import re
+import resource
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import made_training
+import numpy as np
+import pytest
+import tensorflow as tf
+import test_pipeline_view
+from fake_provider import FakeProvider
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from test_plugin import START, application_of
+from werkzeug.test import Client
+
+from keras_het.launch.command_line import main
+from keras_het.telemetry.read_log import read_log
+from keras_het.tensorboard import log_format, views
+from keras_het.tensorboard.histories import Histories
+from keras_het.tensorboard.log_content import Value
+from keras_het.tensorboard.records import checksums, records
+
+Capture = pytest.CaptureFixture[str]
+RUNS = ("replicas/telemetry", "stages/telemetry")
+STEPS = 120
+QUANTITIES = ("wall", "compute", "input", "sync", "other", "share", "hw.temperature")
+ROUTES = (
+    "overview",
+    "overview?first=10&last=90",
+    "diagnosis",
+    "pipeline",
+    "lanes?devices=0,2",
+    *(f"heat_map?quantity={name}&how=highest" for name in QUANTITIES),
+)
+MOST_SECONDS, MOST_KIB = 2.0, 500 * 1024
+
+
+# a log, and what is done to it
+
+
+def framed(data: bytes) -> bytes:
+    length = struct.pack("<Q", len(data))
+    crcs = [struct.pack("<I", crc) for crc in checksums([length, data])]
+    return b"".join([length, crcs[0], data, crcs[1]])
+
+
+def record(tag: str, value: Any, step: int = 60, wall_time: float = 2e9, **claims: Any) -> bytes:
+    """A record that is whole, whatever it says."""
+    tensor = tf.make_tensor_proto(value, **claims)
+    summary = tf.compat.v1.Summary(value=[tf.compat.v1.Summary.Value(tag=tag, tensor=tensor)])
+    event = tf.compat.v1.Event(step=step, wall_time=wall_time, summary=summary)
+    return framed(event.SerializeToString())
+
+
+def claiming(tag: str, shape: list[int]) -> bytes:
+    """A record with one value, of which the shape says that there are many."""
+    tensor = tf.make_tensor_proto(np.float32(0.5))
+    for size in shape:
+        tensor.tensor_shape.dim.add(size=size)
+    summary = tf.compat.v1.Summary(value=[tf.compat.v1.Summary.Value(tag=tag, tensor=tensor)])
+    event = tf.compat.v1.Event(step=60, wall_time=2e9, summary=summary)
+    return framed(event.SerializeToString())
+
+
+def block(value: float = 0.01, steps: int = 5) -> Any:
+    return np.full((steps, len(log_format.ROWS), 3), value, np.float32)
+
+
+def setup(devices: Any, **more: Any) -> bytes:
+    content = {"version": 1, "devices": devices, "hardware": [], **more}
+    return json.dumps(content).replace('"1e999"', "1e999").encode()
+
+
+DEVICE = {"name": "a", "worker": 0}
+DEEP = b"[" * 200_000
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "time inf": lambda: record(log_format.STEPS, block(), wall_time=np.inf),
+    "time nan": lambda: record(log_format.STEPS, block(), wall_time=np.nan),
+    "time -1": lambda: record(log_format.CHANGES, b"{}", wall_time=-1.0),
+    "time 1e300": lambda: record(log_format.SETUP, setup([DEVICE]), wall_time=1e300),
+    "step -1": lambda: record(log_format.STEPS, block(), step=-1),
+    "step 2^62": lambda: record(log_format.STEPS, block(), step=2**62),
+    "worker 1e999": lambda: record(log_format.SETUP, setup([{**DEVICE, "worker": "1e999"}])),
+    "worker -1": lambda: record(log_format.SETUP, setup([{**DEVICE, "worker": -1}])),
+    "worker of 4,000 digits": lambda: record(
+        log_format.SETUP, setup([{**DEVICE, "worker": "9" * 4000}])
+    ),
+    "no devices": lambda: record(log_format.SETUP, setup([])),
+    "devices of a text": lambda: record(log_format.SETUP, setup("devices")),
+    "100,000 devices": lambda: record(log_format.SETUP, setup([DEVICE] * 100_000)),
+    "long texts": lambda: record(log_format.SETUP, setup([{**DEVICE, "name": "n" * 5_000_000}])),
+    "version 1e400": lambda: record(log_format.SETUP, setup([DEVICE], version="1e999")),
+    "deep setup": lambda: record(log_format.SETUP, DEEP),
+    "deep changes": lambda: record(log_format.CHANGES, DEEP),
+    "deep exchanges": lambda: record(log_format.ASYNC, DEEP),
+    "deep plan": lambda: record(log_format.PLAN, DEEP),
+    "infinite exchange": lambda: record(log_format.ASYNC, b'{"worker": 1, "staleness": 1e999}'),
+    "huge exchange": lambda: record(log_format.ASYNC, b'{"staleness": ' + b"9" * 4000 + b"}"),
+    "changes of a number": lambda: record(log_format.CHANGES, b"7"),
+    "no JSON": lambda: record(log_format.CHANGES, b"\xff\xfe{"),
+    "tag of 5,000 digits": lambda: record(f"{log_format.THINNED}{'9' * 5000}", block()[:, None]),
+    "tag of 18 digits": lambda: record(f"{log_format.THINNED}{'9' * 18}", block()[:, None]),
+    "claims 10^8 values": lambda: claiming(log_format.STEPS, [10**8 // 15, 5, 3]),
+    "claims 10^12 values": lambda: claiming(log_format.HARDWARE_SAMPLES, [10**6, 10**6]),
+    "claims 10^8 curves": lambda: claiming("heterogeneous/step_seconds", [10**8]),
+    "claims nothing": lambda: record(log_format.STEPS, block()[:0]),
+    "infinite block": lambda: record(log_format.STEPS, block(np.inf)),
+    "huge block": lambda: record(log_format.STEPS, block(1e38)),
+    "infinite hardware": lambda: record(log_format.HARDWARE_SAMPLES, np.full((3, 3), np.inf)),
+    "integers": lambda: record(log_format.STEPS, block(1).astype(np.int64)),
+    "text for a block": lambda: record(log_format.STEPS, b"no numbers"),
+    "many texts": lambda: record(log_format.SETUP, np.array([b"a", b"b"])),
+    "no event": lambda: framed(b"\xff" * 100),
+}
+
+
+def begins(content: bytes) -> list[int]:
+    return [begin for (begin, _), _ in records(content)[0]]
+
+
+def flipped(content: bytes, draw: random.Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(draw.choice((1, 1, 2, 8))):
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def other_length(content: bytes, draw: random.Random) -> bytes:
+    place = draw.choice(begins(content))
+    length = draw.choice((0, 1, 100, 2**31, 2**62, draw.randrange(len(content))))
+    return content[:place] + struct.pack("<Q", length) + content[place + 8 :]
+
+
+def cut(content: bytes, draw: random.Random) -> bytes:
+    """Torn inside a record: a log whose last records were never written is a log."""
+    whole = {0, *begins(content)}
+    return content[: draw.choice([n for n in range(len(content)) if n not in whole])]
+
+
+def overwritten(content: bytes, draw: random.Random) -> bytes:
+    begin, size = draw.randrange(len(content)), draw.choice((1, 16, 300, 5000))
+    new = draw.choice((bytes(size), draw.randbytes(size), b"\xff" * size, b""))
+    if content[begin : begin + size] == new[: len(content) - begin]:
+        return flipped(content, draw)
+    return content[:begin] + new + content[begin + size :]
+
+
+def inserted(content: bytes, draw: random.Random) -> bytes:
+    place = draw.randrange(len(content))
+    return content[:place] + draw.randbytes(draw.choice((1, 40, 4000))) + content[place:]
+
+
+DAMAGE = (flipped, other_length, cut, overwritten, inserted)
+
+
+def mutated(content: bytes, seed: int) -> tuple[str, bytes]:
+    draw = random.Random(seed)
+    if seed % 2:
+        way = draw.choice(DAMAGE)
+        return way.__name__, way(content, draw)
+    name = [*HOSTILE][seed // 2 % len(HOSTILE)]
+    place = draw.choice([*begins(content)[1:], len(content)])
+    return name, content[:place] + HOSTILE[name]() + content[place:]
+
+
+# what is shown of it
+
+
+class Views:
+    """All that the tab and the report answer about the logs below a folder.
+
+    Args:
+        folder: the folder.
+        run: the training.
+        capture: what the report prints.
+    """
+
+    def __init__(self, folder: Path, run: str, capture: Capture) -> None:
+        self.cpu_seconds = 0.0
+        application = application_of(folder)
+        self._client = Client(application)
+        self.runs = [each["name"] for each in self._timed(lambda: self._get("runs"))[1]["runs"]]
+        self.routes: dict[str, Any] = {}
+        self.steps: dict[str, dict[int, Any]] = {}
+        for route in ROUTES:
+            query = f"{route}{'&' if '?' in route else '?'}run={run}"
+            status, answer = self._timed(lambda query=query: self._get(query))  # type: ignore[misc]
+            assert status in (200, 404), (query, answer)
+            if status == 200:
+                self.routes[route] = answer
+                if route.startswith("heat_map"):
+                    self.steps[route] = self._cells(answer)
+        page, trace = folder / "page.html", folder / "trace.json"
+        outputs = ["--html", str(page), "--trace", str(trace)]
+        self.code = self._timed(lambda: main(["report", str(folder), "--run", run, *outputs]))
+        printed = capture.readouterr()
+        self.printed = re.sub(r"/\S+", "", printed.out + printed.err)
+        self.trace = json.loads(trace.read_text()) if self.code == 0 else {}
+        self.text = page.read_text() if self.code == 0 else ""
+
+    def _get(self, route: str) -> tuple[int, Any]:
+        answer = self._client.get(f"{START}/{route}")
+        return answer.status_code, answer.json if answer.status_code == 200 else answer.text
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        result = call()
+        self.cpu_seconds = max(self.cpu_seconds, time.process_time() - start)
+        return result
+
+    @staticmethod
+    def _cells(answer: dict[str, Any]) -> dict[int, Any]:
+        """The values of each step."""
+        values = np.frombuffer(base64.b64decode(answer["values"]), "<f4")
+        cells = values.reshape(answer["rows"], -1).T
+        edges = answer["edges"]
+        return {
+            begin: cell
+            for begin, end, cell in zip(edges, edges[1:], cells, strict=False)
+            if end == begin + 1
+        }
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("intact")
+    made_training.write(folder / "replicas", 3, STEPS, keep_steps=80, segment_steps=40, every=8)
+    test_pipeline_view.write(folder / "stages")
+    return folder
+
+
+def wrong(seen: Views, right: Views) -> list[str]:
+    """What differs from the intact log's and is not said to be incomplete."""
+    found = [] if set(seen.runs) == set(RUNS) else [f"runs {seen.runs}"]
+    for route, expected in right.routes.items():
+        answer = seen.routes.get(route)
+        if answer is None:
+            continue  # refused with a reason: the report is, too
+        if answer != expected and not set(answer["messages"]) - set(expected["messages"]):
+            found.append(route)
+    for route, steps in seen.steps.items():
+        if "hw." in route:  # a sample stands for all steps up to the next one
+            continue
+        for step, cell in steps.items():
+            cells = right.steps[route].get(step)
+            if cells is None or not np.all(np.isnan(cell) | (cell == cells)):
+                found.append(f"{route}: step {step}: {cell} for {cells}")
+    if (seen.code != 0) != (not seen.routes):
+        found.append(f"the report ends with {seen.code}")
+    elif seen.code:
+        assert "cannot be read" in seen.printed or "names no devices" in seen.printed
+    elif seen.printed != right.printed and "Log: " not in seen.printed:
+        found.append(seen.printed)
+    else:
+        if seen.trace != right.trace and "Log: " not in json.dumps(seen.trace):
+            found.append("the trace")
+        if seen.text != right.text and "<h2>The log</h2>" not in seen.text:
+            found.append("the page")
+    return found
+
+
+def check(intact: Path, seeds: range, tmp_path: Path, capture: Capture) -> None:
+    right = {run: Views(intact, run, capture) for run in RUNS}
+    assert [len(views.routes) for views in right.values()] == [len(ROUTES), len(ROUTES) - 1]
+    assert {views.code for views in right.values()} == {0}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for seed in seeds:
+        folder = tmp_path / "logs"
+        shutil.copytree(intact, folder)
+        run = RUNS[seed % 4 == 3]
+        paths = sorted((folder / run).iterdir())
+        path = paths[seed // 4 % len(paths)]
+        name, content = mutated(path.read_bytes(), seed)
+        path.write_bytes(content)
+        seen = Views(folder, run, capture)
+        assert wrong(seen, right[run]) == [], (seed, name)
+        assert seen.cpu_seconds < MOST_SECONDS, (seed, name)
+        shutil.rmtree(folder)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after - before < MOST_KIB
+
+
+def test_no_view_of_a_damaged_log_is_wrong(intact: Path, tmp_path: Path, capsys: Capture) -> None:
+    check(intact, range(0, 2000, 67), tmp_path, capsys)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_2000_damaged_logs(intact: Path, tmp_path: Path, capsys: Capture) -> None:
+    check(intact, range(2000), tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_made_to_do_harm_costs_nothing_else(
+    intact: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(intact, tmp_path / "logs")
+    right, _ = read_log(intact)
+    path = sorted((tmp_path / "logs" / RUNS[0]).iterdir())[-1]
+    path.write_bytes(path.read_bytes() + HOSTILE[name]())
+    run, other = read_log(tmp_path / "logs")
+    np.testing.assert_array_equal(run.recording.wall, right.recording.wall)
+    assert run.recording.devices == right.recording.devices
+    assert run.recording.changes == right.recording.changes
+    assert run.content.exchanges == right.content.exchanges
+    assert len(run.messages) == 1
+    assert other.messages == ()
+
+
+# records
+
+
+def test_checksums_are_those_of_tfrecord() -> None:
+    draw = random.Random(0)
+    datas = [draw.randbytes(size) for size in (*range(4, 40), 127, 128, 129, 5000)]
+    datas += [bytes(64), b"\xff" * 64]
+    assert checksums(datas) == [masked_crc32c(data) for data in datas]
+    # halves of what is too long to be looked at in one go
+    long = draw.randbytes(2**20 + 3)
+    assert checksums([long]) == [masked_crc32c(long)]
+
+
+def test_reading_goes_on_behind_a_damaged_length() -> None:
+    datas = [bytes([n]) * (20 + n) for n in range(9)]
+    content = b"".join(map(framed, datas))
+    begin = len(b"".join(map(framed, datas[:3])))
+    damaged = content[:begin] + b"\x07" + content[begin + 1 :]
+    whole, lost = records(damaged)
+    assert [data for _, data in whole] == [*datas[:3], *datas[4:]]
+    assert lost == [(begin, begin + len(framed(datas[3])))]
+    assert records(bytes(100)) == ([], [(0, 100)])
+
+
+def test_a_training_that_tensorboard_cannot_begin_to_read_is_in_the_tab(
+    intact: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(intact, tmp_path / "logs")
+    for path in (tmp_path / "logs" / RUNS[0]).iterdir():
+        content = path.read_bytes()
+        path.write_bytes(b"\xff" + content[1:])
+    client = Client(application_of(tmp_path / "logs"))
+    assert [each["name"] for each in client.get(f"{START}/runs").json["runs"]] == list(RUNS)
+    answer = client.get(f"{START}/overview?run={RUNS[0]}").json
+    assert (answer["first"], answer["last"], len(answer["messages"])) == (0, STEPS, 3)
+
+
+def test_an_error_of_ours_is_an_answer_that_says_so(
+    intact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(content: Any) -> None:
+        raise MemoryError("6 GiB")
+
+    monkeypatch.setattr(views, "overview", fail)
+    client = Client(application_of(intact))
+    answer = client.get(f"{START}/overview?run={RUNS[0]}")
+    assert (answer.status_code, answer.content_type[:10]) == (500, "text/plain")
+    assert "This log cannot be shown: MemoryError('6 GiB')" in answer.text
+    assert client.get(f"{START}/runs").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["worker 1e999", "no devices", "deep setup", "100,000 devices"])
+def test_what_tensorboard_has_read_elsewhere_is_checked_too(name: str) -> None:
+    (event,) = (tf.compat.v1.Event.FromString(data) for _, data in records(HOSTILE[name]())[0])
+    text = tf.make_ndarray(event.summary.value[0].tensor).item()
+    values = [*made_training.values(2, 40), Value(log_format.SETUP, 40, 99.0, text)]
+    values.append(Value(log_format.thinned_tag(8) + "9" * 5000, 0, 99.0, block()))
+    values.append(Value(log_format.STEPS, 40, np.inf, block()))
+    read = Histories(FakeProvider({"run": values}))
+    assert [each["name"] for each in read.runs(None, "")] == ["run"]
+    content = read.read(None, "", "run")
+    assert (len(content.recording.steps), len(content.recording.devices)) == (40, 2)
+    assert len(content.messages) == 2
