@@ -57,9 +57,12 @@ def heterogeneous_strategy(model: keras.Model, callback: object) -> Any:
     strategy = distribute_strategy(model)
     if not hasattr(strategy, "measure_compute_times"):
         name = type(callback).__name__
+        given = type(strategy).__name__
+        given = "no strategy" if given.startswith("_") else f"a {given}"  # TensorFlow's default one
         raise ValueError(
             f"keras_het.callbacks.{name} needs a model that was built under a "
-            f"keras_het.HeterogeneousStrategy. Received: a model under {strategy}. Build it within "
+            f"keras_het.HeterogeneousStrategy. Received: a model that was built under {given}. "
+            "Make strategy = keras_het.HeterogeneousStrategy(), build and compile the model within "
             f"`with strategy.scope():`, or leave {name} out."
         )
     refused: dict[str, str] = getattr(strategy, "_refused_callbacks", {})

@@ -57,6 +57,10 @@ def run_report(options: argparse.Namespace) -> int:
                 f"{option} needs the name of a file in a directory that exists. Received: "
                 f"{str(path)!r}, {what}."
             )
+    if "://" not in options.log_dir:  # of a remote one only TensorFlow knows
+        from keras_het.launch.report.plain_text import check_log_dir
+
+        check_log_dir(options.log_dir, os.path.isdir, os.path.exists)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # nothing is computed here, and TensorFlow says at each import that it is on
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")

@@ -207,12 +207,14 @@ class HeterogeneousStrategy(tf.distribute.Strategy):
         return count
 
     def __repr__(self) -> str:
-        names = (name.rpartition("/device:")[2] for name in self.extended.worker_devices)
-        devices = ", ".join(names)
         shares = ", ".join(f"{weight:g}" for weight in self.shares)
+        return self._described(self.extended.worker_devices, f"shares [{shares}]")
+
+    def _described(self, devices: Sequence[str], state: str) -> str:
+        names = ", ".join(name.rpartition("/device:")[2] for name in devices)
         return (
-            f"<HeterogeneousStrategy: worker {self.worker_index} of {self.num_workers}, devices "
-            f"[{devices}] here, shares [{shares}]>"
+            f"<{type(self).__name__}: worker {self.worker_index} of {self.num_workers}, devices "
+            f"[{names}] here, {state}>"
         )
 
     def _warn_of_emulation(self, num_devices: int) -> None:

@@ -37,3 +37,21 @@ def test_pages_that_the_code_names_are_there() -> None:
     named = {page for path in CODE for page in re.findall(r"docs/[\w/]+\.md", path.read_text())}
     assert len(named) > 3
     assert [page for page in sorted(named) if not (REPOSITORY / page).is_file()] == []
+
+
+def test_what_was_run_on_gpus_is_said_in_one_place() -> None:
+    page = REPOSITORY / "docs/measured/gpu.md"
+    _, _, rest = page.read_text().partition("## In short\n")
+    paragraph, _, tables = rest.partition("## Is it right?")
+    passed, others = re.search(
+        r"of 548 tests (\d+) pass .* (\d+) find", " ".join(paragraph.lower().split())
+    ).groups()  # type: ignore[union-attr]
+    assert int(passed) == 532 + 9 == 548 - int(others) - 1
+    assert "Of 548 tests 532 passed at once, and 9 after" in tables
+    for number in re.findall(r"\d+\.\d+", paragraph):
+        assert number in tables, number
+    links = ("README.md", "docs/index.md", "docs/measured/index.md", "docs/guides/balance.md")
+    for name_of_page in (*links, "docs/guides/slow_device.md"):
+        assert "gpu.md#in-short" in (REPOSITORY / name_of_page).read_text(), name_of_page
+    for other in PAGES:
+        assert "untried" not in other.read_text(), other

@@ -162,6 +162,7 @@ def test_a_driver_that_is_missing(monkeypatch, tmp_path):
     # without a board it is only said
     (said,) = found(dataclasses.replace(given, gpu_boards=0), "driver")
     assert said.level == NOTE and "no GPU" in said.text
+    assert f"{said.text} {said.fix}".lower().count("install nvidia's driver") == 1
 
 
 def test_a_driver_that_is_too_old():

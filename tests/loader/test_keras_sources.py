@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src.trainers import data_adapters
 from workers import collect, make_workers, reference
 
+import keras_het
 from keras_het.loader import pipeline
 
 
@@ -165,3 +166,17 @@ def test_a_generator_does_not_go_back(looked_at):
     worker.start_at(0, 4)
     with pytest.raises(ValueError, match=r"step=3, .* step 4\. Call fit with a new generator"):
         worker.start_at(0, 3)
+
+
+@pytest.mark.parametrize("labels", [(64,), (64, 1)], ids=["numbers", "vectors"])
+def test_a_forgotten_batch_is_named(labels):
+    strategy = keras_het.HeterogeneousStrategy(devices=["CPU:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((np.zeros((64, 8)), np.zeros(labels)))
+    with pytest.raises(
+        ValueError, match=r"single samples, call .batch\(global_batch_size\) on the"
+    ):
+        model.fit(data, verbose=0)
+    model.fit(data.batch(8), verbose=0)

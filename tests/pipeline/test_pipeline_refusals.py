@@ -129,6 +129,7 @@ def test_arguments(name: str) -> None:
 ONE, TWO = (0, 0), (0, 1)
 PLANS: dict[str, tuple[Any, str]] = {
     "unknown layer": (["four"], "Received: 'four', .* Choose among: one, two, three"),
+    "a name that Keras makes up": (["dense_7"], "name the layers you cut behind, as in Dense"),
     "last layer": (["three"], "Received: 'three', the model's last layer"),
     "order": (["two", "one"], r"Received: plan=\['two', 'one'\]. Put them in the order"),
     "gap": (plan_of([0, 1, 2], [[0], [1]], [ONE, ONE]), "must have all 3 layer calls .* Received"),
@@ -140,6 +141,16 @@ PLANS: dict[str, tuple[Any, str]] = {
         "a replica for each of 3 micro-batches",
     ),
 }
+
+
+def test_a_strategy_says_what_it_is() -> None:
+    strategy = keras_het.PipelineStrategy(["one"], 2, DEVICES)
+    start = f"<PipelineStrategy: worker 0 of 1, devices [{', '.join(DEVICES)}] here, "
+    assert repr(strategy) == f"{start}no plan before the first step>"
+    with strategy.scope():
+        model = sequential()
+    fit(model)
+    assert repr(strategy) == f"{start}2 stages>"
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -100,6 +100,14 @@ MALFORMED = {
         "{'cluster': 1}",
         r"not valid JSON: .* at line 1, column 2.*\{'cluster': 1\}.*double quotes",
     ),
+    "missing brace": (
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}',
+        r"Its brackets do not match: it has 3 '\{' and 2 '\}'\. Expected for example",
+    ),
+    "missing bracket": (
+        '{"cluster": {"worker": ["a[:1"}}',
+        r"Its brackets do not match: it has 1 '\[' and 0 '\]'\.",
+    ),
     "trailing comma": ('{"cluster": {},\n}', r"at line [12], column"),
     "not an object": ("[1, 2]", r"must be a JSON object. Received: '\[1, 2\]' \(list\)"),
     "repeated key": (

@@ -541,6 +541,17 @@ def test_what_is_no_directory_is_refused(
     assert "and there is a file" in error(capsys, tmp_path / "file")
 
 
+def test_a_directory_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom keras_het.launch.command_line import main\n"
+        "print(main(['report', sys.argv[1]]), 'tensorflow' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
+    assert done.stdout == "2 False\n"
+    assert "and there is nothing." in done.stderr
+
+
 def test_a_training_that_is_not_there_is_refused(
     log_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

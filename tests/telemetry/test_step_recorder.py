@@ -371,3 +371,11 @@ def test_two_in_a_fit_are_refused(logical_devices):
     _, model = make_model(logical_devices[:1])
     with pytest.raises(ValueError, match="One Telemetry records a fit"):
         model.fit(make_data(), verbose=0, callbacks=[Telemetry(), Telemetry()])
+
+
+def test_a_model_without_a_strategy_is_refused_in_words() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    message = "Received: a model that was built under no strategy. Make strategy = keras_het"
+    with pytest.raises(ValueError, match=message):
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[Telemetry()])

@@ -28,10 +28,8 @@ def driver(facts: Facts) -> Iterator[Finding]:
         )
     elif found is not None and found.cuda:
         yield note(
-            f"TensorFlow is built for CUDA, and this machine has no GPU: training runs on the CPU. "
-            f"{facts.nvml_problem}",
-            "On a machine that has one, install NVIDIA's driver, or start the container with its "
-            "GPUs (docker run --gpus all).",
+            "TensorFlow is built for CUDA, and this machine has no GPU: training runs on the CPU.",
+            facts.nvml_problem,
         )
     else:
         yield note("No GPU: training runs on the CPU.")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from keras_het.launch.report.plain_text import count, plain
+from keras_het.launch.report.plain_text import check_log_dir, count, plain
 from keras_het.telemetry.event_files import READ_ERRORS, event_files
 from keras_het.telemetry.read_log import Run, read_log
 from keras_het.tensorboard.log_format import DIRECTORY
@@ -52,12 +52,7 @@ def choose_run(log_dir: str, name: str | None = None) -> Choice:
 
 
 def _choose_run(log_dir: str, name: str | None) -> Choice:
-    if not tf.io.gfile.isdir(log_dir):
-        what = "a file" if tf.io.gfile.exists(log_dir) else "nothing"
-        raise FileNotFoundError(
-            f"LOGDIR must be the directory that Telemetry(log_dir) was given. Received: "
-            f"{log_dir!r}, and there is {what}."
-        )
+    check_log_dir(log_dir, tf.io.gfile.isdir, tf.io.gfile.exists)
     unreadable: dict[str, str] = {}
     runs = {run.name: run for run in read_log(log_dir, unreadable)}
     if not runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from keras_het.planning.diagnosis.recording import Change, Device, Recording
 
@@ -13,6 +14,27 @@ _SECONDS_TO_MS = 1e3
 _WITHOUT_DECIMALS = 100.0
 _LARGE = 1e7
 _LARGEST_WORKER = 2**31 - 1
+
+
+def check_log_dir(
+    log_dir: str, is_dir: Callable[[str], bool], exists: Callable[[str], bool]
+) -> None:
+    """Refuse a log directory that is none.
+
+    Args:
+        log_dir: the directory.
+        is_dir: tells whether there is a directory.
+        exists: tells whether there is anything.
+
+    Raises:
+        FileNotFoundError: if there is no such directory.
+    """
+    if not is_dir(log_dir):
+        what = "a file" if exists(log_dir) else "nothing"
+        raise FileNotFoundError(
+            f"LOGDIR must be the directory that Telemetry(log_dir) was given. Received: "
+            f"{log_dir!r}, and there is {what}."
+        )
 
 
 def plain(text: str, most: int = _MOST_CHARACTERS) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -88,7 +88,8 @@ def count_rows_eagerly(batch: Batch) -> int:
     if any(count != counts[0] for count in counts):
         raise ValueError(
             "The parts of a global batch have different numbers of rows. "
-            f"Received parts of {counts} rows. Give every part of a batch one row for each sample."
+            f"Received parts of {counts} rows. Give every part of a batch one row for each sample. "
+            "If these are single samples, call .batch(global_batch_size) on the data set."
         )
     return int(counts[0])
 
@@ -137,19 +138,25 @@ def check_batched(element_spec: Spec) -> None:
         element_spec: structure of type specs of a global batch.
 
     Raises:
-        ValueError: if a tensor is a scalar, or there is no tensor at all.
+        ValueError: if a tensor is a scalar, there is no tensor at all, or rows differ.
     """
     specs = [
         spec
         for spec in tf.nest.flatten(element_spec)
         if isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec))
     ]
-    if not specs or any(spec.shape.rank == 0 for spec in specs):
+    if not specs or any(spec.shape.rank == 0 for spec in specs) or _differ(specs):
         raise ValueError(
             "Elements of the data set must be global batches: every tensor needs a leading batch "
-            f"dimension. Received elements of {element_spec}. Batch the data set, or give "
-            "global_batch_size for a data set of single samples."
+            f"dimension, the same for all. Received elements of {element_spec}. If these are "
+            "single samples, call .batch(global_batch_size) on the data set."
         )
+
+
+def _differ(specs: list[Any]) -> bool:
+    """Whether specs have different numbers of rows; those that are unknown do not count."""
+    shapes = [spec.shape for spec in specs if spec.shape.rank]
+    return len({shape[0] for shape in shapes} - {None}) > 1
 
 
 def relax_rows(element_spec: Spec) -> Spec:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -271,8 +272,8 @@ def _decode(text: str) -> dict[str, Any]:
         around = text[max(0, error.pos - 20) : error.pos + 20]
         raise ValueError(
             f"TF_CONFIG is not valid JSON: {error.msg} at line {error.lineno}, column "
-            f"{error.colno}, near {around!r}. Received: TF_CONFIG={text!r}. JSON wants double "
-            f"quotes and no trailing comma. Expected for example {_EXAMPLE}"
+            f"{error.colno}, near {around!r}. Received: TF_CONFIG={text!r}. {_cure(text)} Expected "
+            f"for example {_EXAMPLE}"
         ) from error
     if not isinstance(config, dict):
         raise ValueError(
@@ -280,6 +281,20 @@ def _decode(text: str) -> dict[str, Any]:
             f"Expected for example {_EXAMPLE}"
         )
     return config
+
+
+def _cure(text: str) -> str:
+    """What to do about a text that is no JSON: most often a bracket or a quote is wrong."""
+    outside = re.sub(r'"(?:[^"\\\\]|\\\\.)*"', "", text)
+    counts = {pair: [outside.count(bracket) for bracket in pair] for pair in ("{}", "[]")}
+    wrong = [
+        f"it has {opened} {pair[0]!r} and {closed} {pair[1]!r}"
+        for pair, (opened, closed) in counts.items()
+        if opened != closed
+    ]
+    if wrong:
+        return f"Its brackets do not match: {', and '.join(wrong)}."
+    return "JSON wants double quotes and no trailing comma."
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

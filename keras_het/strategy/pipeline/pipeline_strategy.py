@@ -186,6 +186,11 @@ class PipelineStrategy(HeterogeneousStrategy):
     def _warn_of_emulation(self, num_devices: int) -> None:
         """Wait until the devices of the pipeline are known."""
 
+    def __repr__(self) -> str:
+        plan = self._plan
+        state = "no plan before the first step" if plan is None else f"{len(plan.stages)} stages"
+        return self._described(self._own_devices, state)
+
     @property
     def num_replicas_in_sync(self) -> int:
         """1: a step is one step of one device, as far as Keras and the optimizer see."""

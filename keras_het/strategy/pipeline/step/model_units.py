@@ -164,7 +164,9 @@ class ModelUnits:
             names = ", ".join(dict.fromkeys(unit.name for unit in self.units))
             raise ValueError(
                 "A cut is given as the name of the layer before it. Received: "
-                f"{name!r}, which is not among the model's layers. Choose among: {names}."
+                f"{name!r}, which is not among the model's layers. Choose among: {names}. "
+                "Names that Keras makes up change with the number of layers made before: name the "
+                "layers you cut behind, as in Dense(64, name='block_2')."
             )
         if found[-1] + 1 == len(self.units):
             raise ValueError(
