@@ -255,6 +255,42 @@ def test_sharpness_aware_minimization_is_exact_with_the_sum_over_replicas(float6
     assert not said(caplog)
 
 
+class Penalty(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+def normalized(scope, of_unknown_length):
+    keras.utils.set_random_seed(3)
+    with scope():
+        inner = keras.layers.Dense(4, "tanh", kernel_regularizer="l2", activity_regularizer="l2")
+        layers = [keras.layers.SpectralNormalization(inner), Penalty(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((5,)), *layers])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    data = tf.data.Dataset.from_tensor_slices(tuple(a.astype("float64") for a in arrays(22)))
+    batches = data.batch(8)
+    if of_unknown_length:
+        batches = batches.filter(lambda x, y: True)
+    history = model.fit(batches, validation_data=batches, epochs=2, verbose=0).history
+    steps = int(np.array(model.optimizer.iterations.value))
+    return steps, [*map(np.array, model.weights), *history.values()]
+
+
+@pytest.mark.full
+def test_the_end_of_data_of_unknown_length_is_no_step(float64):
+    """On one device Keras does then what needs no data, such as normalizing a weight."""
+    steps, expected = normalized(contextlib.nullcontext, False)
+    assert steps == 6 < normalized(contextlib.nullcontext, True)[0]
+    strategy = three_replicas()
+    for shares in [(1, 0, 0), (1, 0, 1)]:
+        strategy.set_shares(shares)
+        found_steps, found = normalized(strategy.scope, True)
+        assert found_steps == steps
+        for got, want in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+
+
 def test_weights_that_each_replica_moves_by_its_own_gradient_are_named(caplog):
     strategy = three_replicas()
     strategy.set_shares((4, 0, 1))
