@@ -369,6 +369,7 @@ def test_the_loop_of_a_running_fit_is_found(logical_devices):
     state = vars(loop._iterator)
     assert {"_current_iterator", "_steps_seen", "_num_batches"} <= set(state)
     assert loop.data is loop._iterator._distributed_dataset
+    assert private_api.pass_steps_of(loop._iterator) == loop._iterator._num_batches
     outside = private_api.EpochLoop(model)
     assert outside.steps_per_epoch is None and outside.data is None
 
