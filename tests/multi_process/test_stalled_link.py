@@ -155,7 +155,7 @@ def test_a_link_that_is_cut_one_way_ends_both_sides_in_time(
             assert all(process.poll() in (None, 1) for process in processes)
             return all(text in log.read_text() for log in logs)
 
-        wait_until(lambda: all_say("training"), "training")
+        wait_until(lambda: all_say("training"), "training", 200)
         # from now on what this host sends goes to nobody, and it still hears the other one
         deaf = [hosts.address(1 - cut), "lladdr", "02:00:00:00:00:99", "dev", "eth0"]
         neighbour = ["ip", "-n", hosts.names[cut], "neigh", "replace", *deaf, "nud", "permanent"]
