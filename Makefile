@@ -80,8 +80,9 @@ test-gpu: .venv-gpu/installed ## Training on parts of a GPU, where there is one.
 	KERAS_HET_TEST_DEVICES=GPU .venv-gpu/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(ON_GPU:%=tests/%)
 
 # What the next release will break: private symbols, Keras's data adapters, exact numbers.
-NIGHTLY := $(patsubst %,tests/%.py,test_private_api test_private_graphs loader/test_tf_data_adapter \
-  loader/test_keras_arrays loader/test_keras_sources) tests/exactness
+NIGHTLY := $(patsubst %,tests/%.py,test_private_api test_private_graphs test_optional_parts \
+  pipeline/test_pipeline_optimizers loader/test_tf_data_adapter loader/test_keras_arrays \
+  loader/test_keras_sources) tests/exactness
 test-nightly: .venv-nightly/installed ## Private symbols, data adapters and exactness, on the nightly builds.
 	.venv-nightly/bin/python -m pytest --quick $(SIDE_BY_SIDE) $(NIGHTLY)
 

@@ -18,7 +18,14 @@ def scaled() -> keras.optimizers.Optimizer:
     return optimizers.LossScaleOptimizer(inner, initial_scale=2.0**127, dynamic_growth_steps=3)
 
 
+def decaying() -> keras.optimizers.Optimizer:
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "decay": decaying,
     "accumulation": lambda: optimizers.Adam(
         0.01, gradient_accumulation_steps=2, global_clipnorm=0.05, weight_decay=0.01
     ),

@@ -38,7 +38,7 @@ def strategy_for(model: keras.Model) -> keras_het.PipelineStrategy:
     return keras_het.PipelineStrategy(plan_for(model), 3, DEVICES)
 
 
-@pytest.mark.full
+@pytest.mark.quick("decay")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_does_what_it_does_on_one_device(name: str) -> None:
     build = functools.partial(perceptron, name)

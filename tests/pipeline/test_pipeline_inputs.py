@@ -1,0 +1,81 @@
+"""Batches of other kinds than dense numbers go through a pipeline as through one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from pipeline_training import DEVICES
+
+import keras_het
+
+L = keras.layers
+pytestmark = pytest.mark.usefixtures("logical_devices")
+X = np.random.default_rng(0).random((12, 4)).astype("float32")
+WORDS = np.array([["a"], ["b"], ["c"]] * 4)
+
+
+def sparse() -> tuple[Any, Any, Any]:
+    return keras.Input((4,), sparse=True), L.Dense(3), tf.sparse.from_dense(X * (X > 0.5))
+
+
+def text() -> tuple[Any, Any, Any]:
+    layer = keras.Sequential(
+        [L.StringLookup(vocabulary=["a", "b"]), L.Embedding(3, 2), L.Flatten()]
+    )
+    return keras.Input((1,), dtype="string"), layer, WORDS
+
+
+def truth() -> tuple[Any, Any, Any]:
+    return (
+        keras.Input((4,), dtype="bool"),
+        L.Lambda(lambda t: keras.ops.cast(t, "float32")),
+        X > 0.5,
+    )
+
+
+@pytest.mark.quick("sparse")
+@pytest.mark.parametrize("make", [sparse, text, truth])
+def test_inputs(make: Callable[[], tuple[Any, Any, Any]]) -> None:
+    found = []
+    strategy = keras_het.PipelineStrategy(["middle"], 2, DEVICES[:2])
+    for scope in (strategy.scope(), contextlib.nullcontext()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            inputs, layer, x = make()
+            model = keras.Model(inputs, L.Dense(1)(L.Dense(3, name="middle")(layer(inputs))))
+            model.compile("sgd", "mse", jit_compile=False)
+        data = tf.data.Dataset.from_tensor_slices((x, X[:, :1])).batch(5)
+        model.fit(data, epochs=2, verbose=0)
+        found.append([*model.get_weights(), model.predict(data, verbose=0)])
+    for ours, one_device in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, one_device, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optional_input_that_is_missing() -> None:
+    class Sum(L.Layer):
+        def call(self, one: Any, other: Any = None) -> Any:
+            return one if other is None else one + other
+
+    strategy = keras_het.PipelineStrategy(micro_batches=2, devices=DEVICES[:1])
+    with strategy.scope():
+        inputs = [keras.Input((4,)), keras.Input((4,), optional=True)]
+        model = keras.Model(inputs, L.Dense(1)(Sum()(*inputs)))
+    with pytest.raises(ValueError, match=r"Received: None for an optional one\. Build the model"):
+        model.predict(tf.data.Dataset.from_tensors(((X, None), X)), verbose=0)
+
+
+def test_layers_that_were_quantized_since() -> None:
+    strategy = keras_het.PipelineStrategy(["middle"], 2, DEVICES[:2])
+    with strategy.scope():
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, L.Dense(1)(L.Dense(3, name="middle")(inputs)))
+        model.compile("sgd", "mse", jit_compile=False)
+    before = model.predict(X, verbose=0)
+    model.quantize("int8")
+    np.testing.assert_allclose(model.predict(X, verbose=0), before, atol=0.1)
