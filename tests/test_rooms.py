@@ -19,7 +19,7 @@ ROOMS = [
     *("fit", "rpc"),
     *("loader", "loader.host", "loader.order", "loader.iterators", "loader.inspection"),
     *("loader.input", "loader.tuning"),
-    *("loader.advice", "loader.data_service", "loader.validation"),
+    "loader.validation",
     *("strategy.measure", "strategy.batches", "strategy.exact", "strategy.cluster"),
     *("summation", "strategy"),
     *("strategy.pipeline.step", "strategy.pipeline.measurement", "strategy.pipeline"),

@@ -9,7 +9,6 @@ from pathlib import Path
 from keras_het import __version__
 from keras_het.launch.doctor_command import add_doctor_command
 from keras_het.launch.grammar import add_command, not_negative, number
-from keras_het.launch.loader_commands import add_loader_commands
 from keras_het.launch.report_command import add_report_command
 from keras_het.launch.serve_command import add_serve
 from keras_het.launch.validate_command import add_validate_command
@@ -54,7 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_doctor_command(commands)
     add_validate_command(commands)
     add_serve(commands)
-    add_loader_commands(commands)
     add_report_command(commands)
     return parser
 

@@ -1,7 +1,5 @@
 """The strategy's input: samples cut into exact unequal shares for the replicas of all workers."""
 
-from keras_het.loader.advice import Advice, AdviceReport, advise
-from keras_het.loader.data_service import DataService, service
 from keras_het.loader.input.file_sharding import FileShardedDataset
 from keras_het.loader.input.global_order import GlobalOrderDataset
 from keras_het.loader.input.step_iterator import StepIterator
@@ -13,9 +11,6 @@ from keras_het.loader.tuning.stall_meter import StallMeter
 
 __all__ = [
     "AdjustablePipeline",
-    "Advice",
-    "AdviceReport",
-    "DataService",
     "FileShardedDataset",
     "GlobalOrderDataset",
     "HandoverError",
@@ -23,8 +18,6 @@ __all__ = [
     "PipelineReport",
     "StallMeter",
     "StepIterator",
-    "advise",
     "inspect",
     "pipeline",
-    "service",
 ]

@@ -27,7 +27,6 @@ FIELDS = {
         "ratio_to_oracle",
         "peak_rss_mb",
     },
-    "loader_advice": {"unit", "before", "after", "gain", "advised_gain", "advised_again"},
     "easgd": {"speedup", "communication_share_before", "communication_share_after"},
     "parameter_service": {
         "gb_per_s",

@@ -371,7 +371,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "start a script as several workers" in capsys.readouterr().out
 
 
-COMMANDS = ("run", "doctor", "validate", "serve", "loader-advice", "loader-worker", "report")
+COMMANDS = ("run", "doctor", "validate", "serve", "report")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -402,8 +402,6 @@ def test_help_fits_on_a_screen(command: str, capsys: pytest.CaptureFixture[str])
         (["run", "-w", "1", "--grace-seconds", "nan", __file__], "at least 0, received 'nan'"),
         (["run", "--worker", "2", __file__], "unrecognized arguments|give --workers"),
         (["run", "-w", "1", "-m"], "-m needs a MODULE"),
-        (["loader-worker", "--dispatcher", "h:1", "--port", "99999"], "0 .* to 65535, received"),
-        (["loader-worker", "--dispatcher", "h:1", "--port", "-1"], "0 .* to 65535, received '-1'"),
     ],
 )
 def test_wrong_arguments(

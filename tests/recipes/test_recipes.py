@@ -214,15 +214,6 @@ def test_tune_loader_keeps_the_device_busier(tmp_path: Path, two_cpus: int) -> N
 
 
 @pytest.mark.alone
-def test_feed_from_elsewhere(tmp_path: Path) -> None:
-    text = run(RECIPES / "feed_from_elsewhere.py", "--samples", 1200, cwd=tmp_path)
-    fast, slow = (int(cells(name, text)[2]) for name in ("fast", "slow"))
-    assert fast + slow == 150
-    assert "150 batches of 8, of 1200 samples: each once." in text
-    assert fast > 2 * slow > 0
-
-
-@pytest.mark.alone
 def test_hybrid(tmp_path: Path) -> None:
     text = run(RECIPES / "hybrid.py", cwd=tmp_path)
     rows = re.findall(

@@ -33,8 +33,7 @@ def cpu_budget(facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{each:g} CPUs feed {replicas} GPUs: the input may not keep up. Expected: "
             f"{_LEAST_CPUS_PER_GPU:g} or more for each GPU.",
-            "Give this process more CPUs, or prepare data on other machines "
-            "(keras-het loader-worker).",
+            "Give this process more CPUs, or prepare data on other machines (tf.data service).",
         )
 
 
