@@ -31,10 +31,6 @@ ROOMS = [
     *("launch.local", "launch.doctor", "launch"),
 ]
 MOST_FILES = 17
-# Names that were public before the rooms.
-ALIASES = {
-    f"strategy/{name}.py" for name in ("local_training", "parameter_service", "rules", "summation")
-}
 
 
 def files_of(room: str) -> list[Path]:
@@ -94,7 +90,7 @@ def test_imports_point_one_way(room: str) -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {module}"
         for path in files_of(room)
-        if str(path.relative_to(PACKAGE)) not in ALIASES and path.name != "__main__.py"
+        if path.name != "__main__.py"
         for module in imports_of(path)
         if room_of(module) not in allowed
     ]
